@@ -10,13 +10,13 @@ at their first use.
 from typing import TYPE_CHECKING, Any
 
 from cce_dist.divergence import linear_kl_divergence
+from cce_dist.divergence.topk import topk_kl_divergence
 from cce_dist.filter import FilterStats, GradFilter
-from cce_dist.head import VocabParallelHead
+from cce_dist.integrations.head import VocabParallelHead
 from cce_dist.kept_ids import KeptIds
 from cce_dist.log_probs import LogProbs, linear_log_probs
 from cce_dist.loss import LinearCrossEntropyOutput, explain, linear_cross_entropy
 from cce_dist.shard import VocabShard
-from cce_dist.topk_divergence import topk_kl_divergence
 
 if TYPE_CHECKING:
     from cce_dist.integrations.convert import convert, require, revert

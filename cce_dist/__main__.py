@@ -2,7 +2,7 @@
 
 import sys
 
-from cce_dist.cli import main
+from cce_dist.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -45,7 +45,7 @@ class Operator(NamedTuple):
 
     public_name: str
     forward: Callable[..., tuple[Any, ...]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
     forward_name: str
     backward_name: str
     tensors: str
@@ -72,8 +72,8 @@ class Operator(NamedTuple):
     def register(self, forward_fake: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Put both operators into torch.library, and return their functions, which take a call's flat values."""
         kept, values = ", ".join(self.tensors.split(", ")[: self.num_kept]), ", ".join(schema(self.call))
-        forward = self._of_flat_call(self.forward, self.num_tensors)
-        backward = self._of_flat_call(self.backward, self.num_kept + 4)
+        forward = self._of_flat_call(self.forward, self.num_tensors, 0)
+        backward = self._of_flat_call(self.backward, self.num_kept + 4, 1)
         library = torch.library.Library("cce_dist", "FRAGMENT")
         _LIBRARIES.append(library)
         for name, arguments, results, function, fake in (
@@ -94,8 +94,14 @@ class Operator(NamedTuple):
         )
         return forward, backward
 
-    def _of_flat_call(self, function: Callable[..., Any], num_others: int) -> Callable[..., Any]:
-        return lambda *given: function(*given[:num_others], build(self.call, iter(given[num_others:])))
+    def _of_flat_call(self, function: Callable[..., Any], num_others: int, hidden_at: int) -> Callable[..., Any]:
+        """Return a function that takes a call's flat values and returns an empty tensor in place of None."""
+
+        def of_flat_call(*given: Any) -> tuple[Any, ...]:
+            found = function(*given[:num_others], build(self.call, iter(given[num_others:])))
+            return tuple(given[hidden_at].new_empty(0) if value is None else value for value in found)
+
+        return of_flat_call
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Keep what backward needs; ``inputs`` end in a call, or in its flat values."""
@@ -116,13 +122,14 @@ class Operator(NamedTuple):
             return [None] * len(want)
         refuse_transforms(self.public_name, *d_outputs)
         tensors = iter(ctx.saved_tensors)
-        hidden, weight, head, *others = (
+        operands: list[Any] = [
             next(tensors) if length is None else [next(tensors) for _ in range(length)]
             for length in ctx.lengths[: self.num_kept]
-        )
+        ]
+        hidden, weight, head, *_ = operands
         twice = torch.is_grad_enabled()
         with torch.no_grad():
-            given = (d_outputs, hidden, weight, head, *others, [*tensors], ctx.grad_weight_out, want)
+            given = (d_outputs, *operands, [*tensors], ctx.grad_weight_out, want)
             call = build(self.call, iter(ctx.told)) if len(ctx.told) > 1 else ctx.told[0]
             if nobody_listens(hidden, weight):
                 d_hidden, d_weight, d_head_KV = self.backward(*given, call)
@@ -130,6 +137,7 @@ class Operator(NamedTuple):
                 d_hidden, d_weight, d_head_KV = getattr(torch.ops.cce_dist, self.backward_name)(*given, *flat(call))
             found = [d_hidden, d_weight, *head_gradients(d_head_KV, head, want[2:])]
         if twice:
+            found = [hidden.new_empty(0) if grad is None else grad for grad in found]
             found = differentiable_once(self.public_name, found, (hidden, weight, *head, *d_outputs))
         returned = [want[0], want[1] and ctx.grad_weight_out is None, *want[2:]]
         return [grad if wanted else None for grad, wanted in zip(found, returned, strict=True)]
@@ -148,23 +156,27 @@ class Operator(NamedTuple):
         nothing = hidden.new_empty(0)
         return (
             torch.empty_like(hidden) if want[0] else nothing,
-            torch.empty_like(weight) if want[1] and grad_weight_out is None else nothing.to(weight.dtype),
-            weight.new_empty((sum(want[2:]), weight.shape[0]), dtype=torch.float32),
+            torch.empty_like(weight) if want[1] and grad_weight_out is None else torch.empty_like(nothing),
+            weight.new_empty((sum(want[2:]), weight.shape[0]), dtype=torch.float32)
+            if any(want[2:])
+            else torch.empty_like(nothing),
         )
 
 
-def head_rows(found: Sequence[Tensor | None], want: Sequence[bool], weight: Tensor) -> Tensor:
-    """Return the gradients that are wanted of the head's tensors, [V] fp32 each, as rows. -> [K, V]"""
+def head_rows(found: Sequence[Tensor | None], want: Sequence[bool]) -> Tensor | None:
+    """Return the gradients that are wanted of the head's tensors, [V] fp32 each, as rows. -> [K, V], or None for no row."""
     rows = [grad for grad, wanted in zip(found, want, strict=True) if wanted and grad is not None]
     if not rows:
-        return weight.new_empty((0, weight.shape[0]), dtype=torch.float32)
+        return None
     return torch.stack(rows) if len(rows) > 1 else rows[0][None]
 
 
-def head_gradients(d_head_KV: Tensor, head: Sequence[Tensor], want: Sequence[bool]) -> list[Tensor]:
-    """Return what ``head_rows`` has for each tensor, in the tensor's dtype; an empty tensor where nothing is wanted."""
+def head_gradients(d_head_KV: Tensor | None, head: Sequence[Tensor], want: Sequence[bool]) -> list[Tensor | None]:
+    """Return what ``head_rows`` has for each tensor, in the tensor's dtype; None where nothing is wanted."""
+    if d_head_KV is None or not any(want):
+        return [None] * len(head)
     rows = iter(d_head_KV.unbind())
-    return [next(rows).to(x.dtype) if wanted else x.new_empty(0) for x, wanted in zip(head, want, strict=True)]
+    return [next(rows).to(x.dtype) if wanted else None for x, wanted in zip(head, want, strict=True)]
 
 
 _LIBRARIES: list[torch.library.Library] = []  # operators live as long as these

@@ -17,9 +17,11 @@ from typing import NamedTuple
 import torch
 
 from cce_dist import checks
-from cce_dist.kernels import Spec, budget
-from cce_dist.kernels.budget import Groups, Sizes, cdiv
+from cce_dist.kernels import Spec, memory
 from cce_dist.kernels.divergence.heads import Divergence
+from cce_dist.kernels.filter import costs
+from cce_dist.kernels.memory import Groups, Sizes
+from cce_dist.kernels.waves import cdiv
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -100,10 +102,10 @@ def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
     sizes = sizes._replace(alone=not where.summed)
     backend, why_off = _backend_of(sizes, spec, where)
     can_keep = backend == "exact" and spec.can_keep(where.dtype)
-    workspace_bytes = spec.workspace_bytes or budget.default_workspace(sizes, can_keep)
+    workspace_bytes = spec.workspace_bytes or memory.default_workspace(sizes, can_keep)
     way = Way(backend, workspace_bytes=workspace_bytes)
     if where.summed and backend != "dense":  # whose outer loop is over the vocabulary
-        room = budget.beside_lists(sizes, spec.want.top_k, workspace_bytes)
+        room = memory.beside_lists(sizes, spec.want.top_k, workspace_bytes)
         way = way._replace(ready_rows=_ready_rows(sizes, room if can_keep else 0, workspace_bytes))
     why_two = ""
     if can_keep:
@@ -124,7 +126,7 @@ def decide_heads(sizes: Sizes, spec: Divergence, where: Where) -> Way:
     """Return the way of a divergence of two heads: always two passes."""
     backend = "dense" if where.backend == "torch" else "exact"
     can_keep = backend == "exact" and spec.can_keep(where.dtype)
-    workspace_bytes = spec.workspace_bytes or budget.default_workspace(sizes, can_keep)
+    workspace_bytes = spec.workspace_bytes or memory.default_workspace(sizes, can_keep)
     ready_rows = 0
     if where.summed and backend != "dense":
         ready_rows = _ready_rows(sizes, workspace_bytes if can_keep else 0, workspace_bytes)
@@ -191,24 +193,24 @@ def _filter_pays(sizes: Sizes, spec: Spec, where: Where) -> bool:
     """
     with_grad = spec._replace(want=spec.want._replace(grad=True))
     exact_sides = (not spec.filter.hidden) + (not spec.filter.weight)
-    return budget.filter_pays(sizes, with_grad.can_keep(where.dtype), spec.workspace_bytes, exact_sides)
+    return costs.filter_pays(sizes, with_grad.can_keep(where.dtype), spec.workspace_bytes, exact_sides)
 
 
 def _groups_of(sizes: Sizes, spec: Spec, where: Where, workspace_bytes: int) -> tuple[Groups | None, str]:
     """Return the groups of one pass; or None, and why there are two passes unless all exponentials are kept."""
-    if budget.bytes_of_all(sizes) <= workspace_bytes:
+    if memory.bytes_of_all(sizes) <= workspace_bytes:
         return None, ""
     if not may_take_one_pass("exact", spec, where):
         return None, "one pass would have to know the upstream gradient in forward"
-    groups = budget.groups_of(sizes, workspace_bytes, holds_weight=where.has_buffer)
+    groups = memory.groups_of(sizes, workspace_bytes, holds_weight=where.has_buffer)
     return groups, "" if groups else "one pass would need a larger budget for its groups of tokens"
 
 
 def _ready_rows(sizes: Sizes, room: int, workspace_bytes: int) -> int:
     """Return ``Way.ready_rows``. Exponentials that are kept within ``room`` are those of all tokens, final together."""
-    if room > 0 and budget.columns_kept(sizes, room) > 0:
+    if room > 0 and memory.columns_kept(sizes, room) > 0:
         return 0
-    return budget.most_rows(sizes, workspace_bytes)
+    return memory.most_rows(sizes, workspace_bytes)
 
 
 def in_words(way: Way, sizes: Sizes, spec: Spec, where: Where) -> str:
@@ -216,7 +218,7 @@ def in_words(way: Way, sizes: Sizes, spec: Spec, where: Where) -> str:
     name = {"dense": "plain torch", "exact": "exact", "filter": "filtered"}[way.backend]
     if way.backend == "dense" and spec.filter.eps > 0:
         name = "plain torch, filtered"
-    mib = f"{cdiv(max(way.workspace_bytes, budget.LEAST_BYTES), 1 << 20):,} MiB"
+    mib = f"{cdiv(max(way.workspace_bytes, memory.LEAST_BYTES), 1 << 20):,} MiB"
     if way.passes == "one":
         count = cdiv(sizes.num_tokens, way.groups.rows)
         return _joined(f"{name}, one pass in {count} groups of {way.groups.rows:,} tokens, {mib}", way.reason)
@@ -226,7 +228,7 @@ def in_words(way: Way, sizes: Sizes, spec: Spec, where: Where) -> str:
     if way.backend == "exact":
         can_keep, num_columns = spec.can_keep(where.dtype), sizes.num_columns
         sizes = sizes._replace(alone=not where.summed)
-        columns = min(num_columns, budget.columns_kept(sizes, way.workspace_bytes)) if can_keep else 0
+        columns = min(num_columns, memory.columns_kept(sizes, way.workspace_bytes)) if can_keep else 0
         part = "all" if columns == num_columns else f"{columns:,} of {num_columns:,} columns'" if columns else "no"
         kept = f" with {part} exponentials kept"
     return _joined(f"{name}, two passes{kept}, {mib}", way.reason)

@@ -29,8 +29,8 @@ from cce_dist.call import Call
 from cce_dist.decide import Where
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
 from cce_dist.kernels.backends import named
-from cce_dist.kernels.budget import Groups
-from cce_dist.kernels.launch.rehearsal import rehearse
+from cce_dist.kernels.dry_run import compile_ahead
+from cce_dist.kernels.memory import Groups
 from cce_dist.op import decided, operands_of, sum_group_of
 
 # Expected weights of a token, relative to the largest: the least, which stands for 0, and what counts as rounding.
@@ -139,9 +139,9 @@ class _InGroups(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, given: tuple[Any, ...], hidden: Tensor, weight: Tensor, *head: Tensor) -> Tensor:
-        labels, ctx.grad_weight_out, *told = given
+        labels, ctx.grad_weight_out, terms, expected_N, call = given
         ctx.save_for_backward(labels, hidden, weight, *head)
-        ctx.told = *told, ctx.needs_input_grad[1:]
+        ctx.told = terms, expected_N, call, ctx.needs_input_grad[1:]
         # No saved tensors: the first backward takes these away, scales them in place, and leaves them to the parameters.
         found, ctx.made = run(hidden, weight, [*head], labels, *ctx.told)
         return found
@@ -268,10 +268,10 @@ def run(
                 raise IndexError(error)
         if layout.sequence_parallel and group is not None:
             hidden = merge.SequenceGather(hidden, group).wait()
-        rehearse(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
+        compile_ahead(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
         x = x._replace(hidden=hidden, ids=ids)
         loss_N = torch.empty(x.num_tokens, dtype=torch.float32, device=hidden.device)
-        softmax = Softmax(*loss_N.new_empty(2, x.num_tokens))
+        softmax = Softmax(torch.empty_like(loss_N), torch.empty_like(loss_N))
         d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
         has_low = call.way.groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
         low = weight.new_empty(weight.shape, dtype=torch.int8) if has_low else None

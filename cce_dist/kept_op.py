@@ -52,7 +52,7 @@ def _gathered(hidden: Tensor, call: Call) -> Tensor:
 def _run_forward(
     hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, offsets: Tensor, kept: Tensor,
     grad_weight_out: Tensor | None, call: Call,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
     """Negative log-probability, log-sum-exp and entropy over the lists, [N] fp32, and the list of ``Saved``."""
     spec, group = call.spec, merge.resolve(call.layout.group_name)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -63,7 +63,8 @@ def _run_forward(
         x = operands_of(_gathered(hidden, call), weight, head, ids, spec)
         lists = lists_of(begin, token_L, kept, ids, spec.logits)
         stats_KN, z_M = _backend(call).statistics(x, lists, spec)
-        nll, lse, _, _, entropy, merged = dense.token_losses(merge.gather_stats(stats_KN, group), ids, spec)
+        nll, lse, _, _, entropy, softmax = dense.token_losses(merge.gather_stats(stats_KN, group), ids, spec)
+        merged = torch.stack([numbers_N for numbers_N in softmax if numbers_N is not None])
         return nll, lse, entropy, [*Saved(merged, ids, *lists, z_M)]
 
 
@@ -86,8 +87,8 @@ def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -
 def _run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, head: list[Tensor], saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dE, dC, and the head's gradients as rows; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dE, dC, and the head's gradients as rows; None for what is not wanted (or went into ``grad_weight_out``)."""
     layout, spec, group = call.layout, call.spec, merge.resolve(call.layout.group_name)
     merged, ids, *of_lists, z_M = Saved(*saved)
     want_hidden, want_weight, *want_head = want
@@ -105,11 +106,10 @@ def _run_backward(
         want_bias = spec.logits.named(want_head).get("bias", False)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, hidden_sum.start)
         _, d_weight, d_bias = _backend(call).gradients(x, lists, grad_M, grads, spec)
-        nothing = hidden.new_empty(0)
         return (
-            hidden_sum.wait() if want_hidden else nothing,
-            nothing if d_weight is None else d_weight,
-            head_rows(spec.logits.listed(bias=d_bias), want_head, weight),
+            hidden_sum.wait() if want_hidden else None,
+            d_weight,
+            head_rows(spec.logits.listed(bias=d_bias), want_head),
         )
 
 

@@ -35,7 +35,7 @@ def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     A group of one rank has nothing to gather.
     """
     if group is None or group.size() == 1:
-        return stats_KN.unsqueeze(0)
+        return stats_KN.view(1, *stats_KN.shape)
     return recorded(_all_gather, stats_KN, group).view(group.size(), *stats_KN.shape)
 
 

@@ -21,10 +21,10 @@ from cce_dist.call import Call, Layout, build
 from cce_dist.decide import Where
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, named
-from cce_dist.kernels.budget import Sizes
+from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
-from cce_dist.kernels.launch.rehearsal import rehearse
 from cce_dist.kernels.launch.tape import recorded
+from cce_dist.kernels.memory import Sizes
 from cce_dist.shard import even_rows
 
 
@@ -32,7 +32,9 @@ class Saved(NamedTuple):
     """What backward needs of forward beside the operands; a list of tensors between the two.
 
     Attributes:
-        merged: Maximum, logarithm of the sum and entropy over the whole vocabulary, [2 or 3, N].
+        max: [N] fp32, as in ``Softmax`` over the whole vocabulary; the next two likewise.
+        log_sum: [N].
+        entropy: [N], where it is wanted.
         ids: [N] as in ``Operands``.
         count: [] how many labels there are, with the mean.
         ids_NI: Several ids of each token.
@@ -40,7 +42,9 @@ class Saved(NamedTuple):
         of_backend: What the backend saves.
     """
 
-    merged: Tensor
+    max: Tensor
+    log_sum: Tensor
+    entropy: Tensor | None
     ids: Tensor
     count: Tensor | None
     ids_NI: Tensor | None
@@ -54,7 +58,7 @@ class Saved(NamedTuple):
     def of(cls, tensors: list[Tensor], spec: Spec) -> Saved:
         """Name the tensors of a list; the task says which of them there are."""
         rest = iter(tensors)
-        there = (True, True, spec.want.mean, spec.several, spec.several)
+        there = (True, True, spec.want.entropy, True, spec.want.mean, spec.several, spec.several)
         return cls(*(next(rest) if it_is else None for it_is in there), list(rest))  # type: ignore[arg-type]
 
 
@@ -66,26 +70,28 @@ def _run_forward(
     ``labels`` are [N], or [N, I]: several ids of each token. ``head`` are the tensors of ``Head`` that ``call`` names.
 
     Returns:
-        The losses of ``Outputs``, the list of its other tensors that are wanted, and the list of ``Saved``.
+        The losses of ``Outputs``, None where not wanted, the list of its other tensors that are wanted, and the list of
+        ``Saved``.
     """
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     call = decided(call, hidden, labels.shape[0], merge.size_of(group))
-    x = Operands.of(hidden, weight, labels, call.spec.logits, **call.spec.logits.named(head))
     backend, spec = named(call.way.backend), call.spec
-    rehearse(backend, spec, x, grad_weight_out)
+    x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
+    compile_ahead(backend, spec, x, grad_weight_out)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
 
     with torch.autocast(hidden.device.type, enabled=False):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
-        given, order, cells = (labels.view(-1), spec.ignore_index, spec.vocab_size), None, None
+        flat_labels, order, cells = labels if labels.dim() == 1 else labels.view(-1), None, None
+        given = flat_labels, spec.ignore_index, spec.vocab_size
         if spec.several:
             ids = backend.label_ids(*given)
         else:
             ids, order = backend.ordered_ids(*given)
         if call.debug or not labels.is_cuda:  # reading labels waits for a GPU; there the token's loss is NaN instead
-            error = label_error(call.argument, labels.view(-1), ids, spec.vocab_size, spec.ignore_index)
+            error = label_error(call.argument, flat_labels, ids, spec.vocab_size, spec.ignore_index)
             if error:
                 raise IndexError(error)
         if spec.several:
@@ -97,19 +103,18 @@ def _run_forward(
         else:
             x, stats_KN, saved = _statistics_on_arrival(arriving, backend, x, spec, merge_bound)
         stats_TKN = merge.gather_stats(stats_KN, group)
-        *losses, merged = backend.token_losses(stats_TKN, x.ids, spec)
-        ids_NI = target_NI = count = None
+        *losses, softmax = backend.token_losses(stats_TKN, x.ids, spec)
+        ids_NI = target_NI = mean = count = None
         if x.cells is not None:
             ids_NI = x.cells.ids_NI
-            losses[0], target_NI = merge_cells(stats_TKN, merged, ids_NI, spec)
-        mean = merged.new_empty(0)
+            losses[0], target_NI = merge_cells(stats_TKN, softmax, ids_NI, spec)
         if spec.want.mean:
             mean, count = backend.mean(losses[0], labels, spec.ignore_index)
-        found = merge_listed(stats_TKN, merged, x.ids, spec)
+        found = merge_listed(stats_TKN, softmax, x.ids, spec)
         if spec.want.filter_stats:
-            found["filter_stats"] = backend.filter_stats(x, Softmax(merged[0], merged[1]), saved, spec)
+            found["filter_stats"] = backend.filter_stats(x, softmax, saved, spec)
         others = [found[name] for name in listed(spec.want, 0)]
-        kept = Saved(merged, x.ids, count, ids_NI, target_NI, saved)
+        kept = Saved(softmax.max, softmax.log_sum, softmax.entropy, x.ids, count, ids_NI, target_NI, saved)
         return *losses, mean, others, kept.listed()
 
 
@@ -153,11 +158,10 @@ def _statistics_on_arrival(
 def _run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, head: list[Tensor], saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dE, dC, and the head's gradients as rows; an empty tensor for what is not wanted (or went into ``grad_weight_out``)."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dE, dC, and the head's gradients as rows; None for what is not wanted (or went into ``grad_weight_out``)."""
     layout, group = call.layout, merge.resolve(call.layout.group_name)
-    merged, ids, count, ids_NI, target_NI, saved = Saved.of(saved, call.spec)
-    x = operands_of(hidden, weight, head, ids, call.spec)
+    max_N, log_sum_N, entropy_N, ids, count, ids_NI, target_NI, saved = Saved.of(saved, call.spec)
     call = decided(call, hidden, ids.shape[0], merge.size_of(group))
     backend, spec = named(call.way.backend), call.spec
     *d_losses, d_mean = d_losses
@@ -171,7 +175,7 @@ def _run_backward(
     with torch.autocast(hidden.device.type, enabled=False):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size, of_mean)
-        x = x._replace(cells=cells)
+        x = operands_of(hidden, weight, head, ids, spec)._replace(cells=cells)
         sum_group = sum_group_of(layout, group)
         rows = call.way.ready_rows or None
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
@@ -183,18 +187,13 @@ def _run_backward(
         if arriving is not None:
             x = x._replace(hidden=recorded(merge.SequenceGather.wait, arriving))
 
-        softmax = Softmax(merged[0], merged[1], None if d_losses[-1] is None else merged[2])
+        softmax = Softmax(max_N, log_sum_N, None if d_losses[-1] is None else entropy_N)
         want_bias = spec.logits.named(want_head).get("bias", False)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
         d_hidden, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
         if hidden_sum is not None and want_hidden:
             d_hidden = recorded(merge.HiddenGradSum.wait, hidden_sum)
-        nothing = hidden.new_empty(0)
-        return (
-            nothing if d_hidden is None else d_hidden,
-            nothing if d_weight is None else d_weight,
-            head_rows(spec.logits.listed(bias=d_bias), want_head, weight),
-        )
+        return d_hidden, d_weight, head_rows(spec.logits.listed(bias=d_bias), want_head)
 
 
 def sum_group_of(layout: Layout, group: Any) -> Any:
@@ -238,12 +237,13 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     nll = empty(*labels.shape)
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
     ids = labels.new_empty(num_tokens)
-    num_ranks = merge.size_of(merge.resolve(call.layout.group_name))
-    call = decided(call, hidden, num_tokens, num_ranks)
+    call = decided(call, hidden, num_tokens, merge.size_of(merge.resolve(call.layout.group_name)))
     x = Operands.of(hidden, weight, ids, call.spec.logits, **call.spec.logits.named(head))
     others = [hidden.new_empty(shape, dtype=dtype) for shape, dtype in listed(want, num_tokens).values()]
     saved = Saved(
-        empty(2 + want.entropy, num_tokens),
+        empty(num_tokens),
+        empty(num_tokens),
+        empty(num_tokens) if want.entropy else None,
         ids,
         ids.new_empty(()) if want.mean else None,
         torch.empty_like(labels) if call.spec.several else None,

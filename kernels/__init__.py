@@ -5,7 +5,7 @@ The logits of the shard are ``z = softcap * tanh(u / softcap)`` with ``u = logit
 
 This file holds the records that travel between host functions. ``backends`` names the functions that each of the three
 backends has: ``dense`` (plain torch, any device), ``exact`` (the kernels of this folder) and ``filter`` (the same with a
-filter). ``budget`` is the arithmetic of ``workspace_bytes``. The table of kernels is in docs/kernels.md.
+filter). ``memory`` is the arithmetic of ``workspace_bytes``. The table of kernels is in docs/kernels.md.
 
 **Letters** at the end of a tensor's name are its dimensions:
 
@@ -66,7 +66,7 @@ which comes from the logit that forward saved: no cell is added to.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -85,7 +85,7 @@ class ShardLogits(NamedTuple):
     # Names of the tensors of ``Head`` that there are, with spaces between them. An operator takes these tensors as a list.
     tensors: str = ""
 
-    def named(self, values: Sequence[_T]) -> dict[str, _T]:
+    def named(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return what a list has for each of the head's tensors, by the tensor's name."""
         return dict(zip(self.tensors.split(), values, strict=True))
 
@@ -257,11 +257,11 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(
-        cls, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, logits: ShardLogits, cells: Cells | None = None,
+        cls, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, logits: ShardLogits,
         **tensors: torch.Tensor | None,
     ) -> Operands:
         """Return the operands of a shard whose logits come as ``logits`` says, with these tensors of the head."""
-        return cls(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid, cells)
+        return cls(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid)
 
     @property
     def num_tokens(self) -> int:
@@ -283,7 +283,9 @@ class Operands(NamedTuple):
 class Softmax(NamedTuple):
     """Statistics of the whole vocabulary, [N] fp32 each: the log-sum-exp is ``max + log_sum``, kept apart for exactness.
 
-    ``entropy`` is None where it is not differentiated.
+    ``entropy`` is None where it is not differentiated. Kernels take the record as one argument, and Triton compiles a kernel
+    again if an address inside a record is not a multiple of 16. So each tensor is an allocation of its own, or a slice that
+    starts at a multiple of four tokens.
     """
 
     max: torch.Tensor

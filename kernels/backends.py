@@ -7,7 +7,7 @@ that the operator in ``cce_dist/op.py`` reads as the algorithm does and names no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -27,12 +27,12 @@ class Backend(Protocol):
         """Return ``label_ids`` of all tokens, and ``Operands.order``."""
         ...
 
-    def token_losses(self, stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Tensor, ...]:
+    def token_losses(self, stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Any, ...]:
         """Merge the shards' statistics by log-add-exp, in rank order, so that every rank computes the same bits.
 
         Returns:
-            nll, log-sum-exp, target logit, nll of the uniform distribution and entropy, [N] fp32, the last two empty unless
-            wanted; 0 where a label is IGNORED, NaN where it is OUTSIDE. Then the rows of ``Softmax``, [2 or 3, N] fp32.
+            nll, log-sum-exp, target logit, nll of the uniform distribution and entropy, [N] fp32, the last two None unless
+            wanted; 0 where a label is IGNORED, NaN where it is OUTSIDE. Then the ``Softmax``, its entropy None unless wanted.
         """
         ...
 

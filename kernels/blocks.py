@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist.kernels.launch.direct import current
 from cce_dist.kernels.launch.tape import noted
-from cce_dist.kernels.tiles import interpreted, real_device
+from cce_dist.kernels.tiles import interpreted, major_of
 
 
 def kernel(*specialized: str) -> Callable[[Callable], Any]:
@@ -59,12 +58,7 @@ def has_tma(*matrices: torch.Tensor) -> bool:
             return False
     if interpreted():
         return all(matrix.dtype != torch.bfloat16 for matrix in matrices)  # whose descriptors misread bf16
-    return _has_copy_engine(real_device(matrices[0].device))
-
-
-@lru_cache(maxsize=16)
-def _has_copy_engine(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    return major_of(matrices[0].device) >= 9
 
 
 def operand(matrix: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDescriptor | torch.Tensor:
@@ -74,7 +68,7 @@ def operand(matrix: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDesc
     """
     if not tma:
         return matrix
-    descriptor = object.__new__(TensorDescriptor)
+    descriptor: Any = object.__new__(TensorDescriptor)
     descriptor.base, descriptor.block_shape = matrix, [rows, cols]
     descriptor.shape, descriptor.strides = matrix.shape, matrix.stride()
     return descriptor

@@ -2,7 +2,7 @@
 
 All logits that reach a threshold are written to their token's list while their tile is in registers: its k largest and some
 hundred others. The threshold is the n-th largest logit of a sample, every ``step``-th column, so about ``n step`` columns
-reach it; n is so large that a token in a million has fewer than k of them (``budget.top_plan``). ``largest.py`` chooses from
+reach it; n is so large that a token in a million has fewer than k of them (``memory.top_plan``). ``largest.py`` chooses from
 the lists, and sees to tokens whose list is too short or too long: the sample decides about time alone.
 
 A place of a list holds four logits, two pairs of neighbours that are eight columns apart, which one thread has in its
@@ -23,9 +23,10 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import has_tma, kernel
-from cce_dist.kernels.budget import TopPlan, cdiv
 from cce_dist.kernels.logits import logits_chunk
+from cce_dist.kernels.memory import TopPlan
 from cce_dist.kernels.tiles import Tiles, interpreted
+from cce_dist.kernels.waves import cdiv
 
 TOGETHER = 4  # logits of a place
 # Ordinals that logits are compared with at a time, a power of 2: one where the logits are in registers, more where they are

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.head import slope_of, token_factors
+from cce_dist.kernels.waves import cdiv
 
 
 def write_cells(

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
-from cce_dist.kernels.budget import cdiv, cut_last_wave, fitted
 from cce_dist.kernels.tiles import Tile, num_programs, precision
+from cce_dist.kernels.waves import cdiv, cut_last_wave, fitted
 
 
 class Sum(NamedTuple):

@@ -15,8 +15,8 @@ import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand, store_tile
-from cce_dist.kernels.budget import cdiv, fitted
 from cce_dist.kernels.tiles import Tile, num_programs, precision
+from cce_dist.kernels.waves import cdiv, fitted
 
 
 def add_d_weight(

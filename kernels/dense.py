@@ -9,7 +9,7 @@ Source: mgmalek's efficient_cross_entropy and Liger-Kernel chunk tokens. The onl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from cce_dist.kernels import (
     ShardLogits,
     Softmax,
     Spec,
-    budget,
     compensation,
+    memory,
 )
 from cce_dist.kernels.extras import LEAST_KEY, keys_of, largest_keys, rows_of_keys
 
@@ -92,7 +92,7 @@ class Block(NamedTuple):
 
 def blocks_of(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[Block]]]:
     """The blocks of the shard's logits: for each range of columns the blocks of all tokens."""
-    num_rows, num_cols = budget.dense_block(x.num_tokens, x.num_valid, spec.workspace_bytes)
+    num_rows, num_cols = memory.dense_block(x.num_tokens, x.num_valid, spec.workspace_bytes)
 
     def of_columns(cols: slice) -> Iterator[Block]:
         for start in range(0, x.num_tokens, num_rows):
@@ -322,12 +322,12 @@ def _add_compensation(
     if grads.want_hidden and spec.filter.hidden:
         center_D = share_V @ x.weight[: x.num_valid].float()
         sums.hidden_ND.addcmul_(sums.dropped_N[:, None], center_D)
-        if own and budget.sampled_columns(x.num_valid):
+        if own and memory.sampled_columns(x.num_valid):
             sums.hidden_ND.add_(_from_columns(sums.dropped_N, x, softmax, coef_4N, spec, share_V, center_D))
     if grads.want_weight and spec.filter.weight:
         hidden_ND = x.hidden.float().masked_fill(x.ids[:, None] < 0, 0.0)
         rank_1_VD = share_V[:, None] * (sums.dropped_N @ hidden_ND)
-        if own and x.num_tokens > budget.SAMPLE and budget.sampled_columns(x.num_valid):
+        if own and x.num_tokens > memory.SAMPLE and memory.sampled_columns(x.num_valid):
             rank_1_VD += _from_tokens(sums.dropped_N, x, softmax, coef_4N, spec, share_V, hidden_ND)
         sums.weight_VD[: x.num_valid].add_((rank_1_VD * gain).to(sums.weight_VD.dtype))
 
@@ -336,7 +336,7 @@ def _from_columns(
     dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, center_D: Tensor
 ) -> Tensor:
     """Return what sampled columns, and the linear correction, add to d_hidden, [N, D]."""
-    column_K, inverse_share_K = compensation.sample(share_V, budget.sampled_columns(x.num_valid))
+    column_K, inverse_share_K = compensation.sample(share_V, memory.sampled_columns(x.num_valid))
     columns = x._replace(weight=x.weight[column_K], head=x.head.of_columns(column_K), num_valid=len(column_K))
     centered_KD = columns.weight.float() - center_D
     squares_K = centered_KD.square().sum(1)
@@ -353,7 +353,7 @@ def _from_columns(
                 noise += product.sum(0) @ squares_K[cols]
             estimate_ND[block.rows] += terms @ centered_KD[cols]
             lines_ND[block.rows] += lines @ centered_KD[cols]
-    noise_part = len(column_K) / max(1, budget.covariance_columns(x.num_valid, x.hidden.shape[1]))
+    noise_part = len(column_K) / max(1, memory.covariance_columns(x.num_valid, x.hidden.shape[1]))
     usual = (coef_4N[0] * x.head.multiplier).square().sum() * squares_K.mean()
     linear, part = compensation.linear(estimate_ND, lines_ND, noise_3, noise_part, usual)
     return linear * linear_ND + part * (estimate_ND - linear * lines_ND)
@@ -361,8 +361,8 @@ def _from_columns(
 
 def _linear_terms(dropped_N: Tensor, x: Operands, share_V: Tensor, center_D: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``r_i (e_i - e)``, and that times the covariance of the columns, [N, D] each; zeros where there are few tokens."""
-    num_columns, total = budget.covariance_columns(x.num_valid, x.hidden.shape[1]), dropped_N.abs().sum()
-    if x.num_tokens <= budget.SAMPLE or not num_columns:
+    num_columns, total = memory.covariance_columns(x.num_valid, x.hidden.shape[1]), dropped_N.abs().sum()
+    if x.num_tokens <= memory.SAMPLE or not num_columns:
         nothing_ND = _zeros(*x.hidden.shape, like=x.hidden)
         return nothing_ND, nothing_ND
     hidden_ND = x.hidden.float().masked_fill(dropped_N[:, None] == 0, 0.0)
@@ -378,7 +378,7 @@ def _from_tokens(
     """Return what sampled tokens add to d_weight, [V, D]."""
     total = dropped_N.abs().sum()
     share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
-    token_S, inverse_share_S = compensation.sample(share_N, budget.SAMPLE)
+    token_S, inverse_share_S = compensation.sample(share_N, memory.SAMPLE)
     centered_SD = hidden_ND[token_S] - share_N @ hidden_ND
     squares_S = centered_SD.square().sum(1)
     tokens = x._replace(hidden=x.hidden[token_S], ids=x.ids[token_S])
@@ -394,7 +394,7 @@ def _from_tokens(
             noise += terms.square().sum(1) @ squares_S[block.rows]
             estimate_VD[cols] += terms.t() @ centered_SD[block.rows]
     factor = compensation.signal_share(estimate_VD.square().sum(), noise)
-    if not budget.covariance_columns(x.num_valid, x.hidden.shape[1]):
+    if not memory.covariance_columns(x.num_valid, x.hidden.shape[1]):
         return factor * estimate_VD
     weight_VD = x.weight[: x.num_valid].float()
     centered_VD = weight_VD - share_V @ weight_VD
@@ -442,15 +442,15 @@ def merge(stats_TKN: Tensor, spec: Spec) -> Merged:
     return Merged(max_N, log_sum, target_TN.sum(0), mean_below, entropy)
 
 
-def token_losses(stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Tensor, ...]:
+def token_losses(stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Any, ...]:
     want = spec.want
     merged = merge(stats_TKN[:, : spec.num_stats], spec)
     nll, lse = merged.max - merged.target + merged.log_sum, merged.max + merged.log_sum
     losses = torch.stack((nll, lse, merged.target, merged.mean_below + merged.log_sum, merged.entropy))
     losses = losses.masked_fill_(ids_N == IGNORED, 0.0).masked_fill_(ids_N == OUTSIDE, torch.nan)
     wanted = (True, True, True, want.uniform, want.entropy)
-    backward = (merged.max, merged.log_sum, merged.entropy)[: 2 + want.entropy]
-    return *(x.clone() if w else x.new_empty(0) for x, w in zip(losses, wanted, strict=True)), torch.stack(backward)
+    softmax = Softmax(merged.max, merged.log_sum, merged.entropy if want.entropy else None)
+    return *(x.clone() if it_is else None for x, it_is in zip(losses, wanted, strict=True)), softmax
 
 
 def merged_lse(stats_T3N: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ from cce_dist.kernels.blocks import (
     store_tile,
     tile_of_products,
 )
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
 from cce_dist.kernels.lse import choose_splits
 from cce_dist.kernels.tiles import Tiles, num_programs, precision
+from cce_dist.kernels.waves import cdiv
 
 LOWEST = tl.constexpr(-1e4)  # nats: stands for any log-probability that far down, whose probability is 0
 

@@ -8,7 +8,7 @@ forward                                             backward
                                                       kept exponentials: the two products alone (kept)
 
 Tokens without a label come last in both (``tokens.compact``). ``workspace_bytes`` bounds what is alive beside inputs and
-outputs; ``budget`` says how many rows and columns a chunk has, and how many columns keep their exponentials for backward.
+outputs; ``memory`` says how many rows and columns a chunk has, and how many columns keep their exponentials for backward.
 
 Nothing here waits for the device, so a CUDA graph can capture it; shapes known on the host alone decide the launches.
 """
@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget
+from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Want, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.budget import Sizes, cdiv
 from cce_dist.kernels.candidates import Candidates, new_candidates, sampled
 from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
@@ -33,7 +32,6 @@ from cce_dist.kernels.extras import LEAST_KEY
 from cce_dist.kernels.kept import Kept, label_cells, level, row_scales
 from cce_dist.kernels.largest import choose_among_all, choose_listed
 from cce_dist.kernels.lse import (
-    MAX,
     NOTHING_MORE,
     Keep,
     Span,
@@ -43,20 +41,25 @@ from cce_dist.kernels.lse import (
     merge_splits,
     new_partials,
 )
+from cce_dist.kernels.memory import Sizes
+from cce_dist.kernels.planned import thinned
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import (
     coefficients,
     compact,
+    first_rows,
     gather_rows,
     gathered,
     label_ids,
     mean,
     merged_lse,
     ordered_ids,
+    some_rows,
     sums_of_rows,
     token_groups,
     token_losses,
 )
+from cce_dist.kernels.waves import cdiv
 
 __all__ = [
     "coefficients", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
@@ -68,15 +71,15 @@ def columns_kept(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials within the budget."""
     if not spec.can_keep(str(x.hidden.dtype)):
         return 0
-    return budget.columns_kept(sizes_of(x)._replace(alone=spec.alone), _beside_lists(x, spec))
+    return memory.columns_kept(sizes_of(x)._replace(alone=spec.alone), _beside_lists(x, spec))
 
 
 def _beside_lists(x: Operands, spec: Spec) -> int:
-    return budget.beside_lists(sizes_of(x), spec.want.top_k, spec.workspace_bytes)
+    return memory.beside_lists(sizes_of(x), spec.want.top_k, spec.workspace_bytes)
 
 
-def top_plan(x: Operands, spec: Spec) -> budget.TopPlan | None:
-    return budget.top_plan(x.num_valid, spec.want.top_k) if spec.want.top_k else None
+def top_plan(x: Operands, spec: Spec) -> memory.TopPlan | None:
+    return memory.top_plan(x.num_valid, spec.want.top_k) if spec.want.top_k else None
 
 
 def sizes_of(x: Operands) -> Sizes:
@@ -94,12 +97,11 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 def new_kept(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy: bool = False) -> Kept:
     """Return room for the exponentials of so many columns; without columns, what stands for none kept."""
-    return Kept(
-        *order,
-        x.hidden.new_empty(x.num_tokens, columns),
-        x.hidden.new_empty(2, x.num_tokens if columns else 0, dtype=torch.float32),
-        x.ids.new_zeros(int(columns > 0 and entropy), dtype=torch.int32),
-    )
+    device, num_rows = x.hidden.device, x.num_tokens if columns else 0
+    exp_NV = torch.empty(x.num_tokens, columns, dtype=x.hidden.dtype, device=device)
+    reference_N, target_N = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
+    spent = torch.empty(int(columns > 0 and entropy), dtype=torch.int32, device=device)
+    return Kept(*order, exp_NV, reference_N, target_N, spent.zero_() if spent.shape[0] else spent)
 
 
 def order_of(x: Operands) -> list[torch.Tensor]:
@@ -136,7 +138,7 @@ def _keys(stats_KN: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Tensor) -> torch.Tensor:
     """Fill the statistics. Returns ids [N] that are not negative where the largest logits are still to be found."""
-    plan, target = top_plan(x, spec), stats_KN[spec.first_target :] if spec.several else stats_KN[2]
+    plan = top_plan(x, spec)
     at_once = _forward_rows(x, spec, tiles, kept)
     num_tiles = cdiv(x.num_valid, tiles.lse.cols)
     keeping, parts = _kept_span(x, kept, tiles, at_once), 0
@@ -144,11 +146,12 @@ def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Te
         # As many parts as 400 to 8,192 tokens get on an H100, whatever the call has.
         cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
         parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
-    buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+    buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
     find = partial(new_candidates, sampled(x, plan), plan, tiles) if plan else None
     left_N = torch.empty_like(x.ids) if find else x.ids
     for number, group in enumerate(token_groups(kept.order, at_once)):
-        rows = gathered_with_targets(x, group, buffer_RD, target, kept.reference[1] if keeping.num_parts else None)
+        copy_N = kept.target_N if keeping.num_parts else None
+        rows = gathered_with_targets(x, group, buffer_RD, stats_KN, spec.first_target if spec.several else 2, copy_N)
         lists = find(rows) if find else None
         partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
         if keeping.num_parts:
@@ -166,11 +169,11 @@ def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: Kept) -> int:
     """Tokens that forward works on at a time."""
     plan, sizes, columns = top_plan(x, spec), sizes_of(x), kept.exp_NV.shape[1]
     if columns:
-        return min(x.num_tokens, budget.forward_rows(sizes, _beside_lists(x, spec), columns))
-    rows = budget.forward_rows(sizes, spec.workspace_bytes, 0)
+        return min(x.num_tokens, memory.forward_rows(sizes, _beside_lists(x, spec), columns))
+    rows = memory.forward_rows(sizes, spec.workspace_bytes, 0)
     if plan is not None:
-        # Cut into a quarter of the programs that run at once (budget.num_parts), four blocks of rows fill the device.
-        rows = min(rows, budget.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, 4 * tiles.lse.rows))
+        # Cut into a quarter of the programs that run at once (waves.num_parts), four blocks of rows fill the device.
+        rows = min(rows, memory.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, 4 * tiles.lse.rows))
     return min(x.num_tokens, rows)
 
 
@@ -191,9 +194,10 @@ def _keep_exponentials(
     if tile.warps >= 8:  # one tile a row would leave half of a device without work
         tile = tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)
     lse_partials(x, rows, tiles._replace(lse=tile), Span(0, 1, 1), first_KPR)
-    keep = Keep(first_KPR[MAX.value, 0], kept.exp_NV, partials_KPR.new_empty(span.last, num_rows))
+    tile_reference_BR = torch.empty(span.last, num_rows, dtype=torch.float32, device=partials_KPR.device)
+    keep = Keep(first_KPR, kept.exp_NV, tile_reference_BR)
     lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want, lists=lists)
-    level(keep, rows, kept.reference[0], tiles.lse.cols)
+    level(keep, rows, kept.reference_N, tiles.lse.cols)
 
 
 def _make_anew(x: Operands, kept: Kept, tiles: Tiles, spec: Spec) -> None:
@@ -280,17 +284,19 @@ def gradients(
             _make_anew(x, kept, tiles, spec)
             # Autograd, which counts what is written to saved tensors, sees no more of this than of the kernels' writing.
             kept.spent.data.fill_(softmax.entropy is not None)
-        at_once, cols = budget.exact_chunks(
+        at_once, cols = memory.exact_chunks(
             sizes_of(x)._replace(num_columns=last - num_kept), spec.workspace_bytes, kept.exp_NV.nbytes, tiles,
             num_programs(x.hidden.device),
         )
         chunks = [(col, min(col + cols, last)) for col in range(num_kept, last, cols)]
         num_parts = len(chunks) + (num_kept > 0)
         gathers = (bool(chunks) or d_weight is not None) and not weight_first
-        buffer_RD = x.hidden.new_empty(at_once if gathers else 0, x.hidden.shape[1])
+        like_hidden = {"dtype": x.hidden.dtype, "device": x.hidden.device}
         if weight_first and d_hidden is not None:
             buffer_RD = d_hidden
-        dlogits_RV = x.hidden.new_empty(at_once, cols) if chunks else kept.exp_NV
+        else:
+            buffer_RD = torch.empty(at_once if gathers else 0, x.hidden.shape[1], **like_hidden)
+        dlogits_RV = torch.empty(at_once, cols, **like_hidden) if chunks else kept.exp_NV
         low_RD = remainder(x.hidden, at_once) if num_parts > 1 and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
         out = Output(
@@ -300,7 +306,8 @@ def gradients(
         # Rows of kept exponentials are those of all tokens, in order: no group is finished before another.
         ready_rows = None if num_kept else grads.ready_rows
         for group, (*compact_order, num_final) in enumerate(finished_groups(x.ids, kept.order, at_once, ready_rows)):
-            rows = Rows(*compact_order, buffer_RD[: compact_order[0].shape[0]])
+            num_rows = compact_order[0].shape[0]
+            rows = Rows(*compact_order, first_rows(buffer_RD, num_rows))
             add = grads.weight_out is not None or group > 0
             if chunks:
                 gather_rows(x.hidden, rows)
@@ -345,8 +352,8 @@ def add_chunks(
 
     d_weight is set unless ``add``, and d_hidden by the first chunk if that ``opens``. ``num_final`` as in ``_Part``.
     """
-    grads_RV = dlogits_RV[: rows.index.shape[0]]
-    for first, stop in chunks:
+    grads_RV = first_rows(dlogits_RV, rows.index.shape[0])
+    for first, stop in thinned(chunks):
         fill(first, grads_RV)
         final = num_final if stop == chunks[-1][1] else 0
         _add_part(out, _Part(first, stop, grads_RV, None, opens and first == chunks[0][0], add, final), x, rows, tiles)
@@ -359,7 +366,7 @@ def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -
         _add_hidden_part(out, part, x, rows, tiles)
     if out.weight is not None:
         add_d_weight(
-            out.weight[columns], part.dlogits_RV, rows, out.gain, tiles.grad_weight, add=part.add,
+            some_rows(out.weight, part.first, part.stop), part.dlogits_RV, rows, out.gain, tiles.grad_weight, add=part.add,
             low_VD=None if out.weight_low is None else out.weight_low[columns],
             more_D=None if uniform is None else uniform.d_weight_D, often_empty=out.often_empty,
         )
@@ -376,8 +383,8 @@ def _add_hidden_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: T
     if out.hidden is None:
         return
     add_d_hidden(
-        out.hidden, part.dlogits_RV, x.weight[part.first : part.stop], rows, part.scale_R, out.gain, tiles.grad_hidden,
-        first=part.opens, often_empty=out.often_empty,
+        out.hidden, part.dlogits_RV, some_rows(x.weight, part.first, part.stop), rows, part.scale_R, out.gain,
+        tiles.grad_hidden, first=part.opens, often_empty=out.often_empty,
         outer=None if part.uniform is None else (part.uniform.coef_N, part.uniform.columns_D),
     )
     if out.ready is not None and part.num_final:
@@ -388,18 +395,22 @@ def new_gradients(x: Operands, grads: Grads, zeros: bool = True) -> Gradients:
     """Return what is wanted: zeros, but for rows of d_weight that will be written, and for d_hidden without ``zeros``."""
     d_hidden = None
     if grads.want_hidden:
-        d_hidden = torch.empty_like(x.hidden) if grads.hidden_out is None else grads.hidden_out
+        d_hidden = _new_like(x.hidden) if grads.hidden_out is None else grads.hidden_out
         if zeros:
             d_hidden.zero_()
     num_rows = x.weight.shape[0]
     d_bias = torch.zeros(num_rows, dtype=torch.float32, device=x.weight.device) if grads.want_bias else None
     if not grads.want_weight or grads.weight_out is not None:
         return d_hidden, grads.weight_out if grads.want_weight else None, d_bias
-    d_weight = torch.empty_like(x.weight)
+    d_weight = _new_like(x.weight)
     num_written = x.num_valid if x.num_tokens else 0
     if num_written < num_rows:
         d_weight[num_written:].zero_()  # padding
     return d_hidden, d_weight, d_bias
+
+
+def _new_like(matrix: torch.Tensor) -> torch.Tensor:
+    return torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
 
 
 def remainder(hidden_ND: torch.Tensor, num_rows: int) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Spec, Want
+from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Softmax, Spec, Want
 
 LEAST_KEY = torch.iinfo(torch.int64).min  # the key of no column
 _LOW_BITS = (1 << 32) - 1
@@ -27,15 +27,15 @@ def any_id(ids_NI: Tensor) -> Tensor:
 class Outputs(NamedTuple):
     """Every result of the operator that a caller sees, fp32 but for ids; 0 where a token is IGNORED, NaN where it is OUTSIDE.
 
-    The first NUM_LOSSES are differentiable, and empty unless wanted. The others, a list in this order, are None unless wanted.
+    The first NUM_LOSSES are differentiable. An output that is not wanted is None; torch.library makes an empty tensor of it.
     """
 
     nll: Tensor  # [N], of several ids [N, I]
     lse: Tensor  # [N]
     target_logit: Tensor  # [N]
-    uniform_nll: Tensor  # [N] nll of the uniform distribution
-    entropy: Tensor  # [N]
-    mean: Tensor  # [] mean of nll over the labels that are not ignored
+    uniform_nll: Any  # [N] nll of the uniform distribution
+    entropy: Any  # [N]
+    mean: Any  # [] mean of nll over the labels that are not ignored
     filter_stats: Tensor | None = None  # [3]
     max_logit: Tensor | None = None  # [N]
     sum_p_squared: Tensor | None = None  # [N]
@@ -66,9 +66,9 @@ def listed(want: Want, num_tokens: int) -> dict[str, tuple[tuple[int, ...], torc
     return {name: (shape, dtype) for name, (wanted, shape, dtype) in every.items() if wanted}
 
 
-def merge_listed(stats_TKN: Tensor, merged_KN: Tensor, ids_N: Tensor, spec: Spec) -> dict[str, Tensor]:
-    """Merge what the shards' statistics have beside those of the loss; ``merged_KN`` holds the maximum and log of the sum."""
-    max_N, log_sum_N, want = merged_KN[0], merged_KN[1], spec.want
+def merge_listed(stats_TKN: Tensor, softmax: Softmax, ids_N: Tensor, spec: Spec) -> dict[str, Tensor]:
+    """Merge what the shards' statistics have beside those of the loss."""
+    max_N, log_sum_N, want = softmax.max, softmax.log_sum, spec.want
     found = {}
     if want.largest:
         found["max_logit"] = masked(max_N, ids_N)
@@ -90,10 +90,10 @@ def merge_listed(stats_TKN: Tensor, merged_KN: Tensor, ids_N: Tensor, spec: Spec
     return found
 
 
-def merge_cells(stats_TKN: Tensor, merged_KN: Tensor, ids_NI: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+def merge_cells(stats_TKN: Tensor, softmax: Softmax, ids_NI: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """Return the negative log-probabilities of several ids, and their logits, [N, I] each."""
     target_NI = stats_TKN[:, spec.first_target : spec.first_top].sum(0).t().contiguous()  # 0 on all shards but one
-    nll_NI = merged_KN[0][:, None] - target_NI + merged_KN[1][:, None]
+    nll_NI = softmax.max[:, None] - target_NI + softmax.log_sum[:, None]
     return masked(nll_NI, ids_NI), target_NI
 
 

@@ -19,10 +19,10 @@ import triton.language as tl
 
 from cce_dist.kernels import Cells, Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.fast_math import LOG_2, fast_log2, has_fast_math
 from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.lse import HEADROOM, Keep
+from cce_dist.kernels.waves import cdiv
 
 SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
 
@@ -33,7 +33,8 @@ class Kept(NamedTuple):
     index_N: torch.Tensor  # see ``tokens.compact``, as the next
     num_kept: torch.Tensor
     exp_NV: torch.Tensor  # [N, columns]; no columns where nothing is kept
-    reference: torch.Tensor  # [2, N] fp32: the value that a row is relative to; the logit of each token's label. Or [2, 0].
+    reference_N: torch.Tensor  # fp32: the value that a row's exponentials are relative to. [0]: none are kept.
+    target_N: torch.Tensor  # fp32: the logit of each token's label, in the order of the tokens. Likewise.
     spent: torch.Tensor  # [1] int32: whether a backward turned exponentials into gradients. [0]: no entropy is asked for.
 
     @property
@@ -42,8 +43,10 @@ class Kept(NamedTuple):
 
     def of_group(self, number: int, rows: int) -> Kept:
         """Return the exponentials of a group of tokens, whose groups have ``rows`` each; the last one may have fewer."""
+        if rows >= self.index_N.shape[0]:
+            return self
         here = slice(number * rows, (number + 1) * rows)
-        return self._replace(exp_NV=self.exp_NV[here], reference=self.reference[:, here])
+        return self._replace(exp_NV=self.exp_NV[here], reference_N=self.reference_N[here])
 
 
 def level(keep: Keep, rows: Rows, reference_R: torch.Tensor, tile_cols: int) -> None:
@@ -105,7 +108,7 @@ def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: t
         labels, grad_NI, num_ids = x.cells.ids_NI, x.cells.grad_NI, x.cells.ids_NI.shape[1]
     scale_R = torch.empty(num_rows, dtype=torch.float32, device=coef_4N.device)
     _row_scale_kernel[(cdiv(num_rows, 128),)](
-        kept.reference[0], kept.reference[1], labels, x.head, rows.index, rows.num_kept, softmax, coef_4N, grad_NI,
+        kept.reference_N, kept.target_N, labels, x.head, rows.index, rows.num_kept, softmax, coef_4N, grad_NI,
         kept.exp_NV, scale_R, factor_2R,
         num_rows, x.num_tokens, kept.exp_NV.shape[1], x.start, x.num_valid, num_ids,
         SEVERAL=num_ids is not None, BLOCK_N=128,
@@ -120,7 +123,7 @@ def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: t
 
 def label_cells(kept: Kept, x: Operands, coef_4N: torch.Tensor) -> Cells:
     """Return each token's label as if it were one of several ids."""
-    return Cells(x.ids[:, None], kept.reference[1][:, None], coef_4N[1][:, None])
+    return Cells(x.ids[:, None], kept.target_N[:, None], coef_4N[1][:, None])
 
 
 @kernel("exp_ptr", "scale_ptr", "exp_cols")

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Operands, Spec
 from cce_dist.kernels.blocks import kernel, on_device
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.head import logits_of, token_factors
 from cce_dist.kernels.kept_ids import KeptLists
 from cce_dist.kernels.tiles import stages_of_rows
+from cce_dist.kernels.waves import cdiv
 
 WARP_ELEMENTS = 1024  # of rows that a warp has in registers at a time, as for the filter's lists
 BLOCK_D = 1024  # columns of a row that a program of backward has

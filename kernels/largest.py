@@ -6,7 +6,7 @@ to either.
 
 ``choose_listed`` does that for a token whose list is whole: all that reach the threshold found room, and they are k at least.
 The others, whose number the device alone knows, are left for ``choose_among_all``, which computes all of their logits once
-more: constant rows, rows of nearly nothing but -inf, and all tokens where the vocabulary is small (``budget.top_plan``).
+more: constant rows, rows of nearly nothing but -inf, and all tokens where the vocabulary is small (``memory.top_plan``).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import IGNORED, Operands, Rows, Spec, budget
+from cce_dist.kernels import IGNORED, Operands, Rows, Spec, memory
 from cce_dist.kernels.blocks import kernel
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.candidates import (
     LEAST,
     PIVOTS,
@@ -32,6 +31,7 @@ from cce_dist.kernels.extras import LEAST_KEY
 from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.tiles import Tiles
 from cce_dist.kernels.tokens import compact, gathered, token_groups
+from cce_dist.kernels.waves import cdiv
 
 _IGNORED = tl.constexpr(IGNORED)
 _LEAST_KEY = tl.constexpr(LEAST_KEY)
@@ -48,8 +48,8 @@ def choose_among_all(x: Operands, left_N: torch.Tensor, spec: Spec, tiles: Tiles
     """Write the largest keys of the tokens whose ``left_N`` is not negative, from all of their logits."""
     num_tokens, num_valid, hidden_size = x.num_tokens, x.num_valid, x.hidden.shape[1]
     cols = cdiv(num_valid, tiles.lse.cols) * tiles.lse.cols
-    sizes = budget.Sizes(num_tokens, hidden_size, cols, x.hidden.itemsize)
-    at_once = budget.top_rows_of_all(sizes, spec.workspace_bytes)
+    sizes = memory.Sizes(num_tokens, hidden_size, cols, x.hidden.itemsize)
+    at_once = memory.top_rows_of_all(sizes, spec.workspace_bytes)
     buffer_RD = x.hidden.new_empty(at_once, hidden_size)
     z_RV = torch.empty(at_once, cols, dtype=torch.float32, device=x.hidden.device)
     for group in token_groups(compact(left_N), at_once):

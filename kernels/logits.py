@@ -10,9 +10,9 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import has_tma, kernel, operand, row_and_split, store_tile, tile_of_products
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.head import logits_of, token_factors
 from cce_dist.kernels.tiles import Tiles, num_programs, precision
+from cce_dist.kernels.waves import cdiv
 
 
 def logits_chunk(

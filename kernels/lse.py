@@ -37,15 +37,16 @@ from cce_dist.kernels.blocks import (
     store_tile,
     tile_of_products,
 )
-from cce_dist.kernels.budget import NUM_PLANES, cdiv, num_parts
 from cce_dist.kernels.candidates import Candidates, by_hand, list_candidates
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
 from cce_dist.kernels.tokens import first_rows
+from cce_dist.kernels.waves import cdiv, num_parts
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
+NUM_PLANES = 7  # of the partials, but for the last two
 # Planes of the partials: running maximum, what the sums are relative to, sum of exp, then the optional sums; the last two, sum
 # of squares and bits of the best column, are there where they are wanted.
 MAX, SHIFT, SUM, MOMENT, BELOW, COUNT, SLOPED, SQUARE, BEST = (tl.constexpr(i) for i in range(9))
@@ -80,7 +81,7 @@ class Span(NamedTuple):
 class Keep(NamedTuple):
     """Where exponentials are kept. The kernel takes ``exp_RV`` apart from the rest: it may be a descriptor."""
 
-    reference_R: torch.Tensor  # in: the value that a row's exponentials are first relative to, fp32
+    reference_R: torch.Tensor  # in: the value that a row's exponentials are first relative to, fp32; more may follow
     exp_RV: torch.Tensor  # out: the exponentials
     tile_reference_BR: torch.Tensor  # out: the value that those of each tile are relative to, fp32
 
@@ -437,12 +438,13 @@ def _merge_splits_kernel(
 
 
 def gathered_with_targets(
-    x: Operands, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor, target_N: torch.Tensor,
+    x: Operands, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor, stats_KN: torch.Tensor, row: int,
     copy_N: torch.Tensor | None = None,
 ) -> Rows:
-    """Return what ``tokens.gathered`` does, and write z at the label to target_N at the tokens of the group.
+    """Gather the hidden states of a group as ``tokens.gathered`` does, and write the logit of each token's label.
 
-    It is 0 where the label is no valid row of this shard. Of several ids a token target_N is [I, N]. ``copy_N`` gets the same.
+    The logits go to one row of stats_KN, or to I rows from that one on where a token has several ids; those of single labels go
+    to ``copy_N`` too. A logit is 0 where the label is no valid row of this shard.
     """
     rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     num_rows, hidden_size = rows.hidden.shape
@@ -451,8 +453,8 @@ def gathered_with_targets(
         ids, num_ids = x.cells.ids_NI, x.cells.ids_NI.shape[1]
     _gather_targets_kernel[(cdiv(num_rows, 4) * (num_ids or 1),)](
         x.hidden, x.weight, x.head, ids, rows.index, rows.num_kept,
-        rows.hidden, target_N, copy_N,
-        num_rows, hidden_size, x.start, x.num_valid, num_ids, None if num_ids is None else x.num_tokens,
+        rows.hidden, stats_KN, copy_N,
+        num_rows, hidden_size, x.num_tokens, row, x.start, x.num_valid, num_ids,
         SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_N=4, BLOCK_D=512,
     )
     return rows
@@ -467,20 +469,22 @@ def _gather_targets_kernel(
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     rows_ptr,  # out: [R, D]
-    target_ptr,  # out: [N] fp32; [I, N] with SEVERAL
+    stats_ptr,  # out: rows from first_row on of [K, N] fp32, one or with SEVERAL I of them
     copy_ptr,  # out: [N] fp32, or None
     num_rows,
     hidden_size,
+    num_tokens,
+    first_row,
     start,
     num_valid,
     num_ids,
-    num_tokens,
     SEVERAL: tl.constexpr,
     MAX_SIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     block = tl.program_id(0)
+    target_ptr = stats_ptr + first_row.to(tl.int64) * num_tokens
     if SEVERAL:
         # Programs of the same rows run side by side: those stay in the cache.
         which = block % num_ids

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from cce_dist.kernels.planned import planned_device
 from cce_dist.kernels.precision import fp32_precision
 
 
@@ -38,7 +39,7 @@ _WIDE = Tile(128, 256, 64, 8, 3)
 # Measured 2026-11 on one H200 and one H100 (torch 2.11, Triton 3.6) for (9, 16). On the H100 groups of 8 and 32, 4 stages and
 # 256 x 128 were timed beside it, and none was better on all four heads (docs/results/h100-kept.json). The other rows were not
 # tuned and did not run there: what they need fits the shared memory of the device (228 KiB of 10, 164 or 99 of 8, 99 of 12),
-# as tests/test_compiled.py checks.
+# as tests/kernels/test_compiled.py checks.
 _TABLE = {
     (12, 16): Tiles(*(Tile(128, 64, 32, 4, 3),) * 4, 8),
     (12, 32): Tiles(*(Tile(64, 64, 32, 4, 2),) * 4, 8),
@@ -53,14 +54,21 @@ _FALLBACK = Tiles(*(Tile(64, 64, 16, 4, 2),) * 4, 8)  # ieee fp32, and devices t
 _INTERPRETED = Tiles(*(Tile(16, 32, 16, 4, 1),) * 4, 2)  # small, so that small tests still cross tile edges
 
 
-@lru_cache(maxsize=1)
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
+    return planned_device() is None and _in_interpreter()
+
+
+@lru_cache(maxsize=1)
+def _in_interpreter() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
 def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
     """Return the tiles for a dtype on a device."""
+    planned = planned_device()
+    if planned is not None:
+        return table_tiles(planned.major, 8 * dtype.itemsize)
     return _chosen(dtype, real_device(device), precision(dtype))
 
 
@@ -85,7 +93,7 @@ def sample_tile(tile: Tile, num_rows: int, itemsize: int, device: torch.device) 
     if tile.rows >= num_rows or tile.cols < 128:
         return tile
     tile = tile._replace(rows=2 * tile.rows, cols=tile.cols // 2)
-    if torch.version.hip is not None or torch.cuda.get_device_capability(real_device(device))[0] not in (9, 10):
+    if major_of(device) not in (9, 10):
         return tile
     room = (200 << 10) // ((tile.rows + tile.cols) * tile.inner * itemsize)
     return tile._replace(stages=max(tile.stages, min(tile.stages + 1, room)))
@@ -98,6 +106,9 @@ def stages_of_rows(num_bytes: int) -> int:
 
 def num_programs(device: torch.device) -> int:
     """Programs that run at once when each fills a multiprocessor."""
+    planned = planned_device()
+    if planned is not None:
+        return planned.num_programs
     return 4 if interpreted() else _num_multiprocessors(real_device(device))
 
 
@@ -106,9 +117,22 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def major_of(device: torch.device) -> int:
+    """Return the major number of a GPU's compute capability; 0 on ROCm."""
+    planned = planned_device()
+    return _major_of(real_device(device)) if planned is None else planned.major
+
+
+@lru_cache(maxsize=16)
+def _major_of(device: torch.device) -> int:
+    return 0 if torch.version.hip is not None else torch.cuda.get_device_capability(device)[0]
+
+
 def real_device(device: torch.device) -> torch.device:
-    """Return the device whose kernels a call takes: in a rehearsal, whose tensors are on "meta", the current one."""
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "meta" else device
+    """Return the device whose kernels a call takes: in a dry run, whose tensors are on "meta", the device of this process."""
+    if device.type != "meta":
+        return device
+    return torch.device("cpu") if interpreted() else torch.device("cuda", torch.cuda.current_device())
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -17,10 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Spec
+from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Softmax, Spec
 from cce_dist.kernels.blocks import kernel, on_device, rows_with_zeros
-from cce_dist.kernels.budget import cdiv
+from cce_dist.kernels.planned import thinned
 from cce_dist.kernels.tiles import MAX_SIDE, num_programs
+from cce_dist.kernels.waves import cdiv
 
 _IGNORED, _OUTSIDE = tl.constexpr(IGNORED), tl.constexpr(OUTSIDE)
 _BLOCK = 128  # tokens of a program
@@ -38,7 +39,8 @@ def label_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> tor
 
 def ordered_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     order = _new_order(labels_N)
-    return _of_labels(labels_N, torch.empty_like(labels_N), order, ignore_index, vocab_size), order
+    ids_N = torch.empty(labels_N.shape, dtype=labels_N.dtype, device=labels_N.device)
+    return _of_labels(labels_N, ids_N, order, ignore_index, vocab_size), order
 
 
 def compact(ids_N: torch.Tensor) -> list[torch.Tensor]:
@@ -138,7 +140,7 @@ def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor
         return [order]
     starts = torch.arange(0, num_tokens, rows, dtype=torch.int32, device=index_N.device)
     kept_G = (num_kept - starts).clamp_(0, rows)
-    return [[index_N[i : i + rows], kept_G[g : g + 1]] for g, i in enumerate(range(0, num_tokens, rows))]
+    return thinned([[index_N[i : i + rows], kept_G[g : g + 1]] for g, i in enumerate(range(0, num_tokens, rows))])
 
 
 def gathered(hidden_ND: torch.Tensor, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor) -> Rows:
@@ -198,22 +200,24 @@ def _gather_rows_kernel(
         tl.store(where, row.to(rows_ptr.dtype.element_ty), mask=in_r[:, None] & in_d)
 
 
-def token_losses(stats_TKN: torch.Tensor, ids_N: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, ...]:
+def token_losses(stats_TKN: torch.Tensor, ids_N: torch.Tensor, spec: Spec) -> tuple[Any, ...]:
     if stats_TKN.shape[1] > spec.num_stats:
         stats_TKN = stats_TKN[:, : spec.num_stats]
     stats_TKN = stats_TKN.contiguous()
     num_shards, num_stats, num_tokens = stats_TKN.shape
     uniform, entropy = spec.want.uniform, spec.want.entropy
-    nll_N, lse_N, target_N = (stats_TKN.new_empty(num_tokens) for _ in range(3))
-    uniform_nll_N = stats_TKN.new_empty(num_tokens if uniform else 0)
-    entropy_N = stats_TKN.new_empty(num_tokens if entropy else 0)
-    merged_KN = stats_TKN.new_empty(2 + entropy, num_tokens)
+    wanted = (True, True, True, uniform, entropy, True, True, entropy)
+    *losses, max_N, log_sum_N, entropy_N = (
+        torch.empty(num_tokens, dtype=torch.float32, device=stats_TKN.device) if it_is else None for it_is in wanted
+    )
+    assert max_N is not None and log_sum_N is not None
+    softmax = Softmax(max_N, log_sum_N, entropy_N)
     _launch(
         _token_losses_kernel, num_tokens, stats_TKN, ids_N,
-        nll_N, lse_N, target_N, uniform_nll_N, entropy_N, merged_KN, num_shards, num_stats, spec.vocab_size,
+        *losses, softmax, num_shards, num_stats, spec.vocab_size,
         WANT_UNIFORM=uniform, WANT_ENTROPY=entropy,
     )
-    return nll_N, lse_N, target_N, uniform_nll_N, entropy_N, merged_KN
+    return *losses, softmax
 
 
 def merged_lse(stats_T3N: torch.Tensor) -> torch.Tensor:
@@ -259,16 +263,16 @@ def _merged_lse_kernel(
     tl.store(lse_ptr + offs_n, merged_max + tl.log(sum_exp), mask=in_n)
 
 
-@kernel("nll_ptr", "lse_ptr", "target_ptr", "uniform_nll_ptr", "entropy_ptr", "merged_ptr")
+@kernel("nll_ptr", "lse_ptr", "target_ptr", "uniform_nll_ptr", "entropy_ptr")
 def _token_losses_kernel(
     stats_ptr,  # in: [T, K, N] fp32
     ids_ptr,  # in: [N] int64
     nll_ptr,  # out: [N] fp32
     lse_ptr,  # out: [N] fp32
     target_ptr,  # out: [N] fp32
-    uniform_nll_ptr,  # out: [N] fp32
-    entropy_ptr,  # out: [N] fp32
-    merged_ptr,  # out: [2 or 3, N] fp32
+    uniform_nll_ptr,  # out: [N] fp32, or None
+    entropy_ptr,  # out: [N] fp32, or None
+    softmax,  # out: Softmax
     num_shards,
     num_stats,
     vocab_size,
@@ -300,8 +304,8 @@ def _token_losses_kernel(
             shard_moment = tl.load(where + (num_stats - 1) * plane, mask=in_n, other=0)
             moment += tl.where(weight == 0, 0.0, weight * (shard_moment + below * shard_sum))
     log_sum = tl.log(sum_exp)
-    tl.store(merged_ptr + offs_n, merged_max, mask=in_n)
-    tl.store(merged_ptr + plane + offs_n, log_sum, mask=in_n)
+    tl.store(softmax.max + offs_n, merged_max, mask=in_n)
+    tl.store(softmax.log_sum + offs_n, log_sum, mask=in_n)
 
     ids = tl.load(ids_ptr + offs_n, mask=in_n, other=_IGNORED)
     instead = tl.where(ids == _IGNORED, 0.0, float("nan"))
@@ -313,7 +317,7 @@ def _token_losses_kernel(
         tl.store(uniform_nll_ptr + offs_n, tl.where(ids >= 0, uniform_nll, instead), mask=in_n)
     if WANT_ENTROPY:
         entropy = log_sum - moment / sum_exp
-        tl.store(merged_ptr + 2 * plane + offs_n, entropy, mask=in_n)
+        tl.store(softmax.entropy + offs_n, entropy, mask=in_n)
         tl.store(entropy_ptr + offs_n, tl.where(ids >= 0, entropy, instead), mask=in_n)
 
 

@@ -14,6 +14,6 @@ trap 'rm -rf "$folder"' EXIT
 for version in "$@"; do
     echo "== megatron-core $version"
     pip install -q --disable-pip-version-check --no-deps --target "$folder/$version" "megatron-core==$version" &&
-        PYTHONPATH="$folder/$version" pytest -q tests/test_megatron.py || failed+=("$version")
+        PYTHONPATH="$folder/$version" pytest -q tests/adapters/test_megatron.py || failed+=("$version")
 done
 [ ${#failed[@]} -eq 0 ] || { echo "FAILED: ${failed[*]}" >&2; exit 1; }

@@ -13,4 +13,4 @@ python -c "import triton; assert triton.__version__ == '$newest', triton.__versi
 of_kernels="(match and not divergence) or kept_exponentials or nothing or shrinkage or linear_correction or numbers or"
 of_kernels+=" fp16-full-c or top_k or times"
 pytest -n 2 --dist loadgroup -m "not slow and not sweep" -k "$of_kernels" \
-    tests/test_{triton,filtered,divergence,top_k,log_probs,kept_ids,groups}.py "$@"
+    tests/kernels/test_{triton,filtered}.py tests/core/test_{divergence,top_k,log_probs,kept_ids,groups}.py "$@"

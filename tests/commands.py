@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from preload import preload
 
-from cce_dist import cli
-from cce_dist.pretrain import torchrun
+from cce_dist.tools import cli
+from cce_dist.tools.pretrain import torchrun
 
 
 class Program:

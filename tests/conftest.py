@@ -13,8 +13,10 @@ if not torch.cuda.is_available():
 
 from preload import preload
 
-from cce_dist import divergence_op, op, ranks
-from cce_dist.ranks import Pool
+from cce_dist import op
+from cce_dist.divergence import op as divergence_op
+from cce_dist.tools import ranks
+from cce_dist.tools.ranks import Pool
 
 if not torch.cuda.is_available():  # CUDA does not survive a fork
     ranks.START_METHOD = "forkserver"

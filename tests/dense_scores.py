@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist.verify.check import assert_no_worse
+from cce_dist.tools.verify.check import assert_no_worse
 
 HIDDEN, VOCAB, TOKENS = 16, 64, 12
 

@@ -192,25 +192,19 @@ def for_interpreter(case: Any) -> Any:
 
 def cases(backends: list[str], world: int, group: Any) -> Iterator[tuple[str, Callable, tuple]]:
     """Name, function and arguments of every case. Here and in ``for_interpreter`` stands all that is known of verify."""
-    from cce_dist.verify import check, divergence, log_probs
-    from cce_dist.verify.cases import CASES
-    from cce_dist.verify.fuzz import Setting
-    from cce_dist.verify.fuzz_cases import FUNCTIONS
+    from cce_dist.tools.verify.check import run_case
+    from cce_dist.tools.verify.fuzz import Setting, run_one
+    from cce_dist.tools.verify.matrix import TABLES
 
-    lists = (
-        (CASES, check.run_case),
-        (log_probs.LOG_PROB_CASES, log_probs.run_case),
-        (divergence.DIVERGENCE_CASES, divergence.run_case),
-    )
     for backend in backends:
-        for named, run_case in lists:
+        for function, named in TABLES.values():
             for case in named:
                 case = for_interpreter(case) if backend == "triton" else case
-                yield f"{backend} T={world} {case.name}", run_case, (case, group, "cpu", backend)
+                yield f"{backend} T={world} {case.name}", run_case, (function, case, group, "cpu", backend)
         for function, count in FUZZ[backend].items():
             setting = Setting(SEED, "cpu", backend, group, function=function)
             for number in range(count):
-                yield f"{backend} T={world} {function} {number}", FUNCTIONS[function].run, (setting, number)
+                yield f"{backend} T={world} {function} {number}", run_one, (setting, number)
 
 
 def watch(recorder: Recorder) -> None:
@@ -221,7 +215,7 @@ def watch(recorder: Recorder) -> None:
 
     public = {getattr(cce_dist, name) for name in cce_dist.__all__ if name.startswith("linear_")}
     for name, module in list(sys.modules.items()):
-        for attribute, value in list(vars(module).items()) if name.startswith("cce_dist.verify") else ():
+        for attribute, value in list(vars(module).items()) if name.startswith("cce_dist.tools.verify") else ():
             if inspect.isfunction(value) and value in public:
                 setattr(module, attribute, partial(recorder.call, value))
     torch.autograd.grad = partial(recorder.grad, differentiate=torch.autograd.grad)
@@ -245,7 +239,7 @@ def record_rank(folder: str, backends: list[str]) -> None:
 
 def write_bits(folder: str, backends: list[str], worlds: tuple[int, ...]) -> dict[str, dict[str, str]]:
     os.environ |= {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    from cce_dist.ranks import run_ranks
+    from cce_dist.tools.ranks import run_ranks
 
     found: dict[str, dict[str, str]] = {}
     for world in worlds if backends else ():

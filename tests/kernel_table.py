@@ -15,15 +15,15 @@ PAGE = ROOT / "docs/kernels.md"
 HEAD = "| file | its kernels, and what each writes | test |\n|---|---|---|\n"
 # The tests of a kernel, by the first of these that its file's path begins with.
 TESTS = {
-    "cells": "test_log_probs.py",
-    "kept_rows": "test_kept_ids.py",
-    "candidates": "test_top_k.py",
-    "largest": "test_top_k.py",
-    "logits": "test_top_k.py",
-    "divergence": "test_divergence.py",
-    "scale": "test_groups.py",
-    "filter": "test_filtered.py",
-    "": "test_triton.py",
+    "cells": "core/test_log_probs.py",
+    "kept_rows": "core/test_kept_ids.py",
+    "candidates": "core/test_top_k.py",
+    "largest": "core/test_top_k.py",
+    "logits": "core/test_top_k.py",
+    "divergence": "core/test_divergence.py",
+    "scale": "core/test_groups.py",
+    "filter": "kernels/test_filtered.py",
+    "": "kernels/test_triton.py",
 }
 
 
@@ -41,7 +41,7 @@ def table() -> str:
         if kernels:
             file = path.relative_to(ROOT / "kernels").as_posix()
             test = next(test for path, test in TESTS.items() if file.startswith(path))
-            rows.append(f"| `{file}` | {'; '.join(kernels)} | `{test}` |\n")
+            rows.append(f"| `{file}` | {'; '.join(kernels)} | `tests/{test}` |\n")
     return HEAD + "".join(rows)
 
 

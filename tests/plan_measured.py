@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from cce_dist import report
-from cce_dist.bench.methods import UNNAMED_MIB
-from cce_dist.bench.records import read_json
-from cce_dist.kernels import budget
-from cce_dist.plan.devices import DENSE, DEVICES, Device
-from cce_dist.plan.head import Cost, Head, cost
+from cce_dist.kernels import memory
+from cce_dist.tools import report
+from cce_dist.tools.bench.methods import UNNAMED_MIB
+from cce_dist.tools.bench.records import read_json
+from cce_dist.tools.plan.devices import DENSE, DEVICES, Device
+from cce_dist.tools.plan.head import Cost, Head, cost
 
 MOST_DEFAULT = 2 << 30  # the largest default budget when the stored rounds were measured
 OURS = re.compile(r"cce-dist(-cached|-default)?(-sp)?(?:@(\d+)MiB)?")
@@ -74,7 +74,7 @@ def predict(head: Head, row: str, stage: str, device: Device) -> Cost | None:
         kind, _, mib = found.groups()
         workspace = int(mib or UNNAMED_MIB) << 20
         if kind == "-default":
-            workspace = min(MOST_DEFAULT, budget.default_workspace(head.sizes, keeps=True))
+            workspace = min(MOST_DEFAULT, memory.default_workspace(head.sizes, keeps=True))
         return cost(head, "kept" if kind == "-cached" else "budget", device, workspace)
     name = row.removesuffix("-sp")
     if name == "torch-compile" and head.is_split:

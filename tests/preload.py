@@ -4,11 +4,11 @@ import multiprocessing
 
 # A module that is not installed is passed over. The server does not know the folder of the tests.
 MODULES = [
-    "cce_dist.cli",
-    "cce_dist.verify",
-    "cce_dist.pretrain.launch",
-    "cce_dist.pretrain.torchrun",
-    "cce_dist.pretrain.engines.torch",
+    "cce_dist.tools.cli",
+    "cce_dist.tools.verify",
+    "cce_dist.tools.pretrain.launch",
+    "cce_dist.tools.pretrain.torchrun",
+    "cce_dist.tools.pretrain.engines.torch",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",

@@ -7,9 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
 from cce_dist.kernels import ShardLogits
@@ -47,24 +44,3 @@ def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *_, **__: None)
     monkeypatch.setattr(torch, "empty", torch.zeros)  # labels and indices are looked at
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors made under it that are alive, and keeps the largest sum; a view makes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[StorageWeakRef, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor):
-                self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), 0)
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.storages.setdefault(StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes())
-        self.storages = {storage: size for storage, size in self.storages.items() if not storage.expired()}
-        self.peak = max(self.peak, sum(self.storages.values()))
-        return out

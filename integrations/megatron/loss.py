@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cce_dist import LogProbs, VocabShard, linear_cross_entropy, linear_log_probs, merge
 from cce_dist.integrations import options as shared
-from cce_dist.kernels import budget
+from cce_dist.kernels import memory
 
 IGNORED = -100
 
@@ -181,7 +181,7 @@ def vocab_parallel_max(
         hidden = hidden.to(weight.dtype)
         if sequence_parallel and shard.group is not None:
             hidden = merge.gather_sequence(hidden, shard.group)
-        workspace = options.workspace_bytes or budget.LEAST_DEFAULT
+        workspace = options.workspace_bytes or memory.LEAST_DEFAULT
         tokens = max(1, workspace // (weight.shape[0] * weight.element_size()))
         parts = []
         for part in hidden.flatten(0, 1).split(tokens):

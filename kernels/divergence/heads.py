@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels import Operands, ShardLogits
-from cce_dist.kernels.budget import Sizes
+from cce_dist.kernels.memory import Sizes
 
 KINDS = ("forward", "reverse", "jsd")
 # Bytes of a cell in ``PairLogits``, and of its gradient where that needs memory of its own, by the dtype of hidden states; 8

@@ -20,9 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Gradients, Grads, Rows, budget
+from cce_dist.kernels import Gradients, Grads, Rows, memory
 from cce_dist.kernels.blocks import kernel, on_device
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair
 from cce_dist.kernels.divergence.pair_logits import PairLogits, fill_logits, new_pair_logits
@@ -39,6 +38,7 @@ from cce_dist.kernels.fast_math import LOG2_E, LOG_2, fast_exp2, fast_log2, has_
 from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
+from cce_dist.kernels.waves import cdiv
 
 FORWARD, REVERSE, JSD, MIXTURE = (tl.constexpr(i) for i in range(4))  # tasks: the kinds, and jsd's second pass
 TASKS = {"forward": FORWARD, "reverse": REVERSE, "jsd": JSD}
@@ -49,7 +49,7 @@ BLOCK_N = 16  # rows of a program that writes gradients
 def columns_kept(x: Heads, spec: Divergence) -> int:
     """Return how many of the shard's first columns are kept for backward within the budget."""
     can_keep = spec.can_keep(str(x.student.hidden.dtype))
-    return budget.columns_kept(x.sizes, spec.workspace_bytes) if can_keep else 0
+    return memory.columns_kept(x.sizes, spec.workspace_bytes) if can_keep else 0
 
 
 def saved_like(x: Heads, spec: Divergence) -> list[torch.Tensor]:
@@ -100,7 +100,7 @@ def _work(x: Heads, spec: Divergence, kept: PairLogits) -> _Work:
     (student, teacher), sizes = x, x.sizes
     tiles = choose_tiles(student.hidden.dtype, student.hidden.device)
     left = sizes._replace(num_columns=max(0, sizes.num_columns - kept.columns))
-    at_once, cols = budget.exact_chunks(
+    at_once, cols = memory.exact_chunks(
         left, spec.workspace_bytes, kept.z_2RC.nbytes + kept.top_2BR.nbytes, tiles, num_programs(student.hidden.device)
     )
     at_once = min(at_once, sizes.num_tokens)

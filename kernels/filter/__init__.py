@@ -34,9 +34,8 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, budget, exact
+from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, exact, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.budget import FALLBACK, SAMPLE, cdiv
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
@@ -85,6 +84,7 @@ from cce_dist.kernels.lse import (
     merge_splits,
     new_partials,
 )
+from cce_dist.kernels.memory import FALLBACK, SAMPLE
 from cce_dist.kernels.tiles import Tiles, choose_tiles
 from cce_dist.kernels.tokens import (
     coefficients,
@@ -98,6 +98,7 @@ from cce_dist.kernels.tokens import (
     sums_of_rows,
     token_losses,
 )
+from cce_dist.kernels.waves import cdiv
 
 __all__ = [
     "coefficients", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
@@ -111,7 +112,7 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
     num_tokens, num_valid = x.num_tokens, x.num_valid
-    capacity = budget.list_capacity(num_tokens, num_valid, spec.workspace_bytes, x.hidden.itemsize)
+    capacity = memory.list_capacity(num_tokens, num_valid, spec.workspace_bytes, x.hidden.itemsize)
     return [
         torch.empty(shape, dtype=dtype, device=x.hidden.device)
         for shape, dtype in (
@@ -141,7 +142,7 @@ def statistics(
         num_words = cdiv(num_valid, tiles.lse.cols) * tiles.lse.cols // 32
         most_labelled(x, lists.ids_F)
         frequent = gather_frequent(lists.ids_F, x, num_words)
-        at_once, first_at_once = budget.filter_forward_rows(
+        at_once, first_at_once = memory.filter_forward_rows(
             exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
         )
         buffer_RD = new_rows(x, min(first_at_once, num_tokens))
@@ -187,9 +188,8 @@ def _before_all_columns(
     sampled_ids_S, sampled = sample_outside(frequent, x)
     num_sampled = sampled_ids_S.shape[0]
     sums_3PN = torch.empty(3, cdiv(num_sampled, tiles.lse.cols), num_tokens, dtype=torch.float32, device=device)
-    target_N = stats_KN[2]
     for group in exact.token_groups(order, buffer_RD.shape[0]):
-        rows = gathered_with_targets(x, group, buffer_RD, target_N)
+        rows = gathered_with_targets(x, group, buffer_RD, stats_KN, 2)
         _log_sum_exp(frequent.x, rows, tiles, frequent_3N, frequent_sloped_N)
         if num_sampled:
             sampled_sums(sampled_ids_S, sampled, x.start, rows, tiles, sums_3PN)
@@ -396,7 +396,7 @@ def _finish_weight(
 
 def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:
     """Return d_hidden with the remainder of all tokens if the budget holds that: then lists are added to it first."""
-    if d_hidden is None or not budget.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes):
+    if d_hidden is None or not memory.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes):
         return None
     return Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens), by_token=True)
 
@@ -414,10 +414,10 @@ def _compensation(
         return Compensation(shares_2V, shared_hidden_2D, shared_weight_2D)
     sample, rows_SD = sample_tokens(x.hidden, factor_2N, how.numbers_3N, x.ids, SAMPLE)
     parts_SV = None
-    if grads.want_weight and budget.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes):
-        parts_SV = new_rows(x, SAMPLE, cdiv(num_valid, budget.ROWS) * budget.ROWS)
+    if grads.want_weight and memory.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes):
+        parts_SV = new_rows(x, SAMPLE, cdiv(num_valid, memory.ROWS) * memory.ROWS)
     dropped = dropped_shares(rows_SD, x, sample, frequent.slot_V, tiles.lse, parts_SV, uniform)
-    num_columns = budget.sampled_columns(num_valid)
+    num_columns = memory.sampled_columns(num_valid)
     tokens = weigh_tokens(dropped, sample) if num_columns else None
     assert dropped.shared_3D is not None
     if uniform and grads.want_hidden:
@@ -427,8 +427,8 @@ def _compensation(
         return comp
     sampled = sample_columns(dropped, num_columns, x)
     of_columns = of_tokens = lines_SK = None
-    at_once = budget.covariance_rows(exact.sizes_of(x), spec.workspace_bytes) if sample.centered is not None else 0
-    num_covariance = budget.covariance_columns(num_valid, x.hidden.shape[1]) if at_once and grads.want_hidden else 0
+    at_once = memory.covariance_rows(exact.sizes_of(x), spec.workspace_bytes) if sample.centered is not None else 0
+    num_covariance = memory.covariance_columns(num_valid, x.hidden.shape[1]) if at_once and grads.want_hidden else 0
     if tokens is not None:
         of_tokens = squares_of_tokens(tokens, dropped, sampled, tiles)
     if grads.want_hidden:
@@ -460,7 +460,7 @@ def _add_fallback(
     tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
     coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
     rows = gathered(x.hidden, (how.fallback, how.num_fallback), new_rows(x, FALLBACK))
-    cols = budget.fallback_columns(num_valid, FALLBACK, x.hidden.itemsize, spec.workspace_bytes, tiles.dlogits.cols)
+    cols = memory.fallback_columns(num_valid, FALLBACK, x.hidden.itemsize, spec.workspace_bytes, tiles.dlogits.cols)
     dlogits_RV = new_rows(x, FALLBACK, cols)
     total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, FALLBACK))
     for first in range(0, num_valid, cols):
@@ -497,7 +497,7 @@ def _add_rows(
         work.compensation.factors,
     )
     num_sampled = 0 if sampled is None else sampled.column_K.shape[0]
-    at_once = budget.filter_backward_rows(exact.sizes_of(x), cols + num_sampled, spec.workspace_bytes)
+    at_once = memory.filter_backward_rows(exact.sizes_of(x), cols + num_sampled, spec.workspace_bytes)
     buffer_RD, dlogits_RF = new_rows(x, at_once), new_rows(x, at_once, cols)
     total = listed
     if total is None and d_hidden is not None:

@@ -16,10 +16,11 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import has_tma, kernel, operand, tile_of_products
-from cce_dist.kernels.budget import bound_columns, cdiv
 from cce_dist.kernels.filter.frequent import Frequent
 from cce_dist.kernels.head import logits_of, token_factors
+from cce_dist.kernels.memory import bound_columns
 from cce_dist.kernels.tiles import Tiles, interpreted, precision
+from cce_dist.kernels.waves import cdiv
 
 ERRORS = 2.0  # standard errors
 

@@ -14,12 +14,12 @@ import triton.language as tl
 
 from cce_dist.kernels import Head, Operands, Rows
 from cce_dist.kernels.blocks import kernel
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.filter.sampling import LINEAR, Factors, SampledColumns, sample_centered
 from cce_dist.kernels.filter.shares import REWEIGHTING, Dropped, Sample
 from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.tiles import Tiles
+from cce_dist.kernels.waves import cdiv
 
 
 def lines_of_sample(sampled: SampledColumns, sample: Sample, x: Operands, tiles: Tiles) -> torch.Tensor:

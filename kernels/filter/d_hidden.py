@@ -17,11 +17,11 @@ import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.lists import Lists
 from cce_dist.kernels.filter.sampling import COLUMNS, LINEAR, Factors
 from cce_dist.kernels.tiles import Tile, precision
+from cce_dist.kernels.waves import cdiv
 
 
 class Pair(NamedTuple):

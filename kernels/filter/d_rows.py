@@ -23,11 +23,11 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.lists import Decisions, Entries, Lists
 from cce_dist.kernels.filter.sampling import GAIN, SHRINKAGE, Factors, SampledTokens
 from cce_dist.kernels.tiles import Tile, num_programs, precision
+from cce_dist.kernels.waves import cdiv
 
 
 def add_listed_hidden(

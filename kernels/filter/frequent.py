@@ -14,8 +14,9 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
-from cce_dist.kernels.budget import cdiv, frequent_columns
+from cce_dist.kernels.memory import frequent_columns
 from cce_dist.kernels.tiles import interpreted
+from cce_dist.kernels.waves import cdiv
 
 
 class Frequent(NamedTuple):

@@ -8,7 +8,7 @@ coefficients, and ``plan`` decides for each token whether the lists can serve it
 The lists hold what is ``SLACK`` below ``bound + log eps``, so they serve unless the threshold is lower than that. A short list
 is kept whole: by then its rows of the weight have been read. A token whose list is too long, or that has anything that is not
 finite, is not served. Up to ``FALLBACK`` such tokens fall back to the exact path. All tokens do where there are more, or where
-the lists overflow (``budget.list_capacity``). ``listed_gradients`` then computes, for the listed columns j of a token,
+the lists overflow (``memory.list_capacity``). ``listed_gradients`` then computes, for the listed columns j of a token,
 
     z_j = hidden . weight_j        g_j = scale * slope * (P p_j + LABEL [j = label])
 
@@ -27,11 +27,12 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel
-from cce_dist.kernels.budget import FALLBACK, cdiv
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.frequent import Frequent
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
+from cce_dist.kernels.memory import FALLBACK
 from cce_dist.kernels.tiles import stages_of_rows
+from cce_dist.kernels.waves import cdiv
 
 SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
 # Columns of a list. A single token that no list serves takes one tile of rows through the exact kernels: 1.7 ms for

@@ -23,10 +23,10 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax, compensation
 from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.filter.shares import PART, RUN, Centered, Dropped, Sample
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, Tiles, precision
+from cce_dist.kernels.waves import cdiv
 
 
 class SampledColumns(NamedTuple):

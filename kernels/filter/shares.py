@@ -38,10 +38,10 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, compensation
 from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
-from cce_dist.kernels.budget import cdiv
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, num_programs, precision, sample_tile, stages_of_rows
 from cce_dist.kernels.tokens import gathered, sums_of_rows
+from cce_dist.kernels.waves import cdiv
 
 REWEIGHTING = 0.7
 RUN = 1024  # columns whose shares are summed together, as whole numbers

@@ -331,7 +331,7 @@ def launching(instead: Callable[..., Any]) -> Iterator[None]:
 
 
 def noted(kernel: Any) -> Any:
-    """Return a kernel of ``triton.jit`` whose launches a tape and a rehearsal can see."""
+    """Return a kernel of ``triton.jit`` whose launches a tape and a dry run can see."""
     launch, direct = type(kernel).run, Direct(kernel)
 
     def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

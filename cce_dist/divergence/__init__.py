@@ -1,0 +1,313 @@
+"""linear_kl_divergence: KL and Jensen-Shannon divergence of two heads from hidden states, without the logits of either."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cce_dist import agree, checks, merge
+from cce_dist.call import Layout, Options, checked
+from cce_dist.decide import choose_backend
+from cce_dist.divergence import op as divergence_op
+from cce_dist.divergence.op import PUBLIC_NAME, DivergenceCall
+from cce_dist.kernels.divergence.heads import KINDS, Divergence
+from cce_dist.operands import (
+    LocalHead,
+    check_buffer,
+    check_shape,
+    device_type,
+    environment,
+    head_of,
+    logits_of,
+    shape_of_tokens,
+)
+from cce_dist.shard import VocabShard
+
+
+def linear_kl_divergence(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    *,
+    kind: str = "forward",
+    beta: float = 0.5,
+    logit_scale: float | Tensor = 1.0,
+    teacher_logit_scale: float | Tensor = 1.0,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    reduction: str = "none",
+    shard: VocabShard | None = None,
+    teacher_shard: VocabShard | None = None,
+    teacher_ids: Tensor | None = None,
+    sequence_parallel: bool = False,
+    input_grad: str = "summed",
+    reduce_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    workspace_bytes: int | None = None,
+    grad_weight_out: Tensor | None = None,
+) -> Tensor:
+    """Divergence of a student's head from a teacher's over the whole vocabulary, from hidden states, without any logits.
+
+    Each head's logits are those of ``linear_cross_entropy``: ``softcap * tanh(u / softcap)`` with
+    ``u = logit_scale * (input @ linear_weight.T + linear_bias)``. With t the teacher's softmax, p the student's, and
+    ``m = beta * t + (1 - beta) * p``, the divergence of a token is, in nats,
+
+        "forward"   KL(t || p): the student covers what the teacher says
+        "reverse"   KL(p || t): the student says nothing that the teacher would not
+        "jsd"       beta * KL(t || m) + (1 - beta) * KL(p || m), as generalized knowledge distillation (GKD) and TRL define it
+
+    The teacher gets no gradient: teacher tensors that require one are taken as detached. A temperature tau is
+    ``logit_scale=1 / tau, teacher_logit_scale=1 / tau``; the factor tau**2 that some put before the loss is the caller's.
+
+    Args:
+        input: [..., D] the student's hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
+        linear_weight: [V_r, D] this rank's rows of the student's head, input's dtype; or a DTensor sharded on dim 0.
+        teacher_input: [..., D_t] the teacher's hidden states of the same tokens, input's dtype; D_t need not be D.
+        teacher_weight: [V_rt, D_t] this rank's rows of the teacher's head, input's dtype; or a DTensor sharded on dim 0.
+        kind: "forward", "reverse" or "jsd".
+        beta: The teacher's part of the mixture, in (0, 1); for "jsd" alone. TRL's beta of 0 is "forward", of 1 is "reverse".
+        logit_scale: Multiplies the student's logits. It has no gradient here.
+        teacher_logit_scale: Multiplies the teacher's.
+        softcap: Positive bound of the student's logits, or None.
+        teacher_softcap: Likewise of the teacher's.
+        linear_bias: [V_r] bias of the student's rows, or a DTensor split as linear_weight is.
+        teacher_bias: [V_rt] bias of the teacher's rows, likewise.
+        mask: [...] bool: the tokens that count (a response mask). None: all. Others have divergence 0 and gradient 0, and their
+            hidden states may hold anything. Weights of tokens are no mask: multiply what reduction="none" returns.
+        reduction: "none" ([...]), "sum", or "mean" over the tokens that count. If none does, the mean is 0.
+        shard: Which rows of the vocabulary ``linear_weight`` is; None means all of them.
+        teacher_shard: Which rows ``teacher_weight`` is; None means the ids of shard. The rows that are part of the vocabulary
+            cover the same ids in both heads, on each rank; padding behind them may differ. It counts as logit -inf, never 0.
+            So heads of 151,936 and 152,064 rows that share 151,936 ids are told apart by
+            ``teacher_shard=VocabShard(0, 152064, 151936)``.
+        teacher_ids: [V] int64 or int32: the teacher's id of each of the student's V ids, the same on every rank. For a draft
+            vocabulary, a part of the teacher's: the teacher's softmax is then over these ids alone. None: the same ids.
+            teacher_shard is of the teacher's own vocabulary then, None if all of it is on each rank. A teacher that is split
+            must have the rows of this rank's ids on this rank: sort the ids, and cut shard where teacher_shard is cut. Each
+            call copies these rows, [V_r, D_t]: a loop may copy those of a fixed teacher once, and leave this out.
+        sequence_parallel: input and teacher_input are this rank's slices of dim 0 (slices in group-rank order), mask is whole.
+        workspace_bytes: As in ``linear_cross_entropy``, for both heads' hidden states, logits and exponentials.
+        input_grad, reduce_dtype, backend, grad_weight_out: As in ``linear_cross_entropy``.
+
+    Returns:
+        The divergence, fp32: [...] for "none", else 0-d. The same bits on every rank of the group, and in every run. It is
+        0 for equal heads, and its rounding may be below 0 for nearly equal ones. +inf where one head rules out (logit -inf)
+        what the other allows, as the definition has it.
+
+    Sharding:
+        Hidden states and mask are replicated over the group (or, with sequence_parallel, the hidden states split on dim 0);
+        both weights and biases are split on dim 0, over the same group. The result is replicated; dC and dbias stay with their
+        rows; dE is replicated (or its slice), or partial with ``input_grad="partial"``. Padding rows get gradient exactly 0.
+
+    Communication:
+        Forward: one all-gather of 5 fp32 numbers per token; for "jsd" one more, of 2. (One would do for the value, and backward
+        needs KL(p || m) by itself.) Backward: one all-reduce of dE in reduce_dtype, or a reduce-scatter with
+        sequence_parallel, behind the last of dC, as in ``linear_cross_entropy``. Sequence parallelism all-gathers both heads'
+        hidden states in forward and in backward. The teacher's weight never travels.
+
+    Cost:
+        Forward computes each head's logits once ("jsd": twice), backward once more, and two products give dE and dC: 6 products
+        for heads of one size ("jsd": 8). Columns whose exponentials are kept are not computed again in backward: with all of
+        them there are 4 products ("jsd": 6).
+
+    Raises:
+        ValueError, TypeError: Shapes, dtypes, devices, options or shards do not fit; before any kernel or collective. One of
+            teacher_ids is on another rank (CPU, or CCE_DIST_DEBUG=1; on a GPU the result is NaN instead).
+        IndexError: One of teacher_ids is outside of the teacher's vocabulary (likewise).
+        RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
+
+    Source:
+        On-Policy Distillation of Language Models (Agarwal et al., 2023) for the divergences; Online normalizer calculation for
+        softmax (Milakov & Gimelshein) for the sums; Cut Your Losses (Wijmans et al.) for the backward.
+    """
+    options = _options(
+        logit_scale=logit_scale,
+        softcap=softcap,
+        reduction=reduction,
+        sequence_parallel=sequence_parallel,
+        input_grad=input_grad,
+        reduce_dtype=reduce_dtype,
+        backend=backend,
+        workspace_bytes=workspace_bytes,
+    )
+    kind, beta = checks.choice("kind", kind, KINDS), _beta(beta)
+    forced_backend, debug = environment()
+    student, teacher = _heads(
+        (input, linear_weight, linear_bias, shard),
+        (teacher_input, teacher_weight, teacher_bias, teacher_shard),
+        teacher_ids,
+        debug,
+    )
+    mask = _mask(mask, student, sequence_parallel)
+    if grad_weight_out is not None:
+        checks.tensors({"grad_weight_out": grad_weight_out})
+        check_buffer(grad_weight_out, student.weight)
+    of_teacher = _of_teacher(_options, logit_scale=teacher_logit_scale, softcap=teacher_softcap)
+    (hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head) = student.operands(), teacher.operands()
+    spec = Divergence(
+        logits_of(student.shard, options.logit_scale, options.softcap, head),
+        logits_of(teacher.shard, of_teacher.logit_scale, of_teacher.softcap, teacher_head),
+        kind,
+        beta,
+        options.workspace_bytes,
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student[:3]),
+    )
+    call = DivergenceCall(
+        spec,
+        student.shard.vocab_size,
+        Layout.of(student.shard, options),
+        choose_backend(options.backend, forced_backend, device_type(student.input), student.input.dtype),
+    )
+    if debug and student.shard.group is not None and not torch.compiler.is_compiling():
+        _check_ranks(student, teacher, {"mask": mask, "teacher_ids": teacher_ids}, options, call)
+    value = divergence_op.forward(
+        hidden, weight, [*head.values()], mask.reshape(-1), teacher_hidden, teacher_weight, [*teacher_head.values()],
+        grad_weight_out, call=call,
+    )  # fmt: skip
+    if reduction == "none":
+        return value.view(mask.shape)
+    return value.sum() if reduction == "sum" else value.sum() / mask.sum().clamp(min=1)
+
+
+def _options(logit_scale: float | Tensor, **others: Any) -> Options:
+    if isinstance(logit_scale, Tensor) and logit_scale.requires_grad:
+        raise TypeError("logit_scale has no gradient here: pass a number, or a tensor that requires none")
+    return checked(Options, logit_scale=logit_scale, **others)
+
+
+def _of_teacher(check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a check of the student's arguments with the teacher's, whose names its messages then have."""
+    try:
+        return check(*arguments, **options)
+    except (TypeError, ValueError) as error:
+        message = re.sub(r"\b(linear_)?(input|weight|bias|shard|logit_scale|softcap)\b", r"teacher_\2", str(error))
+        raise type(error)(message) from None
+
+
+TEACHER = ("teacher_input", "teacher_weight", "teacher_bias")
+
+
+def _beta(value: Any) -> float:
+    value = checks.number("beta", value)
+    if not 0.0 < value < 1.0:
+        raise ValueError(f'beta must be in (0, 1), got {value}: its ends are kind="forward" and kind="reverse"')
+    return value
+
+
+def _heads(student: Any, teacher: Any, teacher_ids: Any, debug: bool) -> tuple[LocalHead, LocalHead]:
+    """Check input, weight, bias and shard of both heads, and return them; the teacher's tensors are detached."""
+    student = head_of(*student)
+    input, weight, bias, shard = teacher
+    if teacher_ids is None and shard is None and isinstance(weight, Tensor) and not isinstance(weight, DTensor):
+        if weight.dim() == 2 and weight.shape[0] != student.shard.num_rows:
+            raise ValueError(
+                f"teacher_weight has {weight.shape[0]} rows, linear_weight {student.shard.num_rows}: teacher_shard "
+                "says which of the teacher's are part of the vocabulary"
+            )
+        shard = student.shard
+    input, weight, bias, shard = _of_teacher(head_of, input, weight, bias, shard)
+    teacher = LocalHead(input.detach(), weight.detach(), None if bias is None else bias.detach(), shard)
+    if teacher.input.dtype != student.input.dtype:
+        raise TypeError(
+            f"input is {student.input.dtype}, teacher_input {teacher.input.dtype}: cast one, or use autocast"
+        )
+    if teacher.input.device != student.input.device:
+        raise ValueError(f"input is on {student.input.device}, teacher_input on {teacher.input.device}")
+    if teacher.input.shape[:-1] != student.input.shape[:-1]:
+        raise ValueError(
+            f"teacher_input must be [{', '.join(map(str, student.input.shape[:-1]))}, D_t] like input's tokens, "
+            f"got {tuple(teacher.input.shape)}"
+        )
+    if teacher_ids is not None:
+        teacher = _rows_of_ids(teacher, teacher_ids, student.shard, debug)
+    _check_same_ids(student.shard, teacher.shard)
+    return student, teacher
+
+
+def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -> LocalHead:
+    """Return the teacher's rows of the ids that the student has on this rank, copied; ``shard`` is the student's."""
+    checks.tensors({"teacher_ids": ids})
+    if isinstance(ids, DTensor) or ids.dtype not in (torch.int64, torch.int32) or ids.shape != (shard.vocab_size,):
+        raise ValueError(
+            f"teacher_ids must be a plain tensor [{shard.vocab_size}], int64 or int32, one for each id of the student, got "
+            f"{ids.dtype} {tuple(ids.shape)}"
+        )
+    if ids.device != teacher.weight.device:
+        raise ValueError(f"teacher_weight is on {teacher.weight.device}, teacher_ids on {ids.device}")
+    own, stop = teacher.shard, shard.start + shard.num_valid
+    rows = ids[shard.start : stop].long() - own.start
+    here = (rows >= 0) & (rows < own.num_valid)
+    readable = not torch.compiler.is_compiling() and (debug or not ids.is_cuda)  # reading waits for a GPU
+    if (readable or not own.num_valid) and not here.all():
+        place = shard.start + int((~here).nonzero()[0])
+        found = f"teacher_ids[{place}] is {int(ids[place])}"
+        if not 0 <= ids[place] < own.vocab_size:
+            raise IndexError(f"{found}: not in [0, {own.vocab_size}), the teacher's vocabulary")
+        raise ValueError(
+            f"{found}, a row of another rank, this one has [{own.start}, {own.stop}) of the teacher's: sort teacher_ids and "
+            "cut shard where teacher_shard is cut, or have the whole teacher_weight on each rank"
+        )
+    rows = torch.where(here, rows, 0)
+    weight = teacher.weight[rows].masked_fill_(~here[:, None], torch.nan)
+    group = shard.group if own.group is None else own.group
+    return LocalHead(
+        teacher.input,
+        weight,
+        None if teacher.bias is None else teacher.bias[rows],
+        VocabShard(shard.start, stop, shard.vocab_size, group),
+    )
+
+
+def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
+    """Raise ValueError unless the rows that are part of the vocabulary cover the same ids, in the same group."""
+    if shard.vocab_size != teacher.vocab_size:
+        raise ValueError(
+            f"shard is of a vocabulary of {shard.vocab_size} ids, teacher_shard of one of {teacher.vocab_size}"
+        )
+    if shard.group_name != teacher.group_name:
+        raise ValueError("teacher_shard is not of shard's process group: both heads are split over the same ranks")
+    ids, teachers = ((x.start, x.start + x.num_valid) if x.num_valid else (0, 0) for x in (shard, teacher))
+    if ids != teachers:
+        raise ValueError(
+            f"teacher_shard covers ids [{teachers[0]}, {teachers[1]}) on this rank, shard [{ids[0]}, {ids[1]}): "
+            "both heads' rows must cover the same ids"
+        )
+
+
+def _mask(mask: Tensor | None, student: LocalHead, sequence_parallel: bool) -> Tensor:
+    """Check the mask, or make the one that counts every token. -> the whole's shape, bool."""
+    tokens = shape_of_tokens(student, sequence_parallel)
+    if mask is None:
+        return torch.ones(tokens, dtype=torch.bool, device=student.input.device)
+    checks.tensors({"mask": mask})
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f'mask must be bool, the tokens that count, got {mask.dtype}; weights multiply what reduction="none" returns'
+        )
+    check_shape("mask", mask, tokens, f"{tokens}", student, sequence_parallel)
+    if mask.device != student.input.device:
+        raise ValueError(f"input is on {student.input.device}, mask on {mask.device}")
+    return mask
+
+
+def _check_ranks(
+    student: LocalHead, teacher: LocalHead, alike: dict[str, Tensor | None], options: Options, call: DivergenceCall
+) -> None:
+    """Raise RuntimeError on every rank if the ranks were called differently, or if shards leave a gap."""
+    shard = student.shard
+    assert shard.group is not None
+    facts = agree.facts_of(*student[:3]) | dict(zip(TEACHER, agree.facts_of(*teacher[:3]).values(), strict=False))
+    facts |= {"vocab_size": shard.vocab_size} | options._asdict()
+    facts |= {"kind": call.spec.kind, "beta": call.spec.beta, "backend": call.backend}
+    facts |= {"teacher_logit_scale": call.spec.teacher.logit_scale, "teacher_softcap": call.spec.teacher.softcap}
+    facts |= {name: None if x is None else agree.digest(x) for name, x in alike.items()}
+    merge.assert_ranks_agree(PUBLIC_NAME, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)

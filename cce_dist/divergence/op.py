@@ -1,0 +1,175 @@
+"""The two torch.library operators behind ``linear_kl_divergence``: one shard's arithmetic for two heads, merged over the group.
+
+``_run_forward`` and ``_run_backward`` are the algorithm, step by step, as ``op.py`` has it for the loss.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist import merge
+from cce_dist.autograd import Operator, head_rows, replayed
+from cce_dist.call import Layout, build
+from cce_dist.decide import Way, Where, decide_heads
+from cce_dist.kernels import IGNORED, Grads, Operands
+from cce_dist.kernels.divergence import dense as dense_heads
+from cce_dist.kernels.divergence import heads
+from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, sizes_of
+from cce_dist.kernels.launch.tape import recorded
+from cce_dist.shard import even_rows
+
+PUBLIC_NAME = "linear_kl_divergence"
+
+
+class DivergenceCall(NamedTuple):
+    """As ``Call``; sequence parallelism is that of both heads' hidden states."""
+
+    spec: Divergence
+    vocab_size: int
+    layout: Layout = Layout()
+    backend: str = "torch"
+    way: Way = Way()
+
+
+def _backend(call: DivergenceCall) -> ModuleType:
+    """The backend's arithmetic for two heads; the one on Triton is imported by its first use."""
+    if call.backend == "torch":
+        return dense_heads
+    from cce_dist.kernels.divergence import kernels as divergence
+
+    return divergence
+
+
+def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
+    """The divergence of each token, [N] fp32, 0 where it is not counted; the rows of ``Pair``, [5, N], and what is kept.
+
+    Args:
+        given: hidden, weight and head of the student; mask, [N] bool; hidden, weight and head of the teacher; then
+            ``grad_weight_out``, which backward alone needs, and the call. A head is the list of its tensors.
+    """
+    *operands, _, call = given
+    backend, group = _backend(call), merge.resolve(call.layout.group_name)
+    with torch.autocast(operands[0].device.type, enabled=False):
+        call = decided(call, *operands)
+        x, spec = _gathered(*operands, call=call), call.spec
+        stats_5N, kept = backend.statistics(x, spec)
+        merged_5N = heads.merge(merge.gather_stats(stats_5N, group), spec)
+        pair = heads.pair_of(merged_5N, spec)
+        value = pair.offset
+        if spec.kind == "jsd":
+            # The mixture needs both log-sum-exps of the whole vocabulary, so it is summed in a second pass.
+            of_teacher, of_student = merge.gather_stats(backend.mixture_sums(x, pair, kept, spec), group).sum(0)
+            value = spec.beta * of_teacher + (1 - spec.beta) * of_student
+            pair = pair._replace(offset=of_student)
+        value = value.masked_fill(x.student.ids < 0, 0.0)
+    return value, [torch.stack(pair), *kept]
+
+
+def _gathered(
+    hidden: Tensor, weight: Tensor, head: list[Tensor], mask: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+    teacher_head: list[Tensor], *, call: DivergenceCall,
+) -> Heads:  # fmt: skip
+    """The operands of both heads with all tokens; both gathers are under way together."""
+    group, spec = merge.resolve(call.layout.group_name), call.spec
+    if call.layout.sequence_parallel and group is not None:
+        arriving = [recorded(merge.SequenceGather, slice_, group) for slice_ in (hidden, teacher_hidden)]
+        hidden, teacher_hidden = (recorded(merge.SequenceGather.wait, gather) for gather in arriving)
+    ids = torch.where(mask, 0, IGNORED)
+    return _heads((hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head), ids, spec)
+
+
+def _heads(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, spec: Divergence) -> Heads:
+    """The operands of both heads from hidden states, weight and the head's tensors of each."""
+    of_heads = zip((student, teacher), (spec.student, spec.teacher), strict=True)
+    return Heads(
+        *(Operands.of(hidden, weight, ids, logits, **logits.named(head)) for (hidden, weight, head), logits in of_heads)
+    )
+
+
+def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dE, dC, and the student's head's gradients as rows; None for what is not wanted, or is in ``grad_weight_out``.
+
+    Args:
+        d_values: The gradient of each token's divergence.
+        given: The operands of forward; what it saved; ``grad_weight_out``; which gradients are wanted; the call.
+    """
+    *operands, saved, grad_weight_out, want, call = given
+    want_hidden, want_weight, *want_head = want
+    layout, backend, group = call.layout, _backend(call), merge.resolve(call.layout.group_name)
+    sum_group = None if layout.partial else group
+    assert d_values[0] is not None
+    with torch.autocast(d_values[0].device.type, enabled=False):
+        call = decided(call, *operands)
+        x, spec, rows = _gathered(*operands, call=call), call.spec, call.way.ready_rows or None
+        reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
+        num_tokens = x.student.num_tokens
+        hidden_sum = recorded(merge.HiddenGradSum, sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
+        coef_N = d_values[0].masked_fill(x.student.ids < 0, 0.0)
+        start_sum = partial(recorded, merge.HiddenGradSum.start, hidden_sum)
+        want_bias = spec.student.named(want_head).get("bias", False)
+        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
+        _, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, spec)
+        return (
+            recorded(merge.HiddenGradSum.wait, hidden_sum) if want_hidden else None,
+            d_weight,
+            head_rows(spec.student.listed(bias=d_bias), want_head),
+        )
+
+
+def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
+    """Return the call with its way, and with the memory budget in its spec; unchanged if it has a way.
+
+    Args:
+        operands: As ``_gathered`` takes them. Hidden states may be slices.
+    """
+    if call.way.backend:
+        return call
+    hidden, _, _, mask, teacher_hidden, *_ = operands
+    group = merge.resolve(call.layout.group_name)
+    columns = even_rows(call.vocab_size, 0, merge.size_of(group))[1]
+    sizes = sizes_of(mask.shape[0], hidden, columns, teacher_hidden)
+    summed = group is not None and not call.layout.partial
+    way = decide_heads(sizes, call.spec, Where(call.backend, str(hidden.dtype), summed))
+    return call._replace(spec=call.spec._replace(workspace_bytes=way.workspace_bytes), way=way)
+
+
+def _forward_fake(hidden, weight, head, mask, teacher_hidden, teacher_weight, teacher_head, _, *flat):
+    call, num_tokens = build(DivergenceCall, iter(flat)), mask.shape[0]
+    ids = mask.new_empty(num_tokens, dtype=torch.int64)
+    # With sequence parallelism the hidden states of all tokens have these sizes.
+    every, every_teachers = (x.new_empty(num_tokens, x.shape[1]) for x in (hidden, teacher_hidden))
+    x = _heads((every, weight, head), (every_teachers, teacher_weight, teacher_head), ids, call.spec)
+    spec = decided(call, hidden, weight, head, mask, teacher_hidden).spec
+    pair_5N = hidden.new_empty((5, num_tokens), dtype=torch.float32)
+    return torch.empty_like(pair_5N[0]), [pair_5N, *_backend(call).saved_like(x, spec)]
+
+
+_forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
+_OPERATOR = Operator(
+    PUBLIC_NAME,
+    _forward_again,
+    _backward_again,
+    "divergence",
+    "divergence_backward",
+    "Tensor hidden, Tensor weight, Tensor[] head, Tensor mask, "
+    "Tensor teacher_hidden, Tensor teacher_weight, Tensor[] teacher_head, Tensor? grad_weight_out",
+    "(Tensor, Tensor[])",
+    DivergenceCall,
+    num_outputs=1,
+    num_kept=7,
+)
+_OPERATOR.register(_forward_fake)
+
+
+def forward(*tensors: Any, call: DivergenceCall) -> Tensor:
+    """The operator as the public function calls it; see ``_run_forward``. Returns the divergence of each token, [N]."""
+    if not torch.compiler.is_compiling():
+        call = decided(call, *tensors)
+    hidden, weight, head, *_ = tensors
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weight, *head))
+    return _OPERATOR.apply(*tensors, call=call, needs_grad=needs_grad)[0]

@@ -1,0 +1,1 @@
+"""The commands of ``cce-dist``: nothing outside this folder imports them."""

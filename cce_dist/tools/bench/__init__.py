@@ -1,0 +1,155 @@
+"""``cce-dist bench``: time, memory and error of the loss and its gradients, against other libraries and plain products.
+
+Every table goes one way: a task and an input, methods, a row for each method. Reading order:
+
+* ``cases`` runs a command: its ranks, its tables, its files;
+* ``loop`` checks every method and times those that are right, whatever the table;
+* ``heads`` are the tables of heads: ``shapes`` and ``workload`` make the input, ``tasks`` say what is computed (``problem``),
+  ``methods`` name the rows: this library, ``peers``, and ``stage``, the ends of frameworks' last stages;
+* ``steps`` and ``fsdp`` are the tables of whole training steps, on one rank and on several; ``models`` has their rows;
+* ``records`` is what a bench.json holds, ``collectives`` what is sent in a step, ``report`` prints and draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cce_dist.kernels.divergence.heads import KINDS
+from cce_dist.tools.arguments import device, file, folder, number, pattern, whole, wholes
+from cce_dist.tools.bench.shapes import COLUMNS, COMPILE, KEPT_IDS, LOG_PROBS, SHAPES
+
+STAGES = ("megatron", "deepspeed")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``cce-dist bench``."""
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", help=f"heads to time: {', '.join(SHAPES)}")
+    add("--tokens", nargs="+", type=whole(1), metavar="N", help="numbers of tokens (default: 8192; on a CPU 512)")
+    add(
+        "--workload",
+        nargs="+",
+        default=["trained"],
+        metavar="RUNG",
+        help="how sure the softmax is: unigram, early, spread, middle, trained, sharp, or all of this 'ladder'; or files that "
+        "'cce-dist pretrain --capture' wrote, which have their own shape and tokens (default: trained)",
+    )
+    add("--methods", nargs="+", metavar="METHOD", help="rows of the table; 'list' prints them")
+    add(
+        "--ignored",
+        nargs="+",
+        type=number(0, below=1),
+        metavar="SHARE",
+        help="shares of labels that are -100 (default: 0)",
+    )
+    add("--tp", type=wholes, metavar="T,T", help="split the vocabulary over so many ranks, under torchrun or alone")
+    add(
+        "--log-probs",
+        nargs="*",
+        choices=[*LOG_PROBS, *KEPT_IDS],
+        metavar="TASK",
+        help="time log-probabilities and entropies, as policies take them: "
+        f"{', '.join([*LOG_PROBS, *KEPT_IDS])} (default: all)",
+    )
+    add(
+        "--kl",
+        nargs="*",
+        choices=KINDS,
+        metavar="KIND",
+        help=f"time the divergence of two heads: {', '.join(KINDS)} (default: all)",
+    )
+    add(
+        "--teacher-size", type=whole(1), metavar="D", help="hidden size of the teacher of --kl (default: the student's)"
+    )
+    add("--stage", choices=STAGES, help="time the end of its last pipeline stage by its means and ours, likewise")
+    add(
+        "--workspace", nargs="+", type=whole(1), metavar="MIB", help="workspaces of cce-dist, a row each (default: 256)"
+    )
+    _add_models(parser)
+    add("--repeats", type=whole(1), default=20, help="rounds of timing, methods in turns")
+    add("--no-forward", action="store_true", help="do not time forward by itself, which takes a third of the time")
+    add("--device", type=device, help="cuda, cuda:1, cpu (default: cuda if there is one)")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of hidden states and weight")
+    add("--out", type=folder, default=Path("runs/bench"), metavar="DIR", help="folder for bench.json and bench.png")
+    add(
+        "--show",
+        nargs="+",
+        type=file,
+        metavar="JSON",
+        help="measure nothing; print each bench.json again and draw its figure. With --shapes, --models, --tokens, "
+        "--methods, --ignored or --tp print a part, and draw nothing",
+    )
+    add(
+        "--columns",
+        nargs="+",
+        choices=COLUMNS,
+        metavar="COLUMN",
+        help=f"with --show: print one table, a column per case, with these numbers, and draw nothing: {', '.join(COLUMNS)}",
+    )
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("whole steps of models that are trained on text before").add_argument
+    add("--models", nargs="+", metavar="MODEL", help="models of transformers; 'list' prints them")
+    add("--layers", type=whole(1), metavar="L", help="so many layers of each (default: all)")
+    add("--length", type=whole(2), default=2048, metavar="N", help="tokens of a sequence (default: 2048)")
+    add(
+        "--compile",
+        choices=COMPILE,
+        default="no",
+        help="torch.compile around each layer, or around each way's model",
+    )
+    add(
+        "--fsdp",
+        nargs="?",
+        const=0,
+        type=whole(2),
+        metavar="T",
+        help="steps of T data-parallel ranks under FSDP2, weights drawn, tokens a rank; under torchrun or alone (default: all "
+        "ranks or GPUs)",
+    )
+    add("--longest", type=whole(0), default=0, metavar="GIB", help="find the longest sequence in this memory")
+    add("--train-steps", type=whole(1), default=300, metavar="STEPS", help="before (default: 300)")
+    add("--corpus", type=folder, metavar="DIR", help="UTF-8 text files (default: Python's standard library)")
+    add("--pattern", type=pattern, help="file names to read, such as '*.txt'")
+    add("--cache", type=folder, metavar="DIR", help="of tokenized text (default: ~/.cache/cce-dist)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show what was measured, or measure. Returns the exit code."""
+    if args.show:
+        return _show(args)
+    import torch
+
+    from cce_dist.tools.bench import cases
+
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return cases.run(args)
+
+
+def _show(args: argparse.Namespace) -> int:
+    """Print files again: a table and a figure for each, or one table of the columns asked for."""
+    from cce_dist.tools.bench import records, report
+
+    asked = {
+        "shape": args.shapes or args.models,
+        "num_tokens": args.tokens,
+        "ignored": args.ignored,
+        "num_ranks": args.tp,
+    }
+    try:
+        files = {path: records.read_json(path) for path in args.show}
+        shown = {path: records.select(results.cases, asked, args.methods) for path, results in files.items()}
+        if not any(shown.values()):
+            raise ValueError(f"nothing of what is asked for is in {', '.join(map(str, args.show))}")
+        every = [case for cases in shown.values() for case in cases]
+        lines = report.summary(every, args.columns) if args.columns else []
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"cce-dist bench: {error}") from error
+    print("\n".join(lines) if lines else "\n\n".join(map(report.table, every)))
+    if not any((args.columns, *asked.values(), args.methods)):
+        for path, results in files.items():
+            report.write_figure(path.with_suffix(".png"), results.environment, results.cases)
+    return 0

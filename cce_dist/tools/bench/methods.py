@@ -1,0 +1,165 @@
+"""The methods of the tables of heads: this library, plain torch, and other libraries, which are imported when asked for.
+
+A method is built once per case and then called as ``loss = method(hidden, weight, labels)`` on every rank. Hidden is [N, D],
+with sequence parallelism the rank's slice of it; weight has the rank's rows; labels are whole. The result is the mean over the
+labels that are not -100. Building raises ``ImportError`` if the library, or the part of it that is asked for, is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from cce_dist import GradFilter, VocabShard, linear_cross_entropy
+from cce_dist.tools.bench import peers, stage
+from cce_dist.tools.bench.peers import LossFn
+from cce_dist.tools.bench.workload import IGNORE_INDEX
+
+Build = Callable[..., LossFn]
+CACHED = 1 << 60  # a budget that keeps all exponentials between forward and backward
+
+
+class Method(NamedTuple):
+    """One row of a table."""
+
+    build: Callable[..., Any]  # heads: shard, hidden states -> loss function; models: model -> module
+    ours: bool = False
+    sequence_parallel: bool = False  # hidden is this rank's slice, and so is its gradient
+    needs_cuda: bool = False
+    needs_group: bool = False  # no row where the vocabulary is whole
+    needs_whole: bool = False  # no row where the vocabulary is split
+    by_name: bool = False  # a row only if --methods names it
+    compiled: str = ""  # models: torch.compile around "layers", each by itself, or around "all"
+
+    def is_for(self, num_ranks: int) -> bool:
+        return not (self.needs_group if num_ranks == 1 else self.needs_whole)
+
+
+UNNAMED_MIB = 256  # the budget of a row of ours whose name has none, but for ``-default`` and ``-cached``
+
+
+def all_methods(table: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) -> dict[str, Method]:
+    """Return every method by name; ``table`` is "megatron" or "deepspeed" for the rows of their last stages."""
+    tables = {"": _losses, "megatron": _megatron_stages, "deepspeed": _deepspeed_stages}
+    return tables[table](workspace_mib)
+
+
+def our_rows(
+    build: Build, workspace_mib: Sequence[int], suffix: str = "", filtered: bool = True, **flags: Any
+) -> dict[str, Method]:
+    """Return this library's rows in any table: each budget, the default, all exponentials kept, filtered."""
+    at = _at(workspace_mib)
+    options: dict[str, dict[str, Any]] = {}
+    for mib in workspace_mib:
+        name = f"cce-dist{suffix}{at}" if len(workspace_mib) == 1 else f"cce-dist{suffix}@{mib}MiB"
+        options[name] = {"workspace_bytes": mib << 20}
+    options[f"cce-dist-default{suffix}"] = {}
+    options[f"cce-dist-cached{suffix}"] = {"workspace_bytes": CACHED}
+    if filtered:
+        budget = {"workspace_bytes": workspace_mib[0] << 20}
+        options[f"cce-dist-filtered{suffix}{at}"] = budget | {"grad_filter": GradFilter(always=True)}
+    return {name: Method(partial(build_ours, build, each), ours=True, **flags) for name, each in options.items()}
+
+
+def _one_row(build: Build, workspace_mib: Sequence[int], suffix: str, **flags: Any) -> dict[str, Method]:
+    """Return a row of the first budget that only some tables have."""
+    options = {"workspace_bytes": workspace_mib[0] << 20}
+    method = Method(partial(build_ours, build, options), ours=True, **flags)
+    return {f"cce-dist{suffix}{_at(workspace_mib)}": method}
+
+
+def _at(workspace_mib: Sequence[int]) -> str:
+    return "" if workspace_mib[0] == UNNAMED_MIB else f"@{workspace_mib[0]}MiB"
+
+
+def build_ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden: Tensor) -> Any:
+    """Build a row of this library. An exact row takes the kernels on a GPU, or is an error: a row says what it timed."""
+    options = dict(options)
+    if "grad_filter" not in options:
+        options.setdefault("backend", "triton" if hidden.is_cuda else "torch")
+    if options.get("workspace_bytes") == CACHED:
+        options["workspace_bytes"] = 2 * len(hidden) * shard.vocab_size * hidden.element_size() + (1 << 30)
+    return build(shard, hidden, options=options)
+
+
+def _our_loss(shard: VocabShard, hidden: Tensor, options: dict[str, Any], **more: Any) -> LossFn:
+    return cast(LossFn, partial(linear_cross_entropy, shard=shard, **{**options, **more}))
+
+
+def _our_loss_of_each(shard: VocabShard, hidden: Tensor, options: dict[str, Any], failed: bool) -> LossFn:
+    """Return the mean of losses of "none"; if ``failed``, forward expects other upstream gradients than come."""
+    expected = torch.rand(len(hidden), device=hidden.device) if failed else True
+    loss = _our_loss(shard, hidden, options, reduction="none", expected_weights=expected)
+
+    def mean(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return loss(hidden, weight, labels).sum() / (labels != IGNORE_INDEX).sum()
+
+    return mean
+
+
+def _losses(workspace_mib: Sequence[int]) -> dict[str, Method]:
+    in_slices = partial(_our_loss, sequence_parallel=True)
+    table = our_rows(_our_loss, workspace_mib)
+    table |= our_rows(in_slices, workspace_mib, "-sp", sequence_parallel=True, needs_group=True)
+    in_fp32, in_torch = partial(_our_loss, reduce_dtype=torch.float32), partial(_our_loss, backend="torch")
+    table |= _one_row(in_fp32, workspace_mib, "-fp32-sum", needs_group=True)
+    table |= _one_row(in_torch, workspace_mib, "-torch", needs_whole=True)
+    for suffix, failed in (("-each", False), ("-each-failed", True)):
+        table |= _one_row(partial(_our_loss_of_each, failed=failed), workspace_mib, suffix, by_name=True)
+
+    table["torch"] = Method(lambda *case: peers.dense, needs_whole=True)
+    table["torch-compile"] = Method(peers.torch_compile)
+    table["torch-lce"] = Method(peers.torch_linear_cross_entropy, needs_whole=True)
+    for policy in ("auto", "compact", "balanced", "accurate"):
+        build = partial(peers.torch_linear_cross_entropy, policy=policy)
+        table[f"torch-lce-{'chunked' if policy == 'auto' else policy}"] = Method(build, needs_whole=True)
+    table["torch-loss-parallel"] = Method(peers.torch_loss_parallel, needs_group=True)
+    for sequence_parallel in (False, True):
+        table |= _megatrons(peers.megatron, sequence_parallel, needs_group=True)
+    table["deepspeed"] = Method(peers.deepspeed, needs_group=True)
+    for preset in ("cce", "cce-exact", "cce-kahan-full-c"):
+        build = partial(peers.cut_cross_entropy, impl=preset.replace("-", "_"))
+        table[preset] = Method(build, needs_cuda=True)
+    table["liger"] = Method(peers.liger_triton, needs_cuda=True, needs_whole=True)
+    table["liger-cute"] = Method(peers.liger_cute, needs_cuda=True, needs_whole=True)
+    table["quack"] = Method(peers.quack, needs_cuda=True, needs_whole=True)
+    return table
+
+
+def _megatrons(build: Build, sequence_parallel: bool, needs_group: bool) -> dict[str, Method]:
+    """Return the rows of Megatron's own losses."""
+    table = {}
+    for name, fused in (("megatron", False), ("megatron-fused", True)):
+        table[f"{name}{'-sp' * sequence_parallel}"] = Method(
+            partial(build, fused=fused, sequence_parallel=sequence_parallel),
+            sequence_parallel=sequence_parallel,
+            # Megatron's linear layer puts its slice of dE on the current GPU, whatever the device.
+            needs_cuda=sequence_parallel,
+            needs_group=needs_group,
+        )
+    return table
+
+
+def _megatron_stages(workspace_mib: Sequence[int]) -> dict[str, Method]:
+    table = {}
+    for is_split in (False, True):
+        flags, suffix = {"sequence_parallel": is_split, "needs_group": is_split}, "-sp" * is_split
+        build = partial(stage.megatron, sequence_parallel=is_split)
+        table |= _megatrons(stage.megatron, **flags)
+        table |= our_rows(build, workspace_mib, suffix, **flags)
+        table |= _one_row(partial(build, main_grad=True), workspace_mib, f"-main-grad{suffix}", **flags)
+    return table
+
+
+def _deepspeed_stages(workspace_mib: Sequence[int]) -> dict[str, Method]:
+    table = {
+        "deepspeed": Method(stage.deepspeed),
+        "deepspeed-liger": Method(partial(stage.deepspeed, backend="liger"), needs_cuda=True, needs_group=True),
+        # DeepSpeed's loss without logits, which nothing in DeepSpeed calls: what a user can write into the last layer.
+        "deepspeed-linear": Method(peers.deepspeed),
+    }
+    return table | our_rows(stage.deepspeed, workspace_mib)

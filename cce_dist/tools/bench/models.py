@@ -1,0 +1,167 @@
+"""Models of transformers at their real sizes, and the methods of ``bench --models``.
+
+A method takes a copy of a model. All copies have the same parameters, but a change to a copy reaches no other copy. Called with
+ids and labels [B, L], what a method returns gives {"loss": mean loss, 0-d}.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cce_dist
+from cce_dist import VocabShard
+from cce_dist.tools.bench import peers
+from cce_dist.tools.bench.methods import Method
+from cce_dist.tools.bench.peers import LossFn
+from cce_dist.tools.bench.workload import IGNORE_INDEX
+from cce_dist.tools.plan import sizes
+
+# The family in transformers, and what its config needs besides the sizes of ``cce_dist.tools.plan.sizes``.
+_GEMMA_3 = {"sliding_window": 512, "query_pre_attn_scalar": 256}
+_GEMMA_2 = {"sliding_window": 4096, "query_pre_attn_scalar": 256}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma-3-270m": ("Gemma3", _GEMMA_3),
+    "gemma-3-1b": ("Gemma3", _GEMMA_3),
+    "qwen-3-0.6b": ("Qwen3", {}),
+    "qwen-3-4b": ("Qwen3", {}),
+    "llama-3.2-1b": ("Llama", {}),
+    "llama-3-8b": ("Llama", {}),
+    "smollm2-360m": ("Llama", {}),
+    "gemma-2-2b": ("Gemma2", _GEMMA_2),
+}
+
+
+def config_of(name: str, num_layers: int | None = None) -> tuple[Any, Any]:
+    """Return the class and the config of a model of ``CONFIGS``, with ``num_layers`` layers if given."""
+    import transformers
+
+    (family, more), model = CONFIGS[name], sizes.MODELS[name]
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    return kind, kind.config_class(
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        num_hidden_layers=num_layers or model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads or model.num_heads,
+        head_dim=model.size_of_head,
+        intermediate_size=model.ffn_size,
+        tie_word_embeddings=model.is_tied,
+        use_cache=False,
+        pad_token_id=None,  # its row would get no gradient
+        **more,
+    )
+
+
+def build(name: str, num_layers: int | None, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
+    """Return a model of ``CONFIGS`` with weights as transformers draws them.
+
+    Attention is SDPA, or eager for Gemma 2, which caps its attention scores.
+    """
+    kind, config = config_of(name, num_layers)
+    torch.manual_seed(seed)
+    with torch.device(device):
+        attention = "sdpa" if kind._supports_sdpa else "eager"
+        return kind._from_config(config, dtype=dtype, attn_implementation=attention).train()
+
+
+def twin(model: Any, *shared: nn.Module) -> Any:
+    """Copy a model, but not its parameters and its ``shared`` modules."""
+    return copy.deepcopy(model, {id(each): each for each in (*shared, *model.parameters())})
+
+
+class FromHidden(nn.Module):
+    """A model whose loss another library computes from hidden states, with labels shifted as in transformers."""
+
+    def __init__(self, model: Any, loss: LossFn) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        return {"loss": self.loss(hidden.flatten(0, 1), self.model.lm_head.weight, shifted.flatten())}
+
+
+STOCK = Method(lambda model: model)
+
+
+def over(method: Method, model: Any) -> nn.Module:
+    """Return a method's module over the parameters of ``model``, which stays as it is."""
+    return around(method, twin(model))
+
+
+def around(method: Method, model: Any) -> nn.Module:
+    """Return a method's module over ``model``, which the method may change."""
+    if method.compiled == "layers":
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+    module = method.build(model)
+    return cast(nn.Module, torch.compile(module, dynamic=False)) if method.compiled == "all" else module
+
+
+SUFFIXES = {"": "", "layers": "+layers", "all": "+compile"}
+
+# Options of ``cce_dist.convert``; the names are those of the tables of heads.
+OURS: dict[str, dict[str, Any]] = {
+    "cce-dist-default": {},
+    "cce-dist-cached": {"workspace_bytes": 1 << 40},
+    "cce-dist-filtered": {"filter": "compensated", "filter_always": True},
+}
+
+
+def ways(compiled: Sequence[str], ours: dict[str, dict[str, Any]] = OURS) -> dict[str, Method]:
+    """Return every method by name, once for each of ``compiled``: "" (eager), "layers" or "all"."""
+    table = {
+        "stock": STOCK,
+        "torch-compile": Method(partial(_from_hidden, peers.torch_compile)),
+        "liger": Method(_liger, needs_cuda=True),
+        "cce": Method(partial(_from_hidden, partial(peers.cut_cross_entropy, impl="cce")), needs_cuda=True),
+        **{name: Method(partial(convert, options), ours=True) for name, options in ours.items()},
+    }
+    return {
+        name + SUFFIXES[part]: method._replace(compiled=part)
+        for part, (name, method) in product(compiled, table.items())
+        # A compiled loss in a compiled model is the compiled stock model.
+        if (part, name) != ("all", "torch-compile")
+    }
+
+
+def _from_hidden(make: Callable[..., LossFn], model: Any) -> nn.Module:
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    shard = VocabShard.even(model.config.vocab_size, None)
+    return FromHidden(model, make(shard, model.lm_head.weight, softcap=softcap))
+
+
+def _liger(model: Any) -> nn.Module:
+    """Apply Liger's own patch to one model, as Trainer does, but only its fused loss."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]
+
+    off = dict.fromkeys(("rope", "rms_norm", "cross_entropy", "swiglu", "geglu"), False)
+    kind = type(model)
+    before = kind.forward
+    _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=True, **off)
+    if kind.forward is not before:
+        # A release that changes the class would change the other ways.
+        model.forward, kind.forward = MethodType(kind.forward, model), before
+    return model
+
+
+def convert(options: dict[str, Any], model: Any) -> nn.Module:
+    """Convert a model without the log line."""
+    log = logging.getLogger("cce_dist")
+    level = log.level
+    log.setLevel(logging.ERROR)  # the line of each conversion
+    try:
+        return cce_dist.convert(model, **options)
+    finally:
+        log.setLevel(level)

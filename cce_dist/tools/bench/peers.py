@@ -1,0 +1,276 @@
+"""The losses that this library is compared with: torch's, dense ones, and the losses of other libraries.
+
+Most functions take this rank's shard and a case's hidden states and return a loss function, as ``methods`` describes it. A
+library without a vocabulary-parallel mode ignores the shard; its row then needs the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from cce_dist import VocabShard
+from cce_dist.tools.bench.workload import IGNORE_INDEX
+from cce_dist.tools.pretrain.ranks import start_deepspeed
+
+LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [N, D], weight [V_r, D], labels [N] -> mean loss, 0-d
+
+
+def dense(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None) -> Tensor:
+    """Compute the loss as everybody writes it, with all logits in memory."""
+    logits = F.linear(hidden, weight)
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    return F.cross_entropy(logits.float(), labels)
+
+
+def mean_of_kept(losses: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of losses [N] over the labels that are not ignored."""
+    kept = labels != IGNORE_INDEX
+    return torch.where(kept, losses, 0.0).sum() / kept.sum()
+
+
+def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, policy: str = "") -> LossFn:
+    """Return ``F.linear_cross_entropy``; with a policy, such as "compact", it splits the tokens."""
+    if not hasattr(F, "linear_cross_entropy"):
+        raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
+    if not policy:
+        return F.linear_cross_entropy
+    try:
+        options = torch.nn.LinearCrossEntropyOptions(acc_policy=cast(Any, policy))
+    except (AttributeError, TypeError, ValueError):
+        raise ImportError(f"torch {torch.__version__} has no chunks with acc_policy={policy}") from None
+    return partial(F.linear_cross_entropy, options=options)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Reset the compiler, because a second shape would get symbolic sizes and be slower, and compile."""
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def torch_compile(shard: VocabShard, hidden: Tensor, softcap: float | None = None) -> LossFn:
+    """Return the compiled dense loss. Over a group two all-reduces merge the compiled parts."""
+    group = shard.group
+    if group is None:
+        return compiled(dense if softcap is None else partial(dense, softcap=softcap))
+
+    def local(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(hidden, weight).float()
+        column = labels - shard.start
+        here = (column >= 0) & (column < weight.shape[0])
+        target = logits.gather(1, column.clamp(0, weight.shape[0] - 1)[:, None]).squeeze(1)
+        return logits.logsumexp(1), torch.where(here, target, 0.0)
+
+    parts = compiled(local)
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        losses = _Merged.apply(*parts(_Summed.apply(hidden, group), weight, labels), group)
+        return mean_of_kept(cast(Tensor, losses), labels)
+
+    return loss
+
+
+class _Summed(torch.autograd.Function):
+    """Return hidden unchanged, and sum its gradient over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *d_hidden: Tensor) -> Any:
+        summed = d_hidden[0].contiguous()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _Merged(torch.autograd.Function):
+    """Compute losses from each shard's log-sum-exp and target logit, both [N] fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, local_lse: Tensor, target: Tensor, group: Any) -> Tensor:
+        top = local_lse.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        sums = torch.stack(((local_lse - top).exp(), target))
+        dist.all_reduce(sums, group=group)
+        lse = top + sums[0].log()
+        ctx.save_for_backward(local_lse, lse)
+        return lse - sums[1]
+
+    @staticmethod
+    def backward(ctx: Any, *d_losses: Tensor) -> Any:
+        local_lse, lse = ctx.saved_tensors
+        return (local_lse - lse).exp() * d_losses[0], -d_losses[0], None
+
+
+def trl_chunks() -> Callable[..., tuple[Tensor, ...]]:
+    """Return TRL's chunked function of hidden, weight, labels and the names of further outputs."""
+    from trl.trainer import utils
+
+    function: Any = getattr(utils, "_ChunkedLogProbFunction", None)
+    wanted = "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
+    if function is None:
+        raise ImportError("this release of trl has no chunked log-probabilities")
+    names = list(inspect.signature(function.forward).parameters)[1:]
+    if names != wanted.split():
+        raise ImportError(f"this release of trl takes {', '.join(names)}")
+
+    def outputs(hidden: Tensor, weight: Tensor, labels: Tensor, more: tuple[str, ...]) -> tuple[Tensor, ...]:
+        return function.apply(hidden, weight, None, labels, 1.0, 8192, None, 1.0, more)
+
+    return outputs
+
+
+def torch_loss_parallel(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """Return torch's ``loss_parallel`` of dense logits, a DTensor that is split over the vocabulary."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    assert shard.group is not None
+    mesh = DeviceMesh.from_group(shard.group, hidden.device.type)
+    # Backward must run inside the context too. The context changes nothing but the cross-entropy of a DTensor.
+    ExitStack().enter_context(loss_parallel())
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        shape = torch.Size((shard.vocab_size, weight.shape[1]))
+        rows = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False, shape=shape, stride=weight.stride())
+        whole, target = (DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in (hidden, labels))
+        mean = F.cross_entropy(F.linear(whole, rows).float(), target, ignore_index=IGNORE_INDEX)
+        return cast(DTensor, mean).to_local()
+
+    return loss
+
+
+def megatron(shard: VocabShard, hidden: Tensor, fused: bool, sequence_parallel: bool) -> LossFn:
+    """Return Megatron-core's column-parallel product followed by its cross-entropy."""
+    parallel_state = megatron_state(shard)
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+
+    group = shard.group
+    # initialize_model_parallel() does the same, but wants every rank of the world.
+    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        logits = linear_with_grad_accumulation_and_async_allreduce(
+            hidden,
+            weight,
+            None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=not sequence_parallel,
+            sequence_parallel=sequence_parallel,
+            tp_group=group,
+        ).unsqueeze(1)
+        if fused:
+            losses = fused_vocab_parallel_cross_entropy(logits, labels[:, None], group)
+        else:
+            losses = vocab_parallel_cross_entropy(logits, labels[:, None])
+        return mean_of_kept(losses.squeeze(1), labels)
+
+    return loss
+
+
+def megatron_state(shard: VocabShard) -> Any:
+    """Return Megatron's ``parallel_state``. Silences its warnings, and refuses shards of unequal size."""
+    # Megatron warns that Transformer Engine and Apex are not installed, and the like.
+    warnings.filterwarnings("ignore", module="megatron")
+    from megatron.core import parallel_state
+
+    if shard.vocab_size % shard.group_size:
+        raise ValueError(f"needs equal shards, which {shard.vocab_size} rows over {shard.group_size} ranks are not")
+    return parallel_state
+
+
+def deepspeed(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """Return DeepSpeed's loss of hidden states, which does not hold the logits."""
+    quiet_deepspeed(hidden.device)
+    from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+
+    return partial(
+        vocab_parallel_linear_cross_entropy,
+        tp_group=shard.group,
+        vocab_start_index=shard.start,
+        vocab_end_index=shard.stop,
+        ignore_index=IGNORE_INDEX,
+    )
+
+
+def deepspeed_loss(shard: VocabShard, device: torch.device, backend: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return DeepSpeed's loss of a rank's logits [N, V_r] and labels [N]."""
+    quiet_deepspeed(device)
+    from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
+
+    return partial(
+        vocab_parallel_cross_entropy,
+        tp_group=shard.group,
+        vocab_start_index=shard.start,
+        vocab_end_index=shard.stop,
+        global_vocab_size=shard.vocab_size,
+        ignore_index=IGNORE_INDEX,
+        backend=backend,
+    )
+
+
+def quiet_deepspeed(device: torch.device) -> None:
+    """Start DeepSpeed on the present process group, and silence all but its errors."""
+    start_deepspeed(device)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def cut_cross_entropy(shard: VocabShard, hidden: Tensor, impl: str, softcap: float | None = None) -> LossFn:
+    import cut_cross_entropy as library  # pyright: ignore[reportMissingImports]
+
+    options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+    if shard.group is not None:
+        if not hasattr(library, "VocabParallelOptions"):
+            raise ImportError("this release of cut-cross-entropy has no vocabulary-parallel mode")
+        options["vocab_parallel_options"] = library.VocabParallelOptions(shard.start, shard.stop, shard.group)
+    if impl in {member.name.lower() for member in library.LinearCrossEntropyImpl}:
+        return partial(library.linear_cross_entropy, impl=impl, **options)
+    raise ImportError(f"cut-cross-entropy {library.__version__} has no preset {impl}")
+
+
+def liger_triton(shard: VocabShard, hidden: Tensor) -> LossFn:
+    from liger_kernel.transformers.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
+        LigerFusedLinearCrossEntropyLoss,
+    )
+
+    # Releases with several kernel languages would take CuTe for the softmax where it is installed.
+    try:
+        from liger_kernel.backends import set_impl  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        pass
+    else:
+        set_impl("nvidia-triton")
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return lambda hidden, weight, labels: loss(weight, hidden, labels)
+
+
+def liger_cute(shard: VocabShard, hidden: Tensor) -> LossFn:
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (  # pyright: ignore[reportMissingImports]
+        liger_fused_linear_cross_entropy_sm90,
+    )
+
+    return liger_fused_linear_cross_entropy_sm90
+
+
+def quack(shard: VocabShard, hidden: Tensor) -> LossFn:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy  # pyright: ignore[reportMissingImports]
+
+    return chunked_linear_cross_entropy

@@ -1,0 +1,121 @@
+"""The command line ``cce-dist``: a table of subcommands, each imported only when it is run.
+
+A subcommand is a module with ``add_arguments(parser)`` and ``run(args) -> int``; what ``run`` returns is the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+
+class Command(NamedTuple):
+    """One subcommand: where it lives, what it does in a line, and a command to copy."""
+
+    module: str
+    summary: str
+    example: str
+
+
+COMMANDS = {
+    "pretrain": Command(
+        "cce_dist.tools.pretrain",
+        "pre-train a GPT with tensor and data parallelism on a folder of text",
+        "cce-dist pretrain --tp 2",
+    ),
+    "plot": Command(
+        "cce_dist.tools.pretrain.plot",
+        "overlay the loss curves of several pre-training runs",
+        "cce-dist plot runs/exact/metrics.jsonl runs/dense/metrics.jsonl",
+    ),
+    "compare": Command(
+        "cce_dist.tools.compare",
+        "pre-train with several ways of computing the head's gradient, and compare what is learned",
+        "cce-dist compare --methods dense exact filtered filtered-plain --seeds 3",
+    ),
+    "verify": Command(
+        "cce_dist.tools.verify",
+        "compare loss and gradients with the dense reference on your ranks and devices",
+        "torchrun --nproc-per-node 8 -m cce_dist verify",
+    ),
+    "bench": Command(
+        "cce_dist.tools.bench",
+        "time loss and gradient against other libraries and plain matrix products",
+        "cce-dist bench --shapes llama-3-8b gemma-2-2b --tokens 8192",
+    ),
+    "plan": Command(
+        "cce_dist.tools.plan",
+        "predict what the head costs, what fits, and how to cut the pipeline, without a GPU",
+        "cce-dist plan --model llama-3-8b --tokens 8192 --tp 8 --pp 4",
+    ),
+}
+
+EXTRA_OF = {"tokenizers": "train", "tqdm": "train", "numpy": "train", "matplotlib": "train"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand that ``argv`` (default: the process's arguments) names and return its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = _top_level_parser().parse_args(argv[:1]).command
+    command = COMMANDS[name]
+    parser = _Parser(
+        prog=f"cce-dist {name}",
+        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+        epilog=f"example:\n  {command.example}",
+        formatter_class=_HelpFormatter,
+    )
+    try:
+        module = importlib.import_module(command.module)
+        module.add_arguments(parser)
+        return module.run(parser.parse_args(argv[1:]))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRA_OF:
+            raise
+        print(
+            f"cce-dist {name} needs {missing}, which is not installed: pip install 'cce-dist[{EXTRA_OF[missing]}]'",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print(f"cce-dist {name}: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with an argument."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists all options)\n")
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of the examples, and adds a default where there is one and the text does not name it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        unset = action.default is None or action.default is False or action.default == ""
+        silent = unset or "default" in (action.help or "")
+        return action.help if silent else super()._get_help_string(action)
+
+
+def _top_level_parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {c.summary}\n  {'':<{width}}  $ {c.example}" for name, c in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="cce-dist",
+        usage="cce-dist COMMAND [options]",
+        description="Cross-entropy of a language-model head without the logits: train with it, check it, time it.",
+        epilog="\n".join(["commands:", *lines, "", "'cce-dist COMMAND --help' lists the options of one command."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    return parser

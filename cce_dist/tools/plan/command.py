@@ -1,0 +1,224 @@
+"""The command line of ``cce-dist plan``: from flags to a plan, and a plan as tables, JSON and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from cce_dist.tools.arguments import wholes
+from cce_dist.tools.plan.devices import DEVICES, HOSTS, Device, measure
+from cce_dist.tools.plan.layers import RECOMPUTE, Layout
+from cce_dist.tools.plan.picture import COLORS, draw
+from cce_dist.tools.plan.planning import LOSSES, METHODS, MIB, Plan, named, plan
+from cce_dist.tools.plan.scale import GLOBAL_TOKENS, Step, grow
+from cce_dist.tools.plan.sizes import MODELS, Config, Model, read_config
+from cce_dist.tools.report import table
+
+BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")
+# Options that a script may have, too. The command line stands above it.
+DEFAULTS = {"tokens": 8192, "micro_batch": 1, "tp": 1, "pp": 1, "cp": 1, "vpp": 1, "ep": 1, "recompute": "none"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``cce-dist plan``."""
+    model = parser.add_argument_group("model: a name, a file, or sizes by hand; sizes change those of a name or a file")
+    model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    model.add_argument("--config", type=Path, metavar="FILE", help="Hugging Face config.json, or a Megatron script")
+    for name in (*BY_HAND, "num_kv_heads", "head_size"):
+        model.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+
+    layout = parser.add_argument_group("layout")
+    layout.add_argument("--tokens", type=int, metavar="N", help="tokens of a sequence (default: the file's, or 8192)")
+    layout.add_argument("--micro-batch", type=int, metavar="B", help="sequences of a microbatch (default: 1)")
+    layout.add_argument("--tp", type=int, help="tensor-parallel ranks (default: 1)")
+    layout.add_argument("--pp", type=int, help="pipeline ranks (default: 1)")
+    layout.add_argument("--cp", type=int, help="context-parallel ranks (default: 1)")
+    layout.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
+    layout.add_argument("--vpp", type=int, help="chunks of layers of a pipeline rank (default: 1)")
+    layout.add_argument("--zero-stage", type=int, default=1, choices=range(4), help="what data-parallel ranks split")
+    layout.add_argument("--no-sequence-parallel", action="store_true", help="activations are whole on every rank")
+    layout.add_argument("--recompute", choices=RECOMPUTE, help="of layers' activations (default: none)")
+    layout.add_argument("--eager", action="store_true", help="count elementwise kernels of layers as torch runs them")
+    layout.add_argument(
+        "--host", choices=HOSTS, default="", help="count the host that launches kernels in this engine of pretrain"
+    )
+    layout.add_argument("--attention", action="store_true", help="count attention's products of --tokens squared, too")
+    layout.add_argument("--framework", choices=METHODS, default="megatron", help="whose losses ours are compared with")
+    layout.add_argument("--workspace", type=int, metavar="MIB", help="budget of our losses (default: what they choose)")
+
+    where = parser.add_argument_group("device")
+    where.add_argument("--gpu", default="h200", metavar="GPU", help=f"one of {', '.join(DEVICES)}")
+    where.add_argument("--measure", action="store_true", help="take rates and memory of the GPU that is here")
+
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--scale", type=wholes, metavar="G,G", help="a step on each of these numbers of GPUs")
+    shown.add_argument("--loss", choices=LOSSES, help="with --scale: rows of this loss alone")
+    shown.add_argument("--global-tokens", type=int, default=GLOBAL_TOKENS, metavar="N", help="of a step, with --scale")
+    shown.add_argument("--json", action="store_true", help="print JSON")
+    shown.add_argument("--picture", type=Path, metavar="PNG", help="draw the last stage's memory and the cut")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a plan. Returns the exit code; a user's mistake is one line."""
+    try:
+        device = measure() if args.measure else named(DEVICES, args.gpu, "GPU")
+        workspace = args.workspace and args.workspace << 20
+        found = plan(*_model_and_layout(args), device, workspace)
+        steps = []
+        if args.scale:
+            steps = grow(found.model, found.layout, device, args.scale, workspace, args.global_tokens)
+            steps = [step for step in steps if args.loss in (None, step.loss)]
+        title = args.model or (args.config and args.config.name) or "sizes by hand"
+        if args.json:
+            print(json.dumps(found.record() | {"scale": [dataclasses.asdict(step) for step in steps]}, indent=1))
+        else:
+            print("\n\n".join(_text(found, title, args.workspace) + _scale(steps)))
+        if args.picture:
+            draw(args.picture, found, title)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"cce-dist plan: {' '.join(str(error).split())}") from error
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        print(f"cce-dist {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
+    if args.model and args.config:
+        raise ValueError("--model and --config are two models; give one")
+    sizes = {name: getattr(args, name) for name in (*BY_HAND, "num_kv_heads", "head_size")}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if args.config:
+        config = read_config(args.config, **given, **({"tp": args.tp} if args.tp else {}))
+    elif args.model:
+        config = Config(dataclasses.replace(named(MODELS, args.model, "model"), **given), {})
+    else:
+        missing = [f"--{name.replace('_', '-')}" for name in BY_HAND if name not in given]
+        if missing:
+            raise ValueError(f"no model: --model, --config, or sizes by hand; missing {', '.join(missing)}")
+        config = Config(Model(**given), {})
+    options: dict[str, Any] = dict(DEFAULTS)
+    for source in (config.options, vars(args)):
+        options |= {name: source[name] for name in DEFAULTS if source.get(name) is not None}
+    tokens, micro_batch, cp = options.pop("tokens"), options.pop("micro_batch"), options["cp"]
+    if tokens < 1 or micro_batch < 1:
+        raise ValueError(f"--tokens and --micro-batch must be at least 1, got {tokens}, {micro_batch}")
+    if cp < 1 or tokens % cp:
+        raise ValueError(f"--tokens {tokens} cannot be split over --cp {cp} ranks")
+    layout = Layout(
+        **options,
+        sequence_parallel=config.options.get("sequence_parallel", True) and not args.no_sequence_parallel,
+        dp=args.dp,
+        zero_stage=args.zero_stage,
+        num_tokens=tokens // cp * micro_batch,
+        seq_len=tokens if args.attention else 0,
+        framework=args.framework,
+        elementwise=1.0 if args.eager else 0.0,
+        host=args.host,
+    )
+    return config.model, layout
+
+
+def _text(found: Plan, title: str, workspace: int | None) -> list[str]:
+    """Return the plan as paragraphs."""
+    layout, layer = found.layout, found.layer
+    splits = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "dp", "cp", "vpp", "ep"))
+    parts = [
+        f"{title}: {found.model.params / 1e9:.2f} B parameters; {layout.num_tokens:,} tokens a microbatch; {splits}; ZeRO "
+        f"{layout.zero_stage}; {layout.num_gpus} GPUs\n{_device(found.device)}\n"
+        f"a layer: {found.model.layer_params / 1e6:.1f} M parameters, {layer.seconds * 1e3:.2f} ms, "
+        f"{layer.collectives * 1e3:.2f} of them collectives; the body: {found.body * 1e3:.1f} ms",
+        "\n".join(table([_row(found, each, workspace) for each in found.losses])),
+        "Last stage at its peak, MiB:\n" + "\n".join(table(_memory(found))),
+    ]
+    if layout.pp > 1:
+        parts.append("Cut to use:\n" + "\n".join(_cuts(found)))
+    return parts
+
+
+def _device(device: Device) -> str:
+    return (
+        f"{device.name}: {device.flops / 1e12:.0f} Tflop/s, {device.bandwidth / 1e12:.1f} TB/s, "
+        f"{device.memory / 2**30:.0f} GiB; {device.bus / 1e9:.0f} GB/s in a node, {device.network / 1e9:.0f} GB/s between "
+        f"nodes ({device.provenance})"
+    )
+
+
+def _row(found: Plan, each: Any, workspace: int | None) -> dict[str, str]:
+    cost = each.cost
+    exposed = sum(one.exposed for one in cost.collectives)
+    row = {
+        "loss": f"{each.loss} ({cost.loss})" if each.loss in ("dense", "fused") else each.loss,
+        "ms": f"{cost.seconds * 1e3:.2f}" + (f" to {cost.at_most * 1e3:.2f}" if cost.at_most > cost.seconds else ""),
+        "exposed ms": f"{exposed * 1e3:.2f}",
+        "layers": f"{each.layers:.2f}",
+        "MiB": f"{cost.workspace / MIB:,.0f}",
+    }
+    if each.loss == "budget":
+        row["loss"] = f"budget ({f'{workspace} MiB' if workspace else 'default'})"
+    if found.layout.pp == 1:
+        row["body + head ms"] = f"{(found.body + cost.seconds) * 1e3:.1f}"
+    else:
+        row["imbalance, even cut"] = f"{each.default_cut.imbalance:.1%}"
+        row["best cut"] = f"{each.cut.imbalance:.1%}"
+    return row | {"largest microbatch": f"{each.largest_tokens:,}" if each.largest_tokens else "none fits"}
+
+
+def _memory(found: Plan) -> list[dict[str, str]]:
+    rows = []
+    present = [item for item in COLORS if any(each.last_stage.get(item) for each in found.losses)]
+    for item in present:
+        sizes = {each.loss: f"{each.last_stage.get(item, 0) / MIB:,.0f}" for each in found.losses}
+        rows.append({"item": item, **sizes})
+    for name, stage in (("sum", "last_stage"), ("first stage, sum", "first_stage")):
+        if name == "sum" or found.layout.pp > 1:
+            sums = {each.loss: f"{sum(getattr(each, stage).values()) / MIB:,.0f}" for each in found.losses}
+            rows.append({"item": name, **sums})
+    return rows
+
+
+def _cuts(found: Plan) -> list[str]:
+    lines = []
+    for each in found.losses:
+        advice = each.advice(found.layout)
+        last = advice["decoder_last_pipeline_num_layers"]
+        lines.append(f"  {each.loss}: {', '.join(map(str, each.cut.layers))} layers")
+        lines.append(f"    Megatron    --pipeline-model-parallel-layout '{advice['pipeline_model_parallel_layout']}'")
+        if last is not None:
+            lines.append(f"    or          --decoder-last-pipeline-num-layers {last}")
+        if "deepspeed_weights" in advice:
+            runs = [(weight, len(list(same))) for weight, same in groupby(advice["deepspeed_weights"])]
+            weights = " + ".join(f"[{weight}] * {count}" for weight, count in runs)
+            lines.append(f"    DeepSpeed   layer_weights({weights}): embedding, layers, head")
+        titan = {name: value for name, value in advice.items() if name.startswith("pipeline_parallel_")}
+        lines.append("    torchtitan  " + ", ".join(f"{name} = {value}" for name, value in titan.items()))
+    return lines
+
+
+def _scale(steps: list[Step]) -> list[str]:
+    if not steps:
+        return []
+    rows = [
+        {
+            "GPUs": f"{step.gpus:,}",
+            "tp x pp x dp": f"{step.tp} x {step.pp} x {step.dp}",
+            "microbatches": str(step.microbatches),
+            "loss": step.loss,
+            "head ms": f"{step.head_ms:.2f}",
+            "head exposed": f"{step.head_exposed_ms:.2f}",
+            "layers exposed": f"{step.layers_exposed_ms:.2f}",
+            "gradients exposed": f"{step.gradients_exposed_ms:.1f}",
+            "bubble": f"{step.bubble:.1%}",
+            "step ms": f"{step.step_ms:,.0f}",
+            "tokens/s": f"{step.tokens_per_second:,.0f}",
+        }
+        for step in steps
+    ]
+    return ["The same batch on more GPUs; exposed: ms of communication that nothing covers:\n" + "\n".join(table(rows))]

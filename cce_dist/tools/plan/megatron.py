@@ -1,0 +1,98 @@
+"""The arguments of Megatron in a shell script, read by the rules of argparse: the last value wins."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any, NoReturn
+
+from cce_dist.kernels.waves import cdiv
+
+# Options with a number: the plan's name for it, and Megatron's default.
+_NUMBERS = {
+    "num-layers": ("num_layers", None),
+    "hidden-size": ("hidden_size", None),
+    "num-attention-heads": ("num_heads", None),
+    "vocab-size": ("unpadded_vocab_size", None),
+    "padded-vocab-size": ("vocab_size", None),
+    "make-vocab-size-divisible-by": ("divisible_by", 128),
+    "ffn-hidden-size": ("dense_ffn_size", None),
+    "moe-ffn-hidden-size": ("ffn_size", None),
+    "kv-channels": ("head_size", 0),
+    "num-query-groups": ("num_kv_heads", 1),
+    "num-experts": ("num_experts", 0),
+    "moe-router-topk": ("experts_per_token", 2),
+    "tensor-model-parallel-size": ("tp", 1),
+    "pipeline-model-parallel-size": ("pp", 1),
+    "context-parallel-size": ("cp", 1),
+    "expert-model-parallel-size": ("ep", 1),
+    "num-virtual-stages-per-pipeline-rank": ("vpp", 1),
+    "num-layers-per-virtual-pipeline-stage": ("layers_per_chunk", None),
+    "micro-batch-size": ("micro_batch", 1),
+    "seq-length": ("tokens", None),
+}
+# Options whose effect on the model or its memory the plan does not know, and the value with which they have none.
+_UNKNOWN = {"moe-layer-freq": "1", "mtp-num-layers": "0", "recompute-method": "uniform", "recompute-num-layers": "1"}
+_UNKNOWN |= dict.fromkeys(("multi-latent-attention", "moe-shared-expert-intermediate-size"))
+_UNKNOWN |= dict.fromkeys(("expert-tensor-parallel-size", "hybrid-override-pattern"))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def read(text: str, given: dict[str, int]) -> dict[str, Any]:
+    """Return the sizes of a script's model and the options of its plan, by name.
+
+    ``given`` has sizes, and tp, that stand above those of the script. The vocabulary's padding depends on tp.
+
+    Raises:
+        ValueError: A size is missing or not a number, or an option has an effect that the plan does not know.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for option, (name, default) in _NUMBERS.items():
+        parser.add_argument(f"--{option}", dest=name, type=int, default=default)
+    for option in _UNKNOWN:
+        parser.add_argument(f"--{option}", nargs="?", const="")
+    for option in ("--swiglu", "--quick-geglu"):
+        parser.add_argument(option, dest="is_gated", action="store_true")
+    parser.add_argument("--untie-embeddings-and-output-weights", dest="is_tied", action="store_false")
+    parser.add_argument("--group-query-attention", action="store_true")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--recompute-granularity", dest="recompute")
+    words = _words(text)
+    for option, (name, _) in _NUMBERS.items():
+        words += [f"--{option}", str(given[name])] if name in given else []
+    args, _ = parser.parse_known_args(words)
+
+    for option, harmless in _UNKNOWN.items():
+        value = getattr(args, option.replace("-", "_"))
+        if value not in (None, harmless):
+            raise ValueError(f"the plan does not know the effect of --{option} {value}")
+    if args.vocab_size is None and args.unpadded_vocab_size is not None:
+        multiple = args.divisible_by * args.tp
+        args.vocab_size = cdiv(args.unpadded_vocab_size, multiple) * multiple
+    for name in ("num_layers", "hidden_size", "num_heads", "vocab_size"):
+        if getattr(args, name) is None:
+            raise ValueError(f"has no {name}")
+    if not args.num_experts:
+        args.experts_per_token = 0
+        args.ffn_size = given.get("ffn_size")
+    if args.ffn_size is None:
+        wide = 4 * args.hidden_size
+        args.ffn_size = args.dense_ffn_size or (int(wide * 2 / 3) // 64 * 64 if args.is_gated else wide)
+    if not args.group_query_attention:
+        args.num_kv_heads = given.get("num_kv_heads", 0)
+    if args.layers_per_chunk is not None:
+        args.vpp = args.num_layers // args.pp // args.layers_per_chunk
+    args.recompute = "full" if args.recompute == "full" else "none"
+    return vars(args)
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a script in the order of its text; variables that it sets to one word are replaced."""
+    text = re.sub(r"(^|\s)#.*", "", text)
+    variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([\w.+-]+)[\"']?\s*$", text, re.MULTILINE))
+    text = re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), text)
+    return [word for word in re.sub(r"[\"'()\\]", " ", text).split() if word != "--"]

@@ -1,0 +1,216 @@
+"""A plan: for each loss the head's cost, the memory of the stages that hold most, the cut to use, the largest microbatch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from cce_dist.tools.plan.cut import Cut, Times, advice, best_cut, even_cut
+from cce_dist.tools.plan.devices import DEVICES, HOSTS, Device
+from cce_dist.tools.plan.head import Cost, Head, cost
+from cce_dist.tools.plan.layers import RECOMPUTE, LayerTime, Layout, layer_time, stage_activations, state_bytes
+from cce_dist.tools.plan.sizes import MODELS, Model
+
+T = TypeVar("T")
+
+MIB = 2**20
+USABLE = 0.94  # of a GPU's memory: the rest is the context's, NCCL's and lost between tensors
+
+# The framework's own losses, by what a plan calls them.
+METHODS = {
+    "megatron": {"dense": "megatron", "fused": "megatron-fused"},
+    "deepspeed": {"dense": "deepspeed", "fused": "deepspeed-liger"},
+    "torchtitan": {"dense": "torch", "fused": "torch-compile"},
+    "torch": {"dense": "torch", "fused": "torch-compile"},
+}
+LOSSES = ("dense", "fused", "kept", "budget", "filtered")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossPlan:
+    """A plan with one loss."""
+
+    loss: str  # "dense" and "fused", the framework's own, "kept", "budget" or "filtered"
+    cost: Cost  # what the head adds
+    layers: float  # the head's seconds over a layer's
+    cut: Cut  # the best one
+    default_cut: Cut  # the even one, which frameworks take
+    last_stage: dict[str, int]  # bytes by item, with the best cut
+    first_stage: dict[str, int]
+    largest_tokens: int  # of the largest microbatch on a rank whose stages fit; 0: none does
+
+    def advice(self, layout: Layout) -> dict[str, Any]:
+        """Return what to tell each framework, by the framework's own name of the option."""
+        return advice(self.cut.layers, self.layers, layout.vpp)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A plan of a model on a layout: a ``LossPlan`` for each loss of ``LOSSES``, in their order."""
+
+    model: Model
+    layout: Layout
+    device: Device
+    layer: LayerTime
+    losses: list[LossPlan]
+
+    @property
+    def body(self) -> float:
+        """Seconds of all layers for one microbatch, without the head, on the ranks of one tensor-parallel group."""
+        return self.model.num_layers * self.layer.seconds
+
+    @property
+    def head(self) -> list[dict[str, Any]]:
+        """What the head adds beside inputs and gradients, and its loss and gradient: loss, workspace_mib, ms, layers."""
+        return [
+            {
+                "loss": each.loss,
+                "workspace_mib": round(each.cost.workspace / MIB, 1),
+                "ms": round(each.cost.seconds * 1e3, 3),
+                "layers": round(each.layers, 3),
+            }
+            for each in self.losses
+        ]
+
+    def record(self) -> dict[str, Any]:
+        """Return all of it as what JSON can hold: the fields in bytes and seconds, ``head``, and each loss's advice."""
+        losses = [dataclasses.asdict(each) | {"advice": each.advice(self.layout)} for each in self.losses]
+        return dataclasses.asdict(self) | {"head": self.head, "losses": losses}
+
+
+def plan(
+    model: Model | str,
+    layout: Layout | None = None,
+    gpu: Device | str = "h200",
+    workspace_bytes: int | None = None,
+) -> Plan:
+    """Predict what a model's head costs, what fits, and how to cut the pipeline, without a GPU.
+
+    Args:
+        model: Sizes, or a name of ``cce_dist.tools.plan.sizes.MODELS``.
+        layout: How it is split over ranks; None: one GPU, a microbatch of 8,192 tokens.
+        gpu: A GPU, or a name of ``cce_dist.tools.plan.devices.DEVICES``.
+        workspace_bytes: The budget of the losses "budget" and "filtered"; None: those that they choose.
+
+    Raises:
+        ValueError: An unknown name, or sizes that cannot be split so; in one line.
+    """
+    model, device = cast(Model, named(MODELS, model, "model")), cast(Device, named(DEVICES, gpu, "GPU"))
+    layout = layout or Layout()
+    check(model, layout)
+    if workspace_bytes is not None and workspace_bytes < 1:
+        raise ValueError(f"the workspace must be positive, got {workspace_bytes} bytes")
+    losses = [_loss_plan(model, layout, device, loss, workspace_bytes) for loss in LOSSES]
+    return Plan(model, layout, device, layer_time(model, layout, device), losses)
+
+
+def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> LossPlan:
+    """Return the plan of one loss; the largest microbatch is looked for in steps of 128 tokens of each tensor-parallel rank."""
+
+    def at(num_tokens: int) -> LossPlan:
+        there = dataclasses.replace(layout, num_tokens=num_tokens)
+        found, layer = head_cost(model, there, device, loss, workspace_bytes), layer_time(model, there, device).seconds
+        launches = (HOSTS[layout.host].layer, HOSTS[layout.host].head(loss)) if layout.host else ()
+        times = Times(layer, found.seconds, *launches)
+        best, even = best_cut(model.num_layers, times, there), even_cut(model.num_layers, times, there)
+        first, last = (stage_bytes(model, there, best, found, rank) for rank in (0, layout.pp - 1))
+        return LossPlan(loss, found, found.seconds / layer, best, even, last, first, 0)
+
+    def fits(steps: int) -> bool:
+        there = at(steps * step)
+        return max(sum(there.first_stage.values()), sum(there.last_stage.values())) <= USABLE * device.memory
+
+    step = 128 * layout.tp
+    return dataclasses.replace(at(layout.num_tokens), largest_tokens=largest(fits) * step)
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest whole number that fits, where all below it fit, too; 0 if 1 does not."""
+    fitting, above = 0, 1
+    while fits(above):
+        fitting, above = above, 2 * above
+    while above - fitting > 1:
+        middle = (fitting + above) // 2
+        fitting, above = (middle, above) if fits(middle) else (fitting, middle)
+    return fitting
+
+
+def named(table: dict[str, T], value: T | str, kind: str) -> T:
+    """Return what a name stands for, or the value itself if it is no name. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    if value not in table:
+        raise ValueError(f"unknown {kind} {value}; choose from {', '.join(table)}")
+    return table[value]
+
+
+def check(model: Model, layout: Layout) -> None:
+    """Raise ValueError where sizes are wrong or cannot be split."""
+    for name in ("tp", "pp", "dp", "cp", "vpp", "ep", "num_tokens"):
+        if getattr(layout, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(layout, name)}")
+    if layout.framework not in METHODS:
+        raise ValueError(f"unknown framework {layout.framework}; choose from {', '.join(METHODS)}")
+    if layout.host and layout.host not in HOSTS:
+        raise ValueError(f"unknown host {layout.host}; choose from {', '.join(HOSTS)}")
+    if layout.recompute not in RECOMPUTE:
+        raise ValueError(f"unknown recomputation {layout.recompute}; choose from {', '.join(RECOMPUTE)}")
+    if layout.zero_stage not in range(4):
+        raise ValueError(f"zero_stage must be 0 to 3, got {layout.zero_stage}")
+    if layout.dp * layout.cp % layout.ep or model.num_experts % layout.ep:
+        shared = f"{model.num_experts} experts cannot be shared by ep {layout.ep} ranks"
+        raise ValueError(f"{shared} of dp {layout.dp} x cp {layout.cp}")
+    if layout.vpp > 1 and layout.pp == 1:
+        raise ValueError("vpp needs pp of at least 2")
+    for name, size in (("heads", model.num_heads), ("ffn_size", model.ffn_size), ("tokens", layout.num_tokens)):
+        if size % layout.tp:
+            raise ValueError(f"{name} {size} cannot be split over tp {layout.tp} ranks")
+    if layout.elementwise and not model.ffn_size:
+        raise ValueError("--eager needs --ffn-size, which a config.json does not have: give sizes by hand")
+    if model.num_layers < layout.pp * layout.vpp - 1:
+        raise ValueError(f"{model.num_layers} layers cannot be cut into {layout.pp} x {layout.vpp} stages")
+
+
+def head_cost(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> Cost:
+    """Predict the head with a loss of ``LOSSES``."""
+    head = Head(
+        layout.num_tokens,
+        model.hidden_size,
+        model.vocab_size,
+        layout.tp,
+        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+        one_number=layout.framework != "megatron",
+        main_grad=layout.framework == "megatron",
+    )
+    method = METHODS[layout.framework].get(loss, loss)
+    if method == "torch-compile" and layout.tp > 1:
+        method = "torch-compile-tp"
+    if layout.framework == "deepspeed" and loss == "dense" and layout.tp == 1:
+        method = "torch"  # F.cross_entropy
+    return cost(head, method, device, workspace_bytes)
+
+
+def stage_bytes(model: Model, layout: Layout, cut: Cut, head: Cost, rank: int) -> dict[str, int]:
+    """Return what a pipeline rank holds at its peak, by item."""
+    layers = sum(cut.layers[rank :: layout.pp])
+    is_last = rank == layout.pp - 1
+    params = layers * model.layer_params
+    if rank == 0:
+        params += model.embedding_params
+    if is_last:
+        params += model.hidden_size
+        params += 0 if rank == 0 and model.is_tied else model.head_params
+    experts = layers * model.num_experts * model.expert_params
+    items = state_bytes(params // layout.tp, experts // layout.tp, layout)
+    items["activations"] = stage_activations(model, layout, layers, rank)
+    if not is_last:
+        return items
+    hidden = 2 * layout.num_tokens * model.hidden_size // layout.in_slices
+    items["hidden states"] = 2 * hidden
+    items["head's gradient"] = 2 * model.head_params // layout.tp
+    parts = {"lists": head.items.get("lists", 0), "statistics": 0}
+    if "saved" in head.items:
+        # Exponentials are the workspace's; a few numbers for each token are not.
+        parts["statistics"] = min(head.items["saved"], 40 * layout.num_tokens)
+    return items | parts | {"workspace": max(0, head.workspace - sum(parts.values()))}

@@ -1,0 +1,266 @@
+"""Sizes of models: a table by name, and the model that transformers builds from a config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cce_dist.tools.plan import megatron
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Sizes of a decoder-only transformer, from which formulas compute its parameters.
+
+    Attributes:
+        hidden_size, vocab_size, num_layers, num_heads: As named.
+        ffn_size: Inner width of the feed-forward network, or of one expert.
+        num_kv_heads: Number of key and value heads; 0 means ``num_heads``.
+        head_size: Width of an attention head; 0 means ``hidden_size / num_heads``.
+        is_gated: The feed-forward network has a gate, as SwiGLU does.
+        is_tied: Embedding and head share one weight.
+        num_experts, experts_per_token: Of a mixture of experts; 0 means none.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    ffn_size: int
+    num_kv_heads: int = 0
+    head_size: int = 0
+    is_gated: bool = True
+    is_tied: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self)[:5]:
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"--{field.name.replace('_', '-')} must be a whole number of at least 1, got {value!r}"
+                )
+        for name in ("num_kv_heads", "head_size", "num_experts", "experts_per_token"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+        if not self.head_size and self.hidden_size % self.num_heads:
+            raise ValueError(f"--hidden-size {self.hidden_size} is not --num-heads {self.num_heads} equal heads")
+        if self.num_heads % (self.num_kv_heads or self.num_heads):
+            raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} heads of keys and values")
+
+    @property
+    def size_of_head(self) -> int:
+        return self.head_size or self.hidden_size // self.num_heads
+
+    @property
+    def query_size(self) -> int:
+        """Width of all queries together."""
+        return self.num_heads * self.size_of_head
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all keys and values together."""
+        return 2 * (self.num_kv_heads or self.num_heads) * self.size_of_head
+
+    @property
+    def attention_params(self) -> int:
+        return self.hidden_size * (2 * self.query_size + self.key_value_size)
+
+    @property
+    def expert_params(self) -> int:
+        return (3 if self.is_gated else 2) * self.hidden_size * self.ffn_size
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of a layer, all experts counted."""
+        router = self.num_experts * self.hidden_size
+        return self.attention_params + max(1, self.num_experts) * self.expert_params + router + 2 * self.hidden_size
+
+    @property
+    def active_params(self) -> int:
+        """Elements of a layer's matrices that a token is multiplied with."""
+        router = self.num_experts * self.hidden_size
+        return self.attention_params + max(1, self.experts_per_token) * self.expert_params + router
+
+    @property
+    def width(self) -> int:
+        """Width of the hidden states between layers."""
+        return self.hidden_size
+
+    @property
+    def kept_size(self) -> int:
+        """Elements that a layer's products keep of a token for backward, hidden states not counted.
+
+        Every product reads or writes hidden states; what it keeps is its other side.
+        """
+        return self.active_params // self.width
+
+    @property
+    def head_params(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def params(self) -> int:
+        heads = 1 if self.is_tied else 2
+        return self.num_layers * self.layer_params + heads * self.head_params + self.hidden_size
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters before the first layer: all that are neither in a layer, nor in the last norm, nor in an untied head."""
+        after = self.hidden_size + (0 if self.is_tied else self.head_params)
+        return self.params - self.num_layers * self.layer_params - after
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Model):
+    """A model that transformers has built: its parameters are counted, not computed.
+
+    ``hidden_size`` and ``vocab_size`` are those of the head's weight. Numbers of a layer are means over all layers.
+    ``num_heads`` is 0 for a model without attention, and ``ffn_size`` is always 0.
+    """
+
+    params: int = 0
+    layer_params: int = 0
+    active_params: int = 0
+    width: int = 0
+    query_size: int = 0
+
+    def __post_init__(self) -> None:
+        """Check nothing: transformers has built the model."""
+
+
+# Sizes as published in each model's config.json; the vocabulary is the number of rows of the weight.
+MODELS = {
+    "llama-3.2-1b": Model(2048, 128_256, 16, 32, 8192, 8, is_tied=True),
+    "llama-3-8b": Model(4096, 128_256, 32, 32, 14336, 8),
+    "llama-3-70b": Model(8192, 128_256, 80, 64, 28672, 8),
+    "llama-2-7b": Model(4096, 32_000, 32, 32, 11008),
+    "llama-2-13b": Model(5120, 32_000, 40, 40, 13824),
+    "gemma-2b": Model(2048, 256_000, 18, 8, 16384, 1, 256, is_tied=True),
+    "gemma-2-2b": Model(2304, 256_000, 26, 8, 9216, 4, 256, is_tied=True),
+    "gemma-2-9b": Model(3584, 256_000, 42, 16, 14336, 8, 256, is_tied=True),
+    "gemma-2-27b": Model(4608, 256_000, 46, 32, 36864, 16, 128, is_tied=True),
+    "gemma-3-270m": Model(640, 262_144, 18, 4, 2048, 1, 256, is_tied=True),
+    "gemma-3-1b": Model(1152, 262_144, 26, 4, 6912, 1, 256, is_tied=True),
+    "qwen-3-0.6b": Model(1024, 151_936, 28, 16, 3072, 8, 128, is_tied=True),
+    "qwen-3-4b": Model(2560, 151_936, 36, 32, 9728, 8, 128, is_tied=True),
+    "qwen-2.5-7b": Model(3584, 152_064, 28, 28, 18944, 4),
+    "qwen-2.5-32b": Model(5120, 152_064, 64, 40, 27648, 8),
+    "qwen-1.5-7b": Model(4096, 151_936, 32, 32, 11008),
+    "mistral-7b": Model(4096, 32_000, 32, 32, 14336, 8),
+    "mistral-nemo": Model(5120, 131_072, 40, 32, 14336, 8, 128),
+    "mixtral-8x7b": Model(4096, 32_000, 32, 32, 14336, 8, num_experts=8, experts_per_token=2),
+    "smollm2-360m": Model(960, 49_152, 32, 15, 2560, 5, is_tied=True),
+    "phi-1.5": Model(2048, 51_200, 24, 32, 8192, is_gated=False),
+    "phi-3.5": Model(3072, 32_064, 32, 32, 8192),
+    "phi-3-medium": Model(5120, 32_064, 40, 40, 17920, 10),
+    "gpt-2": Model(768, 50_257, 12, 12, 3072, is_gated=False, is_tied=True),
+    "gpt-neo-1.3b": Model(2048, 50_257, 24, 16, 8192, is_gated=False, is_tied=True),
+    "gpt-neo-2.7b": Model(2560, 50_257, 32, 20, 10240, is_gated=False, is_tied=True),
+}
+
+
+class Config(NamedTuple):
+    """What a file says: the model, and options of the plan by name, None where the file does not say."""
+
+    model: Model
+    options: dict[str, Any]
+
+
+def read_config(path: Path, **given: int) -> Config:
+    """Read a model's sizes from a Hugging Face config.json (or its folder), or from a shell script that starts Megatron.
+
+    Sizes of ``Model`` that are ``given``, and ``tp``, stand above those of a script.
+
+    Raises:
+        ValueError: The file cannot be read, transformers cannot build its model, or a size is not in it.
+        ModuleNotFoundError: The file is a config.json, and transformers is not installed.
+    """
+    try:
+        if path.is_dir() or path.suffix == ".json":
+            if by_hand := sorted(given.keys() - {"tp"}):
+                raise ValueError(f"has its own sizes; leave out --{by_hand[0].replace('_', '-')}")
+            return Config(_build(path), {})
+        found = megatron.read(path.read_text(), given)
+        sizes = {field.name: found[field.name] for field in dataclasses.fields(Model)}
+        return Config(Model(**sizes), found)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _build(path: Path) -> Counted:
+    """Have transformers build the model of a config.json on the meta device, without memory or network, and count it."""
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        hint = "plan --config needs transformers: pip install transformers"
+        raise ModuleNotFoundError(hint, name="transformers") from None
+    path.stat()
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        if not is_text and type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            raise ValueError(f"{config.model_type} is not a causal language model")
+        auto = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+        with torch.device("meta"):
+            model = auto.from_config(config, trust_remote_code=False)
+        model.tie_weights()
+        head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    except Exception as error:  # whatever transformers raises
+        raise ValueError(f"transformers cannot build the model: {type(error).__name__}: {error}") from error
+    return _count(model, config.get_text_config(decoder=True), head, head is embedding)
+
+
+def _count(model: Any, config: Any, head: Tensor, is_tied: bool) -> Counted:
+    """Count the parameters of a model of transformers. ``config`` describes its text decoder, ``head`` is the head's weight."""
+    config.allow_global_per_layer_attribute_access = True
+    width = _said(config, "hidden_size") or head.shape[1]
+    num_layers, layers = _layers(model, _said(config, "num_hidden_layers"))
+    matrices = [parameter.shape for parameter in layers if parameter.dim() > 1]
+    chosen = _said(config, "num_experts_per_tok", "moe_topk", "top_k_experts")
+    active = 0
+    for shape in matrices:
+        # A tensor of experts has them in its first dimension.
+        share = min(1.0, chosen / shape[0]) if chosen and len(shape) == 3 else 1.0
+        active += int(share * shape.numel())
+    num_heads = _said(config, "num_attention_heads")
+    head_size = _said(config, "qk_head_dim", "head_dim") or width // max(1, num_heads)
+    return Counted(
+        hidden_size=head.shape[1],
+        vocab_size=head.shape[0],
+        num_layers=num_layers,
+        num_heads=num_heads,
+        ffn_size=0,
+        is_tied=is_tied,
+        params=sum(parameter.numel() for parameter in model.parameters()),
+        layer_params=sum(parameter.numel() for parameter in layers) // num_layers,
+        active_params=active // num_layers,
+        width=width,
+        query_size=num_heads * head_size,
+    )
+
+
+def _said(config: Any, *names: str) -> int:
+    """Return the first of these settings that the config has, else 0."""
+    return next((found for name in names if (found := getattr(config, name, None))), 0)
+
+
+def _layers(model: nn.Module, expected: int) -> tuple[int, list[Tensor]]:
+    """Return the number of layers, and all their parameters.
+
+    The layers are the list of modules that has ``expected`` members. Of several, or if none has, the one with most parameters.
+    Equally long lists of one parent (one of attentions, one of feed-forward networks) count as one.
+    """
+    stacks = []
+    for module in model.modules():
+        lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
+        for length in {len(each) for each in lists} - {0}:
+            stacks.append((length, [x for each in lists if len(each) == length for x in each.parameters()]))
+    if not stacks:
+        raise ValueError(f"{type(model).__name__} has no list of layers")
+    return max(stacks, key=lambda stack: (stack[0] == expected, sum(x.numel() for x in stack[1])))

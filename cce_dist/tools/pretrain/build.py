@@ -1,0 +1,67 @@
+"""From a recipe to a model and its optimizer, in plain torch; the other engines take weights and optimizer from here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from cce_dist import VocabParallelHead
+from cce_dist.tools.pretrain.model import GPT, DenseHead, shard_model
+from cce_dist.tools.pretrain.ranks import Ranks
+from cce_dist.tools.pretrain.recipe import Recipe
+
+
+def build_model(recipe: Recipe, ranks: Ranks) -> GPT:
+    """Return the model on its device, sharded; its weights depend on torch's CPU seed alone."""
+    model = GPT(recipe.shape, build_head(recipe, ranks, want_stats=True))
+    if ranks.tp_mesh is not None:
+        shard_model(model, ranks.tp_mesh, recipe.sequence_parallel)
+    model.to(ranks.device)
+    if recipe.compile:
+        for block in model.blocks:
+            block.compile()
+    if ranks.dp_mesh is not None:
+        for block in model.blocks:
+            fully_shard(block, mesh=ranks.dp_mesh)
+        fully_shard(model, mesh=ranks.dp_mesh)
+    return model
+
+
+def build_head(
+    recipe: Recipe, ranks: Ranks, *, weight: nn.Parameter | None = None, want_stats: bool = False
+) -> nn.Module:
+    """Return the head that the recipe's loss names, over ``weight`` if there is one.
+
+    ``want_stats`` has a filtered head return what its filter did.
+    """
+    shape, grad_filter = recipe.shape, recipe.grad_filter
+    head = VocabParallelHead(
+        shape.hidden_size,
+        shape.vocab_size,
+        mesh=ranks.tp_mesh,
+        weight=weight,
+        init_std=0.02,
+        device=ranks.device,
+        sequence_parallel=recipe.sequence_parallel and ranks.tp > 1,
+        grad_filter=grad_filter,
+        return_aux=("filter_stats",) if want_stats and grad_filter is not None else False,
+    )
+    return DenseHead(head, ranks.tp_mesh, recipe.sequence_parallel) if recipe.loss == "dense" else head
+
+
+def build_whole(recipe: Recipe) -> GPT:
+    """Return the model with which ``--engine torch`` starts, whole and on the CPU, whatever the number of ranks."""
+    torch.manual_seed(recipe.seed)
+    alone = dataclasses.replace(recipe, loss="exact", sequence_parallel=False, compile=False)
+    return build_model(alone, Ranks(torch.device("cpu")))
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool = False) -> torch.optim.Optimizer:
+    """Return AdamW over the model's parameters; only matrices decay. ``fused`` steps in one kernel, for plain tensors."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=fused)

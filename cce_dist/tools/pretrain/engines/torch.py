@@ -1,0 +1,119 @@
+"""``--engine torch``: tensor parallelism by DTensor, data parallelism by FSDP2, AdamW."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from cce_dist import FilterStats
+from cce_dist.tools.pretrain import checkpoint
+from cce_dist.tools.pretrain.build import build_model, make_optimizer
+from cce_dist.tools.pretrain.data import Batches, num_valid
+from cce_dist.tools.pretrain.engines import Engine, Step, set_learning_rate
+from cce_dist.tools.pretrain.model import GPT
+from cce_dist.tools.pretrain.ranks import Ranks
+from cce_dist.tools.pretrain.recipe import Recipe
+
+
+class TorchEngine(Engine):
+    """See ``Engine``. ``model`` is one that is there already; ``fused`` steps in one kernel, for plain tensors."""
+
+    def __init__(self, recipe: Recipe, ranks: Ranks, model: GPT | None = None, *, fused: bool = False) -> None:
+        self.recipe, self.ranks, self.has_loss = recipe, ranks, True
+        self.layout = {}  # a checkpoint goes on with any number of ranks
+        self.model = build_model(recipe, ranks) if model is None else model
+        self.optimizer = make_optimizer(self.model, recipe, fused=fused)
+
+    def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> Step:
+        set_learning_rate(self.optimizer, self.recipe.learning_rate(step))
+        loss, stats = self._accumulate_gradients(ids, labels)
+        grad_norm = clip_gradients(self.model, self.recipe.clip, self.ranks)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Step(loss, grad_norm, stats)
+
+    def merge_stats(self, stats: FilterStats) -> FilterStats:
+        if self.ranks.world_size == 1:
+            return stats
+        kept, mass, largest = torch.stack(stats).view(3, 1)
+        means = torch.cat([kept, mass])
+        dist.all_reduce(means)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        # A shard drops its own part of a token's mass, so shards add up.
+        return FilterStats(means[0] / self.ranks.world_size, means[1] / self.ranks.dp, largest)
+
+    @torch.no_grad()
+    def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
+        batches = held_out.first(num_batches or self.recipe.eval_batches, self.recipe.batch_size)
+        num_tokens = num_valid(*(labels for _, labels in batches))
+        total = torch.zeros((), device=self.ranks.device)
+        for ids, labels in batches:
+            for part_ids, part_labels in self.ranks.microbatches(ids, labels, self.recipe.accumulate):
+                with self.recipe.autocast():
+                    total += self.model(part_ids, part_labels, num_tokens)[0]
+        return self._sum_over_dp(total).item()
+
+    def save_tensors(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        checkpoint.write_tensors(folder, {"model": model, "optimizer": optimizer})
+
+    def load_tensors(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        checkpoint.read_tensors(folder, {"model": model, "optimizer": optimizer})
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def _accumulate_gradients(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, FilterStats | None]:
+        """Add up the gradient of the batch's mean loss; return that loss and what the filter did, if there is one.
+
+        Every rank divides by the valid tokens of the whole batch, which it holds, so the parts add up to the mean.
+        """
+        num_tokens, stats = num_valid(labels), None
+        total = torch.zeros((), device=self.ranks.device)
+        for part_ids, part_labels in self.ranks.microbatches(ids, labels, self.recipe.accumulate):
+            with self.recipe.autocast():
+                loss, stats = self.model(part_ids, part_labels, num_tokens)
+            # FSDP averages gradients over its ranks; ours are to be summed.
+            (loss * self.ranks.dp).backward()
+            total += loss.detach()
+        return self._sum_over_dp(total), stats
+
+    def _sum_over_dp(self, value: Tensor) -> Tensor:
+        if self.ranks.dp_mesh is not None:
+            dist.all_reduce(value, group=self.ranks.dp_mesh.get_group())
+        return value
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks) -> Tensor:
+    """Scale all gradients so that their norm is ``max_norm`` at most, and return the norm that they had.
+
+    Communication: one all-reduce of a number, so that every rank scales by the same bits (``clip_grad_norm_`` sums a mesh's
+        dimensions one after the other); and one per norm under sequence parallelism, whose gradients are not summed yet.
+    """
+    square = torch.zeros((), device=ranks.device)
+    gradients = []
+    for parameter in model.parameters():
+        gradient, num_shards = parameter.grad, 1
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            if gradient.placements != parameter.placements:
+                parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+            sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            num_shards = math.prod(size for size, placement in sizes if not placement.is_replicate())
+            gradient = gradient.to_local()
+        if gradient is not None:
+            square += gradient.float().square().sum() * (num_shards / ranks.world_size)  # every copy adds its share
+            gradients.append(gradient)
+    if ranks.world_size > 1:
+        dist.all_reduce(square)
+    norm = square.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale)
+    return norm

@@ -1,0 +1,262 @@
+"""From a command line to ranks: under torchrun this process is one, alone it starts them; and what a failure says.
+
+A user's mistake, a full disk or a lost rank is one line on stderr; ``exits`` has the codes, and CCE_DIST_DEBUG=1 adds the
+traceback. Anything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import uuid
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cce_dist import GradFilter
+from cce_dist.tools.pretrain import data, exits
+from cce_dist.tools.pretrain.engines import Engine
+from cce_dist.tools.pretrain.exits import AGAIN, HOPELESS, LOST, CheckpointError, Stopped, UsageError
+from cce_dist.tools.pretrain.ranks import Ranks, check_gpus, join
+from cce_dist.tools.pretrain.recipe import ENGINES, MEGATRON_FUSED, Recipe
+from cce_dist.tools.pretrain.stop import SIGNALS, hearing, leave_outside
+from cce_dist.tools.pretrain.train import make_deterministic, train
+from cce_dist.tools.ranks import in_torchrun
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Be a rank, or start them all, and return the exit code."""
+    try:
+        recipe = read_recipe(args)
+        check_engine(recipe)
+        recipe.check_sizes()
+        is_rank = in_torchrun() or (recipe.num_ranks == 1 and recipe.nodes == 1)
+        num_local = recipe.ranks_per_node or recipe.num_ranks // recipe.nodes
+        if not is_rank:
+            check_gpus(recipe, num_local)
+    except UsageError as error:
+        code = _report(error) if exits.speaks_for_all() else HOPELESS
+        exits.tell_torchrun(code)
+        return code
+    if not is_rank:
+        return _start_ranks(recipe, num_local)
+    code = run_rank(recipe)
+    exits.tell_torchrun(code)
+    return 1 if code == LOST else code
+
+
+def read_recipe(args: argparse.Namespace) -> Recipe:
+    """Return the recipe of a command line, in which the flags that fit themselves to the machine are decided."""
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    num_local, world_size = args.ranks_per_node, None
+    if in_torchrun():
+        world_size = int(os.environ["WORLD_SIZE"])
+    elif num_local is None and args.nodes > 1 and device == "cuda":
+        num_local = max(1, torch.cuda.device_count())
+    if world_size is None and num_local is not None:
+        world_size = args.nodes * num_local
+    tp = args.tp
+    if tp is None and args.zero_stage > 1:
+        tp = 1
+    elif tp is None and world_size is not None:
+        tp = max(1, world_size // (args.dp * args.pp))
+    elif tp is None:
+        tp = 2 if device == "cpu" else max(1, min(2, torch.cuda.device_count()))
+    return Recipe.of(args, device=device, tp=tp)
+
+
+def _start_ranks(recipe: Recipe, num_local: int) -> int:
+    """Start this node's ranks, under torchrun's agent."""
+    from cce_dist.tools.pretrain import torchrun
+
+    # Torchrun sets this to 1; here the ranks share all cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_local)))
+    if recipe.nodes == 1 and "lo" in dict(socket.if_nameindex()).values():
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    settings = dict(each.split("=", 1) for each in (recipe.meet_conf or "").split(",") if "=" in each)
+    run_id = recipe.run_id if recipe.nodes > 1 else uuid.uuid4().hex
+    meeting = torchrun.Meeting(recipe.nodes, recipe.meet if recipe.nodes > 1 else None, run_id, settings)
+    return torchrun.run(_rank_process, (recipe, os.getpid()), num_local, recipe.max_restarts, meeting)
+
+
+def _rank_process(recipe: Recipe, agent: int) -> None:
+    os.environ[exits.AGENT] = str(agent)
+    # Outside of the training loop a signal ends a rank as the system has it, even while it waits for another rank.
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    try:
+        code = run_rank(recipe)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code:
+        sys.stderr.flush()
+        sys.exit(code)
+
+
+def run_rank(recipe: Recipe) -> int:
+    """Set this rank up, train, and return its exit code, one of ``exits``."""
+    _end_with_agent()
+    with contextlib.nullcontext() if in_torchrun() else hearing(SIGNALS, leave_outside):
+        try:
+            ranks = join(recipe)
+            train_on(recipe, ranks, _prepare(recipe, ranks))
+        except Exception as error:
+            return _end_early(error)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return 0
+
+
+def _end_early(error: Exception) -> int:
+    """Say what ended this rank's training, and return its exit code; a bug is raised."""
+    if isinstance(error, Stopped):
+        if exits.speaks_for_all():
+            exits.say(str(error))
+        return _leave(AGAIN, everywhere=True)
+    if not (isinstance(error, (UsageError, CheckpointError, data.CorpusError, OSError)) or _is_lost_peer(error)):
+        raise error
+    everywhere = isinstance(error, (UsageError, CheckpointError))
+    code = LOST if _is_lost_peer(error) else HOPELESS
+    if not everywhere or exits.speaks_for_all():
+        _report(error)
+    return _leave(code, everywhere)
+
+
+def _leave(code: int, everywhere: bool) -> int:
+    """End this rank early; ``everywhere`` says that all ranks do."""
+    if dist.is_initialized():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        if everywhere:
+            dist.barrier()  # the agent ends all ranks once one has left: wait for the one that reports
+        exits.tell_torchrun(code)
+        os._exit(code)  # a group that lost a rank cannot be taken down in order
+    return code
+
+
+def _end_with_agent() -> None:
+    """Have this process end when its agent or torchrun does, so that it writes nothing into a run that goes on without it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    parent, set_signal_of_parents_death = os.getppid(), 1
+    ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
+    if os.getppid() != parent or str(parent) != os.environ.get(exits.AGENT, str(parent)):
+        os._exit(LOST)  # it has ended meanwhile
+
+
+def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
+    """Have one rank of each node tokenize the corpus, and return its folder.
+
+    Raises:
+        UsageError: It failed on some node, or nodes have corpora that differ; on every rank.
+    """
+    if ranks.world_size == 1:
+        return data.prepare(*recipe.text)
+    node = os.environ.get("GROUP_RANK", socket.gethostname())
+    everyone = ranks.gather(node)
+    nodes = {node: everyone.index(node) for node in everyone}  # the first rank of each
+    store = dist.PrefixStore("corpus", dist.distributed_c10d._get_default_store())
+    folder = failure = None
+    if nodes[node] == ranks.rank:
+        try:
+            folder = data.prepare(*recipe.text)
+        except data.CorpusError as error:
+            failure = UsageError(f"rank {ranks.rank}: {error}" if len(nodes) > 1 else str(error))
+        store.set(node, "done")
+    # Nobody waits in a collective: tokenizing may take longer than its time-out.
+    while not store.check(list(nodes)):
+        time.sleep(0.2)
+
+    def found() -> Path | None:
+        if failure is not None:
+            raise failure
+        return folder
+
+    folders = ranks.together(found)
+    if len({each.name for each in folders if each is not None}) > 1:
+        raise UsageError("the nodes have corpora that differ in names or content")
+    return folders[nodes[node]]
+
+
+def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> float:
+    """Train on the corpus in ``folder`` with the engine that the recipe names; see ``train``."""
+    corpus = data.Corpus(folder)
+    batches, held_out = (
+        data.Batches(ids, recipe.shape.seq_len, recipe.seed) for ids in (corpus.train, corpus.held_out)
+    )
+    make_deterministic(recipe.seed)
+    # Only the engine's own module imports its framework.
+    engine: type[Engine] = getattr(
+        import_module(f"cce_dist.tools.pretrain.engines.{recipe.engine}"), ENGINES[recipe.engine]
+    )
+    return train(engine(recipe, ranks), corpus, batches, held_out)
+
+
+def check_engine(recipe: Recipe) -> None:
+    """Raise ``UsageError`` where the recipe asks for what its engine cannot do here, or for a package that is not here."""
+    engine, stage, filters = recipe.engine, recipe.zero_stage, recipe.grad_filter is not None
+    uneven = recipe.num_ranks % recipe.nodes != 0 and recipe.ranks_per_node is None
+    problems = {
+        f"--loss {MEGATRON_FUSED} needs --engine megatron": recipe.loss == MEGATRON_FUSED and engine != "megatron",
+        f"--filter-eps and --filter-always need a --loss that filters, not {recipe.loss}": not filters
+        and (recipe.filter_always or recipe.filter_eps != GradFilter.eps),
+        "--layers-per-stage needs --pp": recipe.layers_per_stage != "even" and recipe.pp == 1,
+        "--zero-stage needs --engine deepspeed": stage > 1 and engine != "deepspeed",
+        "--pp needs --engine megatron or deepspeed": recipe.pp > 1 and engine == "torch",
+        "--compile is for --engine torch": recipe.compile and engine != "torch",
+        "--engine megatron needs GPUs": engine == "megatron" and recipe.device == "cpu",
+        "--capture is for --engine torch on one rank (--tp 1)": bool(recipe.capture)
+        and (engine != "torch" or recipe.num_ranks > 1),
+        "--meet HOST:PORT is needed for several nodes": recipe.nodes > 1 and recipe.meet is None,
+        f"--nodes {recipe.nodes} cannot share {recipe.num_ranks} ranks: --ranks-per-node says how many are here": uneven,
+        "--sequence-parallel is not for --engine deepspeed": recipe.sequence_parallel and engine == "deepspeed",
+        "--zero-stage 2 and 3 need --pp 1 and --tp 1": stage > 1 and (recipe.pp > 1 or recipe.tp > 1),
+    }
+    for text, is_so in problems.items():
+        if is_so:
+            raise UsageError(text)
+    packages = {
+        "--engine megatron needs megatron-core": ("megatron.core", "'cce-dist[megatron]'", engine == "megatron"),
+        "--engine deepspeed needs deepspeed": ("deepspeed", "'cce-dist[deepspeed]'", engine == "deepspeed"),
+        "--tensorboard needs tensorboard": ("tensorboard", "tensorboard", recipe.tensorboard),
+        "--wandb needs wandb": ("wandb", "wandb", recipe.wandb is not None),
+    }
+    for text, (module, package, asked) in packages.items():
+        if asked and (find_spec(module.partition(".")[0]) is None or find_spec(module) is None):
+            raise UsageError(f"{text}, which is not installed: pip install {package}")
+
+
+def _report(error: BaseException) -> int:
+    """Print one line about ``error`` and return the exit code."""
+    rank, text = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else "", str(error)
+    if _is_lost_peer(error):
+        text = f"{'time-out' if 'Timed out' in text else 'lost a peer'} in a collective: {text.split('. ')[0]}"
+    exits.say(rank + text)
+    if os.environ.get("CCE_DIST_DEBUG") == "1":
+        traceback.print_exception(error)
+    return HOPELESS
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because a peer is gone or silent; gloo says so in a bare RuntimeError."""
+    if isinstance(error, dist.DistError):
+        return True
+    signs = ("Timed out", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

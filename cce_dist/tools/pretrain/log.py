@@ -1,0 +1,104 @@
+"""The first rank's records of a run: metrics.jsonl, a progress bar, and TensorBoard and Weights & Biases where asked for."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cce_dist.tools.pretrain import durable
+from cce_dist.tools.pretrain.recipe import Recipe
+
+
+class Log:
+    """Metrics of one run as one clean history, however often it was resumed.
+
+    Records are JSON objects, one a line: ``step`` counts finished optimizer steps; ``split`` is "train" or "val"; ``loss`` is
+    in nats per token. Records past ``step``, from which the run goes on, are dropped.
+
+    Methods raise ``OSError`` where the file could not be written whole, or where Weights & Biases refused the run.
+    """
+
+    def __init__(self, recipe: Recipe, step: int) -> None:
+        path = recipe.out / "metrics.jsonl"
+        kept = [record for record in read(path) if record["step"] <= step] if path.exists() and step else []
+        durable.write(path, "".join(json.dumps(record) + "\n" for record in kept))
+        # The file has no buffer: a record is on disk or its write raised, and nothing is left to fail at exit.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        self._board: Any = _tensorboard(recipe.out, step) if recipe.tensorboard else None
+        self._wandb: Any = _wandb(recipe) if recipe.wandb else None
+        # The bar keeps silent where nobody watches a terminal; ``note`` prints its lines everywhere.
+        self._bar = tqdm(total=recipe.steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+        line = (json.dumps(record) + "\n").encode()
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file.name))
+        numbers = {
+            f"{record['split']}/{name}": value for name, value in record.items() if name not in ("step", "split")
+        }
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=record["step"])
+        if record["split"] == "train":
+            shown = {name: f"{record[name]:,.0f}" for name in ("tokens_per_s", "peak_mb")}
+            self._bar.set_postfix({"loss": f"{record['loss']:.3f}", **shown})
+
+    def advance(self) -> None:
+        """Count one step."""
+        self._bar.update()
+
+    def note(self, line: str) -> None:
+        """Print a line above the bar."""
+        tqdm.write(line)
+
+    def close(self) -> None:
+        """Close all writers. A second call does nothing."""
+        self._bar.close()
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._board = self._wandb = None
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics file. A line that is none, such as one that a crash cut short, is left out."""
+    records = []
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # neither JSON nor UTF-8
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and {"split", "loss"} <= record.keys():
+            records.append(record)
+    return records
+
+
+def _tensorboard(out: Path, step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+
+
+def _wandb(recipe: Recipe) -> Any:
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    # The folder names the run, so that a resumed one goes on there.
+    name = hashlib.sha256(os.fsencode(recipe.out.absolute())).hexdigest()[:16]
+    config = recipe.arguments()
+    try:
+        return wandb.init(
+            project=recipe.wandb, id=name, name=recipe.out.name, resume="allow", dir=recipe.out, config=config
+        )
+    except wandb.Error as error:  # such as a key that is missing, or a server that does not answer
+        raise OSError(errno.EACCES, str(error), "to Weights & Biases") from error

@@ -1,0 +1,65 @@
+"""``cce-dist plot``: curves of one run, or of several laid over one another."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``cce-dist plot``."""
+    parser.description = "Draw train and validation loss of one or more runs into one figure."
+    parser.add_argument("metrics", nargs="+", type=Path, help="metrics.jsonl of a run, or its folder")
+    parser.add_argument("-o", "--out", type=_figure, default=Path("curves.png"), help="figure to write")
+
+
+def _figure(text: str) -> Path:
+    path, kinds = Path(text), (".png", ".pdf", ".svg", ".jpg", ".jpeg")
+    if path.suffix.lower() not in kinds or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"must be in a folder that is there, and end in {', '.join(kinds)}; got {text!r}"
+        )
+    return path
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run ``cce-dist plot`` and return its exit code."""
+    try:
+        draw(args.metrics, args.out)
+    except (OSError, ValueError) as error:
+        print(f"cce-dist plot: {error}", file=sys.stderr)
+        return 1
+    print(args.out)
+    return 0
+
+
+def draw(metrics: list[Path], out: Path) -> None:
+    """Write the loss curves of some metrics files, or run folders, to ``out``.
+
+    Raises:
+        ValueError: A file holds no record.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from cce_dist.tools.pretrain.log import read
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for index, path in enumerate(metrics):
+        path = path / "metrics.jsonl" if path.is_dir() else path
+        name = path.parent.name if path.name == "metrics.jsonl" else path.stem
+        records = read(path)
+        if not records:
+            raise ValueError(f"no records in {path}")
+        for split, style in (("train", {"alpha": 0.5, "linewidth": 1}), ("val", {"marker": "o", "markersize": 3})):
+            points = [(record["step"], record["loss"]) for record in records if record["split"] == split]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=f"C{index}", label=f"{name} {split}", **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,182 @@
+"""This process's place among the ranks of a run: device, mesh, and the part of a batch that is its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import os
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from cce_dist.tools import ranks
+from cce_dist.tools.pretrain.exits import CheckpointError, UsageError
+from cce_dist.tools.pretrain.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """This process's place among the ranks.
+
+    Attributes:
+        device: Where it computes.
+        rank, world_size: Place and number of all ranks.
+        tp, dp, pp: Tensor-parallel, data-parallel and pipeline size, the first varying fastest from rank to rank;
+            ``tp * dp * pp == world_size``.
+        mesh: [dp, tp] device mesh, or None where there is one rank only, or an engine that makes its own groups.
+    """
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+    mesh: DeviceMesh | None = None
+
+    @property
+    def tp_mesh(self) -> DeviceMesh | None:
+        return self.mesh["tp"] if self.mesh is not None and self.tp > 1 else None
+
+    @property
+    def dp_mesh(self) -> DeviceMesh | None:
+        return self.mesh["dp"] if self.mesh is not None and self.dp > 1 else None
+
+    def microbatches(self, ids: np.ndarray, labels: np.ndarray, accumulate: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's ``accumulate`` microbatches of a whole batch, [s, b] each, on its device."""
+        size = len(ids) // (self.dp * accumulate)
+        first = self.rank // self.tp % self.dp * accumulate
+        for part in range(first, first + accumulate):
+            part_ids, part_labels = (each[part * size : (part + 1) * size].T.copy() for each in (ids, labels))
+            yield _to_device(part_ids, self.device), _to_device(part_labels, self.device)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in their order. Every rank calls it."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def together(self, act: Callable[[], Any]) -> list[Any]:
+        """Have every rank act; return each one's result, or raise on every rank what the first to fail met."""
+        result = failure = None
+        try:
+            result = act()
+        except (UsageError, CheckpointError) as error:
+            failure = error
+        facts = self.gather((result, failure))
+        for _, failure in facts:
+            if failure is not None:
+                raise failure
+        return [result for result, _ in facts]
+
+    def on_first(self, act: Callable[[], Any]) -> Any:
+        """Have the first rank act, and return its result on every rank, or raise what it met."""
+        return self.together(lambda: act() if self.rank == 0 else None)[0]
+
+    def peak_mb(self, counts: bool) -> float:
+        """Return the largest memory so far of the ranks that count: of a GPU's tensors, or of a process where there is no GPU.
+
+        Every rank calls it.
+        """
+        on_gpu = self.device.type == "cuda"
+        own = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        peak = torch.tensor(own / 2**20 if counts else 0.0, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return peak.item()
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # from pageable memory a copy would wait for all that the GPU has to do
+    return tensor.to(device, non_blocking=True)
+
+
+def join(recipe: Recipe) -> Ranks:
+    """Join the process group, where there is one.
+
+    No mesh is made for megatron and deepspeed, which make their own groups.
+
+    Raises:
+        UsageError: Ranks and GPUs, or ranks and the sizes asked for, do not fit together, or ranks were started with
+            different arguments.
+    """
+    # cuBLAS is deterministic with this workspace alone, and reads it when it starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    check_gpus(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    device = ranks.own_device(recipe.device)
+    if int(os.environ.get("WORLD_SIZE", "1")) == recipe.num_ranks == 1:
+        return Ranks(device)
+
+    # On CPUs DTensor falls back from all-to-all to all-gather, and says so on every rank.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    ranks.join(device, recipe.timeout, bind=True)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    has_mesh = recipe.engine == "torch"
+    if recipe.num_ranks != world_size:
+        stages = "" if has_mesh else f" x --pp {recipe.pp}"
+        sizes = f"--tp {recipe.tp} x --dp {recipe.dp}{stages}"
+        raise UsageError(f"{sizes} does not make the {world_size} ranks of torchrun")
+    place = Ranks(device, rank, world_size, recipe.tp, recipe.dp, recipe.pp)
+    check_alike(recipe, place)
+    if has_mesh:
+        return make_mesh(device, recipe.tp, recipe.dp, datetime.timedelta(seconds=recipe.timeout))
+    return place
+
+
+def check_gpus(recipe: Recipe, num_local: int) -> None:
+    """Raise ``UsageError`` where this machine lacks a GPU for each of its ranks."""
+    if recipe.device != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise UsageError("--device cuda, but torch sees no GPU")
+    if num_local > torch.cuda.device_count():
+        raise UsageError(f"{num_local} ranks, but {torch.cuda.device_count()} GPUs on this machine")
+
+
+def check_alike(recipe: Recipe, place: Ranks) -> None:
+    """Raise ``UsageError``, on every rank, where ranks were started with arguments that differ.
+
+    Folders may differ: the corpus is compared by its content, and ``--out`` by what is in it.
+    """
+    ours = recipe.arguments()
+    for name in ("out", "cache", "corpus"):
+        ours.pop(name)
+    first, *others = place.gather(ours)
+    for rank, other in enumerate(others, 1):
+        wrong = [f"{name} {other[name]} in place of {value}" for name, value in first.items() if other[name] != value]
+        if wrong:
+            raise UsageError(f"ranks were started with different arguments: rank {rank} has {', '.join(wrong)}")
+
+
+def make_mesh(device: torch.device, tp: int, dp: int, timeout: datetime.timedelta) -> Ranks:
+    """Return this rank's place in a [dp, tp] mesh over the default group; tensor-parallel ranks are neighbours."""
+    grid = torch.arange(dp * tp).view(dp, tp)
+    # init_device_mesh would make these groups with the default time-out.
+    groups: Any = [
+        dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout, group_desc=name)[0]
+        for name, lines in (("dp", grid.T), ("tp", grid))
+    ]
+    mesh = DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=("dp", "tp"))
+    return Ranks(device, dist.get_rank(), dist.get_world_size(), tp, dp, mesh=mesh)
+
+
+def start_deepspeed(device: torch.device) -> None:
+    """Have DeepSpeed work on the process group that there is, and meet what it expects of a launcher besides."""
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    # DeepSpeed would compile a collective of its own at start, on CPUs.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
+    deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)

@@ -1,0 +1,509 @@
+"""The tables of named traps: each case is a small problem with the options that spring the trap, and says what it catches.
+
+First what cases are made of: data, how the vocabulary is split over ranks, and the fields of a case.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from cce_dist.filter import GradFilter
+from cce_dist.shard import even_rows
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+Bounds = list[tuple[int, int]]
+Split = Callable[[int, int], Bounds]  # from vocabulary size and number of ranks to the rows [start, stop) of each rank
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Hidden states, whole weight and labels, float64 on CPU: hidden [N, D], weight [V, D], bias [V] or None, labels [N]."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None = None
+
+    def rounded(self, dtype: torch.dtype, of_bias: torch.dtype | None = None) -> Problem:
+        """Round hidden states, weight and bias to a dtype, so that the truth is computed from the tested numbers."""
+        bias = None if self.bias is None else self.bias.to(of_bias or dtype).double()
+        return replace(self, hidden=self.hidden.to(dtype).double(), weight=self.weight.to(dtype).double(), bias=bias)
+
+
+Recipe = Callable[[torch.Generator], Problem]
+
+
+def even(vocab_size: int, ranks: int) -> Bounds:
+    return [even_rows(vocab_size, rank, ranks) for rank in range(ranks)]
+
+
+def uneven(vocab_size: int, ranks: int) -> Bounds:
+    """A first shard of one row, a last one of nearly all."""
+    cuts = [0, *range(1, ranks), vocab_size]
+    return list(itertools.pairwise(cuts))
+
+
+def with_empty(vocab_size: int, ranks: int) -> Bounds:
+    """Rank 0 holds two thirds of the vocabulary, the last rank the rest, the ranks between nothing."""
+    if ranks == 1:
+        return [(0, vocab_size)]
+    cut = vocab_size * 2 // 3
+    return [(0, cut), *[(cut, cut)] * (ranks - 2), (cut, vocab_size)]
+
+
+def padded(vocab_size: int, ranks: int) -> Bounds:
+    """Equal shards of a multiple of 64 rows: the last ones are padded, or padding alone."""
+    rows = -(-vocab_size // (ranks * 64)) * 64 + 64
+    return [(r * rows, (r + 1) * rows) for r in range(ranks)]
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Draws Gaussian data.
+
+    Attributes:
+        scale: Standard deviation of the weight.
+        labels: Changes the labels, from those that were drawn evenly and the vocabulary size.
+        shift: Added to every logit.
+        spike: Added to one logit of every other token.
+        grid: Round to eighths: all logits are then exact in fp32 in any order of summation, also next to a shift of 1e4.
+        masked: Share of the biases that are -inf. Labels have none.
+    """
+
+    num_tokens: int = 37
+    hidden_size: int = 24
+    vocab_size: int = 203
+    bias: bool = False
+    scale: float = 0.5
+    labels: Callable[[Tensor, int], Tensor] | None = None
+    shift: float = 0.0
+    spike: float = 0.0
+    grid: bool = False
+    masked: float = 0.0
+
+    def __call__(self, generator: torch.Generator) -> Problem:
+        hidden = torch.randn(self.num_tokens, self.hidden_size, generator=generator, dtype=torch.float64)
+        weight = torch.randn(self.vocab_size, self.hidden_size, generator=generator, dtype=torch.float64) * self.scale
+        y = torch.randint(self.vocab_size, (self.num_tokens,), generator=generator)
+        b = torch.randn(self.vocab_size, generator=generator, dtype=torch.float64) if self.bias else None
+        if self.grid:
+            hidden, weight, b = (x if x is None else (x * 8).round() / 8 for x in (hidden, weight, b))
+        if self.shift or self.spike:  # through two directions of their own
+            hidden[:, 0], weight[:, 0] = 1.0, self.shift
+            hidden[:, 1], weight[:, 1] = 0.0, 0.0
+            hidden[::2, 1], weight[self.vocab_size // 2, 1] = 1.0, self.spike
+        if self.masked and b is not None:
+            b[torch.rand(self.vocab_size, generator=generator) < self.masked] = -torch.inf
+            b[y] = 0.5
+        return Problem(hidden, weight, y if self.labels is None else self.labels(y, self.vocab_size), b)
+
+
+@dataclass(frozen=True)
+class Zipf:
+    """Draws logits with a Zipf unigram and a likely label for each token: a filter drops about half of the tiles."""
+
+    num_tokens: int = 300
+    hidden_size: int = 96
+    vocab_size: int = 4000
+    bias: bool = False
+    labels: Callable[[Tensor, int], Tensor] | None = None
+
+    def __call__(self, generator: torch.Generator) -> Problem:
+        weight = torch.randn(self.vocab_size, self.hidden_size, generator=generator, dtype=torch.float64) * 0.1
+        weight[:, 0] = -torch.arange(1, self.vocab_size + 1, dtype=torch.float64).log() * 1.2
+        y = (torch.rand(self.num_tokens, generator=generator, dtype=torch.float64) ** 20 * self.vocab_size).long()
+        hidden = torch.randn(self.num_tokens, self.hidden_size, generator=generator, dtype=torch.float64) * 0.3
+        hidden += 4 * weight[y]
+        hidden[:, 0] = 1.0
+        b = 0.1 * torch.randn(self.vocab_size, generator=generator, dtype=torch.float64) if self.bias else None
+        return Problem(hidden, weight, y if self.labels is None else self.labels(y, self.vocab_size), b)
+
+
+def ignore(which: slice | None, index: int = -100) -> Callable[[Tensor, int], Tensor]:
+    """Return what gives some labels, or all, the ignored id."""
+
+    def apply(labels: Tensor, vocab_size: int) -> Tensor:
+        labels = labels.clone()
+        labels[slice(None) if which is None else which] = index
+        return labels
+
+    return apply
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call to check. The functions' own cases add fields.
+
+    Attributes:
+        name: Of a case in a table; of a random one, the function's name and a number.
+        catches: The mistake that would fail the case.
+        options: Arguments of the function.
+        problem: Draws the data.
+        shards: The rows of each rank.
+        dtype: Of hidden states and weight. Under autocast they are fp32, and cast to it.
+        bias, ids: Dtypes of the bias (None: ``dtype``) and of the labels.
+        shape: Leading dimensions of the labels, and of the whole input; None: [N].
+        layouts: Layout in memory of tensor arguments and upstream gradients, see ``views``; not given: contiguous.
+        padding: What padding rows hold.
+        wanted: Whether hidden, weight and bias need a gradient.
+        upstream: The outputs that are differentiated.
+        scale: Standard deviation of upstream gradients. None: 1, and the upstream gradient of a reduced loss is the number 1.
+        twice: Make the call and its backward more than once: the bits must be the same.
+    """
+
+    name: str = ""
+    catches: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    problem: Recipe = field(default_factory=Gaussian)
+    shards: Split = even
+    dtype: torch.dtype = FP32
+    autocast: bool = False
+    bias: torch.dtype | None = None
+    ids: torch.dtype = torch.int64
+    shape: tuple[int, ...] | None = None
+    layouts: dict[str, str] = field(default_factory=dict)
+    padding: float = 3.0
+    wanted: tuple[bool, ...] = (True, True, True)
+    upstream: tuple[str, ...] = ()
+    scale: float | None = None
+    twice: bool = True
+
+    @property
+    def held(self) -> torch.dtype:
+        """Dtype of hidden states and weight as arguments."""
+        return FP32 if self.autocast else self.dtype
+
+    @property
+    def is_reduced(self) -> bool:
+        return self.options.get("reduction", "mean") != "none"
+
+    def layout(self, argument: str) -> str:
+        return self.layouts.get(argument, "contiguous")
+
+    def __str__(self) -> str:
+        """The fields that do not have their default."""
+        values = [(each, getattr(self, each.name)) for each in fields(self) if each.name not in ("name", "catches")]
+        changed = (f"{each.name}={value}" for each, value in values if value != each.default)
+        return " ".join(changed).replace("torch.", "")
+
+
+@dataclass(frozen=True)
+class LossCase(Case):
+    """A call of ``linear_cross_entropy``.
+
+    Attributes:
+        num_tokens, buffer: Dtypes of ``num_tokens`` as a tensor (None: a number), and of ``grad_weight_out`` (None: no buffer).
+        hidden_of_ignored: What hidden states of ignored tokens hold; None: data.
+        classes: Classes have weights.
+        learn_scale: ``logit_scale`` has a gradient.
+        in_groups: Tokens of a group whose gradients are made in forward, where they can be; None: as the sizes say.
+        low: dC has 8 bits more then, while groups are added to it.
+        expected: ``expected_weights`` then: "" gives none, "upstream" the upstream gradients, "other" other ones.
+        broken: A token with a NaN in its hidden state; -1: none.
+        left: Share of the plain filter's error that a filter may leave in dE, dC, and dE's sum over tokens (1: not compared).
+    """
+
+    upstream: tuple[str, ...] = ("loss",)
+    num_tokens: torch.dtype | None = None
+    buffer: torch.dtype | None = None
+    hidden_of_ignored: float | None = None
+    classes: bool = False
+    learn_scale: bool = False
+    in_groups: int | None = None
+    low: bool = False
+    expected: str = ""
+    broken: int = -1
+    left: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class LogProbCase(Case):
+    """A call of ``linear_log_probs``.
+
+    Attributes:
+        num_ids: K; 0: ids have no such dimension.
+        change: Changes ids [N, K] that were drawn evenly.
+        own: Names of arguments that are a number for each token, drawn from 0.5 to 1.5.
+        kept: The softmax is taken over lists of at most so many ids; 0: over the vocabulary.
+    """
+
+    upstream: tuple[str, ...] = ("log_probs", "lse", "entropy")
+    num_ids: int = 0
+    change: Callable[[Tensor], Tensor] | None = None
+    own: tuple[str, ...] = ()
+    kept: int = 0
+
+
+@dataclass(frozen=True)
+class DivergenceCase(Case):
+    """A call of ``linear_kl_divergence``.
+
+    Attributes:
+        problem: Draws the student's head, and the number of tokens.
+        spread: Standard deviation of the teacher's logits.
+        masked: Share of the tokens that do not count.
+        teacher_padding: Rows of padding that the last rank has more of in the teacher's head.
+        draft: The student has a part of the teacher's ids; the teacher's head is "whole" on each rank or "split". "": all ids.
+    """
+
+    upstream: tuple[str, ...] = ("divergence",)
+    spread: float = 3.0
+    masked: float = 0.0
+    teacher_padding: int = 0
+    draft: str = ""
+
+
+class Drawn(NamedTuple):
+    """The tensors of a case, on the CPU.
+
+    Attributes:
+        problem: Of the whole vocabulary. ``labels`` are the ids of ``linear_log_probs``, [N] or [N, K].
+        options: Arguments of the function, some of them tensors.
+        upstream: The gradients of the outputs that are differentiated.
+        teacher: The other head of a divergence.
+        before: What ``grad_weight_out`` holds before a call: of the gradient's own size, which it then rounds no further.
+    """
+
+    case: Any
+    problem: Problem
+    options: dict[str, Any]
+    upstream: dict[str, Tensor]
+    teacher: Problem | None = None
+    before: float = 2.0**-12
+
+    def on(self, device: str) -> tuple[Tensor, dict[str, Any], dict[str, Tensor]]:
+        """Return labels, options and upstream gradients with their tensors on a device."""
+        return tree_map_only(Tensor, lambda x: x.to(device), (self.problem.labels, self.options, self.upstream))
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is expected of a case, over the whole vocabulary.
+
+    Attributes:
+        values: Outputs and gradients by name, float64: "dE" [N, D], "dC" [V, D], "dbias" [V], "dscale" (of logit_scale).
+        plain: Gradients under the plain filter of single elements, where the case has a filter.
+        defined: Gradients as the filter is defined, in the tested dtype and in float64.
+        noise: Size of the rounding errors that no order of fp32 operations can avoid, of each value, in units of the value:
+            products of the logits, and terms that cancel. Gradients: the root of the summed squares of their terms;
+            "dE unbent" and so on: the same without the softcap's slope, which is itself a difference of two near numbers.
+            "dscale alike": the sum of its terms' sizes, where terms are equal and so are rounded alike. Empty: not known.
+        logit_noise: Largest root of the summed squares of a logit's terms: a relative error of fp32 moves a logit by that much.
+    """
+
+    values: dict[str, Tensor]
+    plain: dict[str, Tensor] = field(default_factory=dict)
+    defined: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+    logit_noise: float = 0.0
+
+
+EVERYTHING = dict(label_smoothing=0.1, logit_scale=0.7, softcap=5.0, z_loss_weight=1e-2)
+NONE = {"reduction": "none"}
+PER_TOKEN = ("nll", "lse", "target_logit", "entropy", "z_loss")
+ALL = ("loss", *PER_TOKEN)
+ZIPF = Zipf()
+FILTERED = GradFilter(always=True)  # on Triton too, where heads as small as these have exact gradients
+Options = dict[str, Any] | None
+FULL_C = {"grad_filter": replace(FILTERED, weight=False)}
+
+
+# The cheap ones first. fp32 is for logits that bf16 cannot hold, and compiles faster.
+# fmt: off
+def small(num_tokens: int = 37, hidden_size: int = 32, vocab_size: int = 203, **others: Any) -> Gaussian:
+    """Data of sizes that share their kernels with other cases."""
+    return Gaussian(num_tokens, hidden_size, vocab_size, **others)
+
+
+def trap(name: str, catches: str, options: Options = None, problem: Recipe | None = None, **others: Any) -> LossCase:
+    """A line of the table: bf16 unless it says otherwise, and all auxiliary outputs, which calls in groups cannot have."""
+    in_groups = others.setdefault("low", "in_groups" in others)
+    options = ({} if in_groups else {"return_aux": True}) | (options or {})
+    return LossCase(name, catches, options, problem or small(), **{"dtype": BF16} | others)
+
+
+def filter_trap(name: str, catches: str, options: Options = None, problem: Recipe | None = None, **others: Any) -> LossCase:
+    """The same with a filter: half of dE's error must be gone, a quarter of dC's, and nearly all of the sum's."""
+    options = {"grad_filter": FILTERED} | (options or {})
+    return trap(name, catches, options, problem or ZIPF, **{"left": (0.5, 0.75, 0.02)} | others)
+
+
+CASES = [
+    trap("plain", "the target of another rank's shard", problem=Gaussian(), dtype=FP32),
+    trap("logits-at-minus-1e4", "a maximum floored at 0", problem=Gaussian(shift=-1e4, grid=True), dtype=FP32),
+    trap("gap-of-1e4", "the log of an underflowed sum", problem=Gaussian(spike=1e4, grid=True), dtype=FP32),
+    trap("gap-of-1e4-aux", "0 times infinity in the entropy", problem=Gaussian(spike=1e4, grid=True), dtype=FP32,
+         upstream=ALL),
+    trap("logits-at-plus-1e4", "the sum lost next to a large maximum", {"label_smoothing": 0.1},
+         Gaussian(shift=1e4, grid=True), dtype=FP32),
+    trap("padded-negative-logits", "phantom columns of logit 0", {"label_smoothing": 0.1},
+         Gaussian(shift=-1e4, grid=True), shards=padded, dtype=FP32),
+    trap("bf16", "logits rounded before the log-sum-exp", problem=small(scale=0.2)),
+    trap("sum", "a division by the number of tokens", {"reduction": "sum"}),
+    trap("none-signed-upstream", "a scalar upstream gradient assumed", NONE),
+    trap("batch-sequence-dims", "flattened leading dimensions", NONE, small(36), shape=(4, 9)),
+    trap("noncontiguous-input", "strides taken for granted", layouts={"input": "transposed"}),
+    trap("num-tokens", "the mean over local tokens", {"num_tokens": 101}),
+    trap("ignored-some", "ignored tokens counted in the mean", problem=small(labels=ignore(slice(0, None, 3)))),
+    trap("ignored-all", "0 / 0", problem=small(labels=ignore(None))),
+    trap("ignore-index-valid-id", "an ignore_index that is an id", {"ignore_index": 7},
+         small(labels=ignore(slice(0, None, 3), 7))),
+    trap("labels-first-shard", "a shard that owns no label", problem=small(labels=lambda y, v: y % 2)),
+    trap("labels-last-shard", "labels counted from the wrong start", problem=small(labels=lambda y, v: v - 1 - y % 2)),
+    trap("sequence-parallel", "dE of the wrong slice", {"sequence_parallel": True}, small(24 * 3), shape=(24, 3)),
+    trap("input-grad-partial", "dE summed when it should not be", {"input_grad": "partial"}),
+    trap("one-token", "a block of rows that is not full", problem=small(1)),
+    trap("no-tokens", "a launch over nothing", problem=small(0)),
+    trap("vocabulary-of-one", "shards that are empty but one", problem=small(vocab_size=1, grid=True)),
+    trap("autocast", "fp32 products under autocast", autocast=True),
+    trap("main-grad", "dC overwritten instead of added", buffer=FP32),
+    trap("z-loss", "z-loss on a local log-sum-exp", {"z_loss_weight": 0.1}),
+    trap("bias", "the bias of another shard", problem=small(bias=True)),
+    trap("uneven-shards", "equal shards assumed", problem=small(bias=True), shards=uneven),
+    trap("label-smoothing", "smoothing over the local shard", {"label_smoothing": 0.2}),
+    trap("label-smoothing-one", "the label counted where it has no weight", {"label_smoothing": 1.0}),
+    trap("softcap-and-scale", "the softcap's slope left out", {"softcap": 2.0, "logit_scale": 1.3}),
+    trap("everything", "options that only work alone", EVERYTHING, small(bias=True, labels=ignore(slice(0, None, 4)))),
+    trap("sequence-parallel-all", "the same with all options", {"sequence_parallel": True, **EVERYTHING},
+         small(24, labels=ignore(slice(0, None, 4)))),
+    trap("empty-shards", "a maximum over nothing", EVERYTHING, shards=with_empty),
+    trap("padded-shards", "padding rows in the sum or with gradient", EVERYTHING, small(bias=True), shards=padded),
+    trap("aux", "an aux output without gradient", NONE, upstream=ALL),
+    trap("aux-everything", "aux gradients with all options", EVERYTHING, small(bias=True),
+         upstream=ALL),
+    trap("odd-sizes", "columns past the end of a tile", EVERYTHING, small(131, 17, 519)),
+    trap("many-blocks", "state carried between blocks of logits", {"workspace_bytes": 1, **EVERYTHING},
+         small(300, 16, 1200, bias=True), upstream=ALL),
+    trap("fp16-small-upstream", "an underflow of 1/N times a probability", {"num_tokens": 1 << 20}, dtype=FP16),
+    trap("in-groups", "a group that sets dC and does not add to it", {"softcap": 20.0, "num_tokens": 50, "z_loss_weight": 1e-3},
+         small(labels=ignore(slice(0, 12))), in_groups=11),
+    trap("in-groups-uneven-shards", "a group's statistics merged with another's", problem=small(scale=0.2),
+         shards=uneven, in_groups=16),
+    trap("in-groups-expected", "a token's own upstream gradient left out of dE", {**NONE, "z_loss_weight": 1e-3},
+         small(labels=ignore(slice(0, 12))), in_groups=11, expected="upstream"),
+    trap("in-groups-unexpected", "an upstream gradient taken for that of all", NONE, small(scale=0.2), shards=uneven,
+         in_groups=16),
+    trap("in-groups-main-grad", "dC overwritten instead of added", {"sequence_parallel": True}, small(24 * 3),
+         in_groups=20, buffer=FP32),
+    trap("in-groups-sequence-parallel", "dE of the wrong slice", {"sequence_parallel": True}, small(24 * 3),
+         in_groups=20),
+    trap("filter-nothing-dropped", "eps = 0 that is not exact", {"grad_filter": GradFilter(eps=0.0)}, ZIPF),
+    filter_trap("filter", "a listed column lost, a control variate of the wrong mass"),
+    filter_trap("filter-plain", "an element that matters dropped", {"grad_filter": replace(FILTERED, compensate=False)},
+                left=(1.0, 1.0, 1.0)),
+    filter_trap("filter-full-c", "dC filtered all the same", FULL_C),
+    filter_trap("filter-full-c-main-grad", "dC added by the exact and by the filtered path", FULL_C, buffer=FP32),
+    filter_trap("filter-full-e", "dE filtered all the same", {"grad_filter": replace(FILTERED, hidden=False)}),
+    filter_trap("filter-all-kept", "room for lists that run out", {"grad_filter": replace(FILTERED, eps=1e-30)}),
+    filter_trap("filter-z-loss", "the filter's test before the z-loss", {"z_loss_weight": 0.05}),
+    filter_trap("filter-smoothing", "the uniform term dropped, or twice in frequent columns", {"label_smoothing": 0.1}),
+    filter_trap("filter-smoothing-softcap", "a uniform term under a slope", {"label_smoothing": 0.1, "softcap": 20.0}),
+    filter_trap("filter-softcap", "a dropped mass without the softcap's slope", {"softcap": 20.0},
+                Zipf(bias=True, labels=ignore(slice(0, None, 4)))),
+    filter_trap("filter-signed-upstream", "weights of both signs", NONE, left=(0.75, 0.75, 1.0)),
+    filter_trap("filter-entropy", "an entropy's gradient dropped", upstream=ALL),
+    filter_trap("filter-uneven-shards", "a bound of the shard's own", shards=uneven),
+    filter_trap("filter-empty-shards", "a bound that one rank does not take part in", shards=with_empty),
+    filter_trap("filter-padded-shards", "padding listed", shards=padded),
+    filter_trap("filter-sequence-parallel", "a bound of the slice alone", {"sequence_parallel": True}, left=(0.5, 0.75, 1.0)),
+]
+# fmt: on
+
+
+def ignored(ids: Tensor) -> Tensor:
+    """All ids of some tokens, and some ids of others."""
+    ids = ids.clone()
+    ids[::4] = -100
+    ids[1::3, ::2] = -100
+    return ids
+
+
+def repeated(ids: Tensor) -> Tensor:
+    """Equal ids side by side, apart, and in all of a row."""
+    ids = ids.clone()
+    ids[:, -1] = ids[:, 0]
+    ids[::3] = ids[::3, :1]
+    return ids
+
+
+SOFTCAP = {"softcap": 5.0}
+OWN = ("logit_scale", "temperature")
+
+# fmt: off
+LOG_PROB_CASES = [
+    LogProbCase("log-probs", "a gradient of one sign assumed"),
+    LogProbCase("log-probs-alone", "an entropy that was not asked for", upstream=("log_probs",)),
+    LogProbCase("log-probs-3", "the target of another rank's shard", num_ids=3, upstream=("log_probs",)),
+    LogProbCase("log-probs-64", "a sum of ids in another order", problem=Gaussian(5, bias=True), num_ids=64),
+    LogProbCase("log-probs-64-entropy", "p of an id's own logit, which is rounded otherwise, beside the others' p",
+                problem=Gaussian(7, 32, 32, scale=2.0), num_ids=64, upstream=("entropy",)),
+    LogProbCase("log-probs-repeated", "a cell that is overwritten twice", num_ids=7, change=repeated),
+    LogProbCase("log-probs-ignored", "an ignored id with a gradient", num_ids=5, change=ignored),
+    LogProbCase("log-probs-own-factors", "one token's temperature for another", problem=Gaussian(bias=True), own=OWN),
+    LogProbCase("log-probs-softcap", "a temperature before the softcap", {**SOFTCAP, "temperature": 0.7},
+                Gaussian(bias=True), num_ids=3),
+    LogProbCase("log-probs-everything", "options that only work alone", SOFTCAP, Gaussian(bias=True), num_ids=4,
+                change=ignored, own=OWN),
+    LogProbCase("log-probs-uneven-shards", "the column of another shard", SOFTCAP, shards=uneven, num_ids=3, own=OWN),
+    LogProbCase("log-probs-empty-shards", "a maximum over nothing", shards=with_empty, num_ids=3),
+    LogProbCase("log-probs-padded-shards", "padding in the largest logits", problem=Gaussian(shift=-30.0, grid=True),
+                shards=padded, num_ids=3),
+    LogProbCase("log-probs-sequence-parallel", "ids or temperatures of the slice", {"sequence_parallel": True},
+                Gaussian(24), num_ids=3, own=OWN),
+    LogProbCase("log-probs-gap-of-1e4", "0 times infinity", problem=Gaussian(spike=1e4, grid=True), num_ids=3),
+    LogProbCase("log-probs-many-blocks", "state carried between blocks of logits", {"workspace_bytes": 1},
+                Gaussian(300, 16, 1200, bias=True), num_ids=3, own=OWN),
+    LogProbCase("log-probs-bf16", "logits rounded before the log-sum-exp", problem=Gaussian(scale=0.2), dtype=BF16,
+                num_ids=3),
+    LogProbCase("log-probs-fp16", "gradients of ids that underflow", problem=Gaussian(scale=0.2), dtype=FP16, num_ids=3),
+]
+KEPT_CASES = [
+    LogProbCase("kept", "an own id outside of its list, an empty list, a long one beside short ones", kept=40),
+    LogProbCase("kept-everything", "options that only work alone", {**SOFTCAP, "workspace_bytes": 1},
+                Gaussian(300, 70, 300, bias=True), num_ids=1, change=ignored, own=OWN, kept=300),
+    LogProbCase("kept-empty-shards", "a list of which a shard has nothing", shards=with_empty, kept=3),
+    LogProbCase("kept-gap-of-1e4", "a log-sum-exp in one number", problem=Gaussian(spike=1e4, grid=True), kept=200),
+    LogProbCase("kept-sequence-parallel", "lists of the slice", {"sequence_parallel": True}, Gaussian(24), kept=9),
+    LogProbCase("kept-bf16", "logits rounded before the log-sum-exp", problem=Gaussian(scale=0.2), dtype=BF16, kept=60),
+]
+# fmt: on
+REVERSE, JSD = {"kind": "reverse"}, {"kind": "jsd", "beta": 0.3}
+OF_BOTH = dict(logit_scale=0.7, softcap=5.0, teacher_logit_scale=1.2, teacher_softcap=7.0)
+
+# fmt: off
+DIVERGENCE_CASES = [
+    DivergenceCase("kl-forward", "the teacher's log-sum-exp of a shard alone"),
+    DivergenceCase("kl-reverse", "KL(t || p) in place of KL(p || t)", REVERSE),
+    DivergenceCase("kl-jsd", "a mixture of softmaxes of a shard alone", JSD),
+    DivergenceCase("kl-options-of-both", "the student's options on the teacher's logits", OF_BOTH, Gaussian(bias=True)),
+    DivergenceCase("kl-reverse-options", "the softcap's slope left out", OF_BOTH | REVERSE, Gaussian(bias=True)),
+    DivergenceCase("kl-jsd-options", "beta and 1 - beta exchanged", OF_BOTH | JSD, Gaussian(bias=True)),
+    DivergenceCase("kl-masked", "tokens that do not count in dC", problem=Gaussian(bias=True), masked=0.4),
+    DivergenceCase("kl-uneven-shards", "a moment relative to another shard's maximum", problem=Gaussian(bias=True),
+                   shards=uneven),
+    DivergenceCase("kl-empty-shards", "a maximum over nothing", REVERSE, shards=with_empty),
+    DivergenceCase("kl-padded", "phantom columns of logit 0 in either head", JSD, Gaussian(shift=-20.0, grid=True),
+                   shards=padded, teacher_padding=7),
+    DivergenceCase("kl-sharp-teacher", "0 times infinity where the teacher underflows", problem=Gaussian(scale=0.05),
+                   spread=30.0),
+    DivergenceCase("kl-sharp-student", "0 times infinity where the student underflows", REVERSE, Gaussian(scale=6.0),
+                   spread=0.1),
+    DivergenceCase("kl-sequence-parallel", "the teacher's slice taken for the whole", {"sequence_parallel": True},
+                   Gaussian(24)),
+    DivergenceCase("kl-partial", "a sum that somebody else makes, too", {"input_grad": "partial"}),
+    DivergenceCase("kl-many-blocks", "state carried between blocks of logits", {"workspace_bytes": 1},
+                   Gaussian(300, 16, 1200, bias=True)),
+    DivergenceCase("kl-draft", "the teacher's rows by the student's ids", problem=Gaussian(bias=True), shards=uneven,
+                   draft="whole"),
+    DivergenceCase("kl-draft-split", "ids of another rank", problem=Gaussian(bias=True), shards=padded, draft="split"),
+    DivergenceCase("kl-bf16", "logits rounded before their difference is taken", problem=Gaussian(scale=0.2), dtype=BF16),
+    DivergenceCase("kl-fp16", "gradients of a token that underflow", JSD, Gaussian(scale=0.2), dtype=FP16),
+]
+# fmt: on

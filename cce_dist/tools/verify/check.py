@@ -1,0 +1,292 @@
+"""The check that all functions share: one case on one group of ranks, compared with dense PyTorch.
+
+``run_case`` draws the tensors of a case, computes what is expected, makes the call on this rank's shard, and compares every
+output and gradient by one rule with three parties: the error from the float64 truth may be twice the error of dense PyTorch in
+the tested dtype, plus a few units in the last place.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist.shard import VocabShard
+from cce_dist.tools.verify.cases import BF16, FP16, FP32, Bounds, Case, Drawn, Problem, Truth
+from cce_dist.tools.verify.views import constant, view_of
+
+# Rounding that a sum in another order may add, relative to the largest value: a few units in the last place.
+EPS = {FP32: 2e-6, BF16: 2.0**-8, FP16: 2.0**-10}
+GRADIENTS = ("dE", "dC", "dbias", "dscale")
+Part = Callable[[Tensor], Tensor]  # from a whole output or gradient to this rank's part of it
+
+
+class Error(NamedTuple):
+    """Largest error of one quantity against the bound that it must keep."""
+
+    quantity: str
+    error: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound
+
+    @property
+    def badness(self) -> tuple[bool, float]:
+        """A key that sorts the worst error last."""
+        return not self.ok, self.error / self.bound if self.bound else self.error
+
+    def plus(self, bound: float) -> Error:
+        """Return the error with a wider bound."""
+        return self._replace(bound=self.bound + bound)
+
+
+class Function(NamedTuple):
+    """How a public function is checked.
+
+    Attributes:
+        draw: Draws the tensors of a case.
+        reference: Outputs and gradients of dense PyTorch, in a dtype on a device.
+        call: Outputs and gradients of the function itself, from a shard on a backend and a device. See ``found``.
+        judge: Compares one of them: the drawn case, its name, this rank's value, its part of a whole, what ``reference`` gives
+            in the tested dtype, and the truth.
+        shared: Outputs that must have the same bits on every rank.
+        truth: What is right, from the rows of each shard, the backend and the device; None: ``reference`` in float64.
+        outputs_in: Dtype in which dense PyTorch computes the outputs that ours are compared with; None: the tested one.
+    """
+
+    draw: Callable[[Any, torch.Generator], Drawn]
+    reference: Callable[[Drawn, torch.dtype, str], dict[str, Tensor]]
+    call: Callable[[Drawn, VocabShard, str, str], dict[str, Tensor]]
+    judge: Callable[[Drawn, str, Tensor, Part, dict[str, Tensor], Truth], list[Error]]
+    shared: Collection[str]
+    truth: Callable[[Drawn, Bounds, str, str], Truth] | None = None
+    outputs_in: torch.dtype | None = None
+
+
+def run_case(
+    function: Function, case: Case, group: dist.ProcessGroup | None, device: str, backend: str = "auto", salt: int = 0
+) -> list[Error]:
+    """Run a case on the ranks of ``group`` (None: this process alone); every rank calls it. ``salt`` varies the data.
+
+    Compares outputs and gradients, then bits: over ranks, of further runs, and of a second backward.
+    """
+    backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
+    drawn = draw(function, case, salt)
+    bounds, shard = shard_of(drawn, group)
+    if function.truth is None:
+        truth = Truth(function.reference(drawn, torch.float64, device))
+    else:
+        truth = function.truth(drawn, bounds, backend, device)
+    drawn = drawn._replace(before=truth.noise.get("dC", drawn.before))
+    baseline = function.reference(drawn, case.dtype, device)
+    if function.outputs_in not in (None, case.dtype):
+        wider = function.reference(drawn, function.outputs_in, device)
+        baseline |= {name: value for name, value in wider.items() if name not in GRADIENTS}
+
+    run = partial(function.call, drawn, shard, backend, device)
+    first, errors = run(), []
+    for name, ours in first.items():
+        if not name.endswith(AGAIN):
+            padding, ours, part = of_rank(name, ours, drawn.options, shard)
+            errors += padding + function.judge(drawn, name, ours, part, baseline, truth)
+    runs = further_runs(device) if case.twice or device == "cuda" else 0
+    return errors + same_bits(first, run, runs, function.shared, group)
+
+
+def draw(function: Function, case: Case, salt: int = 0) -> Drawn:
+    """Draw the tensors of a case: the same on every rank and machine."""
+    return function.draw(case, torch.Generator().manual_seed(zlib.crc32(case.name.encode()) + salt))
+
+
+def shard_of(drawn: Drawn, group: dist.ProcessGroup | None) -> tuple[Bounds, VocabShard]:
+    """Return the rows of every rank, and this rank's shard."""
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    vocab_size = len(drawn.problem.weight)
+    bounds = drawn.case.shards(vocab_size, ranks)
+    return bounds, VocabShard(*bounds[rank], vocab_size, group)
+
+
+def further_runs(device: str) -> int:
+    """Return how often a case runs after its first run. On a GPU the second run is recorded and the third one replayed."""
+    return 2 if device == "cuda" else 1
+
+
+AGAIN = " of a second backward"
+
+
+def found(
+    out: Any, upstream: dict[str, Tensor], leaves: dict[str, Any], case: Case | None = None, elsewhere: str = ""
+) -> dict[str, Tensor]:
+    """Return the outputs of a call that are not None, and its gradients, under the names of their leaves.
+
+    Args:
+        out: A record of outputs.
+        upstream: Gradients of outputs.
+        leaves: The tensors to differentiate by, those that require it.
+        case: Of the function itself: its layouts of upstream gradients, and whether backward is called a second time, whose
+            gradients have names that end in ``AGAIN``. None: a reference.
+        elsewhere: The leaf whose gradient goes into a buffer.
+    """
+    outputs = {name: x for name, x in out._asdict().items() if isinstance(x, Tensor)}
+    values = {name: x.detach() for name, x in outputs.items()}
+    inputs = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
+    roots, above = [outputs[name] for name in upstream], []
+    for name, root in zip(upstream, roots, strict=True):
+        gradient = upstream[name].to(root).view(root.shape)
+        above.append(gradient if case is None else view_of(gradient, case.layout(name)))
+    twice = case is not None and case.twice and not elsewhere
+    for suffix in ("", AGAIN)[: (1 + twice) * bool(inputs)]:
+        again = twice and not suffix
+        grads = torch.autograd.grad(roots, list(inputs.values()), above, retain_graph=again, allow_unused=True)
+        for (name, leaf), grad in zip(inputs.items(), grads, strict=True):
+            if (grad is None) != (name == elsewhere):
+                raise AssertionError(f"{name}: a gradient beside its buffer, or none at all")
+            if grad is None:
+                continue
+            if (grad.dtype, grad.shape) != (leaf.dtype, leaf.shape):
+                raise AssertionError(f"{name} is {grad.dtype} {tuple(grad.shape)}, its tensor {leaf.dtype}")
+            values[name + suffix] = grad
+    return values
+
+
+def draw_problem(case: Case, generator: torch.Generator) -> Problem:
+    """Draw the whole vocabulary, as the dtypes and layouts of the case hold it."""
+    problem = case.problem(generator)
+    arguments = {"hidden": "input", "weight": "linear_weight", "labels": "target", "bias": "linear_bias"}
+    shown = [name for name, argument in arguments.items() if case.layout(argument) == "expanded"]
+    repeated = {name: constant(getattr(problem, name)) for name in shown if getattr(problem, name) is not None}
+    return replace(problem, **repeated).rounded(case.held, case.bias or case.dtype)
+
+
+def draw_upstream(case: Case, shapes: dict[str, tuple[int, ...]], generator: torch.Generator) -> dict[str, Tensor]:
+    """Draw the gradients of the outputs that are differentiated; a fifth of the tokens has none."""
+    scale = 1.0 if case.scale is None else case.scale
+    upstream = {}
+    for name in case.upstream:
+        shape = shapes[name]
+        if not shape and case.scale is None:
+            upstream[name] = torch.ones(())
+            continue
+        gradient = torch.randn(shape, generator=generator) * scale
+        if shape:
+            gradient[4::5] = 0.0
+        repeated = shape and case.layout(name) == "expanded"
+        upstream[name] = constant(gradient.view(case.shape or shape)).view(shape) if repeated else gradient
+    return upstream
+
+
+def leaves_of(case: Case, problem: Problem, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Return hidden states, weight and bias under the names of their gradients."""
+    problem = problem.rounded(case.dtype, FP32) if case.autocast else problem
+    tensors = (problem.hidden, problem.weight, problem.bias)
+    leaves = (None if x is None else x.to(device, dtype).requires_grad_() for x in tensors)
+    return dict(zip(GRADIENTS, leaves, strict=False))
+
+
+def local_leaves(
+    case: Case, problem: Problem, device: str, shard: VocabShard, rows: VocabShard | None = None
+) -> dict[str, Any]:
+    """Return this rank's part of the tensors of ``leaves_of``, as views; rows of the weight are those of ``rows`` if given."""
+    hidden, rows = problem.hidden, rows or shard
+    hidden = hidden if case.shape is None else hidden.view(*case.shape, hidden.shape[1])
+    if case.options.get("sequence_parallel") and shard.group is not None:
+        hidden = hidden.chunk(shard.group_size)[shard.group.rank()]
+
+    def local(whole: Tensor, argument: str, dtype: torch.dtype) -> Tensor:
+        held = whole.new_full((rows.num_rows, *whole.shape[1:]), case.padding)
+        held[: rows.num_valid] = whole[rows.start : rows.start + rows.num_valid]
+        held = constant(held) if case.layout(argument) == "expanded" and rows.num_valid else held
+        return view_of(held.to(device, dtype), case.layout(argument))
+
+    tensors = (
+        view_of(hidden.to(device, case.held), case.layout("input")),
+        local(problem.weight, "linear_weight", case.held),
+        None if problem.bias is None else local(problem.bias, "linear_bias", case.bias or case.held),
+    )
+    named = zip(GRADIENTS, tensors, case.wanted, strict=False)
+    return {name: None if x is None else x.requires_grad_(wanted) for name, x, wanted in named}
+
+
+def of_rank(name: str, ours: Tensor, options: dict[str, Any], shard: VocabShard) -> tuple[list[Error], Tensor, Part]:
+    """Return the error of padding rows, whose gradients must be 0, this rank's value, and what cuts its part out of a whole."""
+    if name in ("dC", "dbias"):
+        rows = slice(shard.start, shard.start + shard.num_valid)
+        padding = Error(f"{name} of padding", ours[shard.num_valid :].abs().sum().item(), 0.0)
+        return [padding], ours[: shard.num_valid], lambda whole: whole[rows]
+    group = shard.group
+    if name == "dE" and group is not None:
+        if options.get("input_grad") == "partial":
+            ours = ours.double()
+            dist.all_reduce(ours, group=group)
+        if options.get("sequence_parallel"):
+            return [], ours, lambda whole: whole.chunk(group.size())[group.rank()]
+    return [], ours, lambda whole: whole
+
+
+def compare(quantity: str, ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> Error:
+    """Compare max|ours - truth| with ``bound_of``; non-finite values must be the truth's."""
+    ours, truth = (x.detach().double().cpu() for x in (ours, truth))
+    if ours.shape != truth.shape:
+        raise AssertionError(f"{quantity} has shape {tuple(ours.shape)}, expected {tuple(truth.shape)}")
+    finite = truth.isfinite()
+    if not torch.equal(ours.isfinite(), finite):
+        return Error(quantity, float("inf"), 0.0)
+    return Error(quantity, _largest((ours - truth)[finite]), bound_of(baseline, truth, dtype))
+
+
+def bound_of(baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    """Return 2 max|baseline - truth| + eps max|truth|, over what is finite. Source: flash-attention's and QuACK's tests."""
+    baseline, truth = (x.detach().double().cpu() for x in (baseline, truth))
+    finite = truth.isfinite()
+    noise = (baseline - truth)[finite].nan_to_num(0.0, 0.0, 0.0)
+    return 2 * _largest(noise) + EPS[dtype] * _largest(truth[finite])
+
+
+def _largest(values: Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def assert_no_worse(
+    ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype | None = None, quantity: str = "value"
+) -> None:
+    """Raise AssertionError unless ``compare`` holds; eps is that of ``dtype`` (default: ours')."""
+    result = compare(quantity, ours, baseline, truth, dtype or ours.dtype)
+    assert result.ok, f"{result.quantity}: error {result.error:.3g} > bound {result.bound:.3g}"
+
+
+def same_bits(
+    first: dict[str, Tensor], run: Callable[[], dict[str, Tensor]], runs: int, shared: Iterable[str],
+    group: dist.ProcessGroup | None,
+) -> list[Error]:  # fmt: skip
+    """Count values whose bits differ in a second backward or in further runs, and those of ``shared`` that differ on a rank."""
+
+    def error(what: str, pairs: list[tuple[Tensor, Tensor]]) -> Error:
+        return Error(f"bits {what}", float(sum(not torch.equal(bits(a), bits(b)) for a, b in pairs)), 0.0)
+
+    second = [name for name in first if name.endswith(AGAIN)]
+    errors = [error(AGAIN.strip(), [(first[name.removesuffix(AGAIN)], first[name]) for name in second])]
+    for number in range(runs):
+        again = run()
+        errors.append(error(f"of run {number + 2}", [(first[name], again[name]) for name in first]))
+        del again  # or the next run's tensors would be somewhere else
+    if group is not None:
+        pairs = []
+        for ours in (first[name].contiguous() for name in shared if name in first):
+            everyone = [torch.empty_like(ours) for _ in range(group.size())]
+            dist.all_gather(everyone, ours, group=group)
+            pairs += [(theirs, ours) for theirs in everyone]
+        errors.append(error("over ranks", pairs))
+    return errors
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor, which can be compared where NaN is."""
+    return x.detach().flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)

@@ -1,0 +1,117 @@
+"""``linear_kl_divergence`` in verify: how a case is drawn, called and judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist import reference
+from cce_dist.divergence import linear_kl_divergence
+from cce_dist.shard import VocabShard
+from cce_dist.tools.verify import check
+from cce_dist.tools.verify.cases import FP32, OF_BOTH, DivergenceCase, Drawn, Gaussian, Problem, Truth
+from cce_dist.tools.verify.check import GRADIENTS, Error, Function, Part, bound_of, compare, found
+
+TEACHER_SIZE = 40  # the teacher's D; the student's is that of its problem
+
+
+class Value(NamedTuple):
+    divergence: Tensor
+
+
+def draw(case: DivergenceCase, generator: torch.Generator) -> Drawn:
+    student = check.draw_problem(case, generator)
+    num_tokens, vocab_size = student.hidden.shape[0], student.weight.shape[0]
+    teacher = Gaussian(num_tokens, TEACHER_SIZE, vocab_size, scale=case.spread / TEACHER_SIZE**0.5)(generator)
+    bias = None if student.bias is None else torch.randn(vocab_size, generator=generator, dtype=torch.float64)
+    teacher = replace(teacher, bias=bias).rounded(case.dtype)
+    mask = torch.rand(num_tokens, generator=generator) >= case.masked
+    upstream = check.draw_upstream(case, {"divergence": (num_tokens,)}, generator)
+    return Drawn(case, student, case.options | {"mask": mask}, upstream, teacher)
+
+
+def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """The divergence and the student's gradients by the dense reference."""
+    _, options, upstream = drawn.on(device)
+    leaves = check.leaves_of(drawn.case, drawn.problem, dtype, device)
+    hidden, weight, bias = leaves.values()
+    assert drawn.teacher is not None
+    teacher, teacher_weight, teacher_bias = check.leaves_of(drawn.case, drawn.teacher, dtype, device).values()
+    known = {name: options[name] for name in ("kind", "beta", "mask", *OF_BOTH) if name in options}
+    value = reference.linear_kl_divergence(
+        hidden, weight, teacher, teacher_weight, linear_bias=bias, teacher_bias=teacher_bias, **known
+    )
+    return found(Value(value), upstream, leaves)
+
+
+def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str, Tensor]:
+    """The same from the call itself on this rank's shard."""
+    case, teacher = drawn.case, drawn.teacher
+    assert teacher is not None
+    _, options, upstream = drawn.on(device)
+    leaves = check.local_leaves(case, drawn.problem, device, shard)
+    last = shard.group is None or shard.group.rank() == shard.group_size - 1
+    rows = VocabShard(shard.start, shard.stop + last * case.teacher_padding, shard.vocab_size, shard.group)
+    if case.draft:
+        teacher, ids, rows = _draft(teacher, shard, case.draft)
+        options["teacher_ids"] = ids.to(device)
+    of_teacher = check.local_leaves(case, teacher, device, shard, rows)
+    (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias) = leaves.values(), of_teacher.values()
+    value = linear_kl_divergence(
+        hidden, weight, teacher_hidden, teacher_weight, linear_bias=bias, teacher_bias=teacher_bias, shard=shard,
+        teacher_shard=None if case.draft == "whole" else rows, backend=backend, **options,
+    )  # fmt: skip
+    return found(Value(value), upstream, leaves, case)
+
+
+def _draft(teacher: Problem, shard: VocabShard, draft: str) -> tuple[Problem, Tensor, VocabShard]:
+    """Put the teacher's rows among rows of NaN. Returns the teacher, the ids of its rows, and the shard of its vocabulary."""
+    more = 2 * shard.vocab_size + 3
+    ids = torch.randperm(more, generator=torch.Generator().manual_seed(0))[: shard.vocab_size]
+    ids = ids if draft == "whole" else ids.sort().values
+
+    def among(rows: Tensor) -> Tensor:
+        return rows.new_full((more, *rows.shape[1:]), torch.nan).index_copy_(0, ids, rows)
+
+    bias = None if teacher.bias is None else among(teacher.bias)
+    teacher = replace(teacher, weight=among(teacher.weight), bias=bias)
+    if draft == "whole":
+        return teacher, ids, VocabShard(0, more, more)
+    cuts = [0, *ids[1:].tolist()] + [more] * max(1, shard.stop + 1 - shard.vocab_size)
+    return teacher, ids, VocabShard(cuts[shard.start], cuts[shard.stop], more, shard.group)
+
+
+def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str, Tensor], truth: Truth) -> list[Error]:
+    """Compare by the rule. A shard of a few rows is held to the size of the whole gradient."""
+    rough, right = baseline[name], truth.values[name]
+    dtype = drawn.case.dtype if name in GRADIENTS else FP32
+    bound = bound_of(rough, right, dtype) + _unavoidable(drawn).get(name, 0.0)
+    return [compare(name, ours, part(rough), part(right), dtype)._replace(bound=bound)]
+
+
+def _unavoidable(drawn: Drawn) -> dict[str, float]:
+    """How far the divergence is off for a rounding of the largest logit in fp32, and the gradients for such a divergence.
+
+    The divergence is a term of all gradients but those of KL(t || p). For a sharp student it cancels, and its rounding stays.
+    """
+    options, largest, p = drawn.options, [], torch.empty(0)
+    for prefix, problem in (("teacher_", drawn.teacher), ("", drawn.problem)):
+        assert problem is not None
+        scale, softcap = options.get(f"{prefix}logit_scale", 1.0), options.get(f"{prefix}softcap")
+        z = reference.logits(problem.hidden, problem.weight, problem.bias, scale, softcap)
+        largest.append(z.abs().amax(1))
+        p = z.softmax(1)
+    off_N = torch.finfo(FP32).eps * torch.maximum(*largest) * options["mask"]
+    sizes = {"divergence": off_N.amax().item()}
+    if options.get("kind", "forward") == "forward":
+        return sizes
+    d_logits = p * (off_N * drawn.upstream["divergence"].abs() * abs(options.get("logit_scale", 1.0)))[:, None]
+    hidden, weight = drawn.problem.hidden.abs(), drawn.problem.weight.abs()
+    grads = {"dE": d_logits @ weight, "dC": d_logits.t() @ hidden, "dbias": d_logits.sum(0)}
+    return sizes | {name: grad.amax().item() for name, grad in grads.items()}
+
+
+DIVERGENCE = Function(draw, reference_of, call, judge, ("divergence",))

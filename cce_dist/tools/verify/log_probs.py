@@ -1,0 +1,141 @@
+"""``linear_log_probs`` in verify, also over lists of kept ids: how a case is drawn, called and judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cce_dist import reference
+from cce_dist.kept_ids import KeptIds
+from cce_dist.log_probs import LogProbs, linear_log_probs
+from cce_dist.shard import VocabShard
+from cce_dist.tools.verify import check
+from cce_dist.tools.verify.cases import FP32, Drawn, LogProbCase, Truth
+from cce_dist.tools.verify.check import EPS, GRADIENTS, Error, Function, Part, compare, found
+
+TOP = 5
+OF_LOGITS = ("log_probs", "lse", "max_logit", "top_log_probs", "full_log_probs", "kept_mass")
+
+
+def draw(case: LogProbCase, generator: torch.Generator) -> Drawn:
+    problem = check.draw_problem(case, generator)
+    num_tokens, vocab_size = len(problem.labels), problem.weight.shape[0]
+    ids = torch.randint(vocab_size, (num_tokens, max(1, case.num_ids)), generator=generator)
+    ids = ids if case.change is None else case.change(ids)
+    ids = ids if case.num_ids else ids[:, 0]
+    own = {name: 0.5 + torch.rand(num_tokens, generator=generator) for name in case.own}
+    of_tokens = tuple(ids.shape[:1])
+    shapes = {"log_probs": tuple(ids.shape), "lse": of_tokens, "entropy": of_tokens}
+    upstream = check.draw_upstream(case, shapes, generator)
+    options = case.options | own
+    if case.kept:
+        options["kept"] = _lists(case.kept, ids, vocab_size, generator)
+    return Drawn(case, replace(problem, labels=ids), options, upstream)
+
+
+def _lists(longest: int, ids: Tensor, vocab_size: int, generator: torch.Generator) -> KeptIds:
+    """Return lists of 0 to ``longest`` ids, a third of them with the token's own; the first is as long as it can be."""
+    lists = []
+    for number, own in enumerate(ids.flatten().tolist()):
+        length = min(longest, vocab_size)
+        if number > 0:
+            length = int(longest ** torch.rand(1, generator=generator).item()) - 1
+        of_token = torch.randperm(vocab_size, generator=generator)[:length]
+        if number % 3 == 0 and length and own >= 0 and own not in of_token:
+            of_token[length // 2] = own
+        lists.append(of_token)
+    lengths = torch.tensor([0, *map(len, lists)])
+    return KeptIds(lengths.cumsum(0), torch.cat([lengths[:0], *lists]))
+
+
+def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """Outputs and gradients of the dense reference, and without lists all log-probabilities, "log_p"."""
+    ids, options, upstream = drawn.on(device)
+    leaves = check.leaves_of(drawn.case, drawn.problem, dtype, device)
+    hidden, weight, bias = leaves.values()
+    wide, known = torch.promote_types(dtype, FP32), ("softcap", "temperature", "logit_scale", "kept")
+    how: dict[str, Any] = {name: options[name] for name in known if name in options}
+    how |= {name: value.to(wide) for name, value in how.items() if isinstance(value, Tensor)}
+    out = reference.linear_log_probs(hidden, weight, ids, linear_bias=bias, top_k=TOP, **how)
+    values = found(out, upstream, leaves)
+    if "kept" not in how:
+        all_ids = torch.arange(len(weight), device=device).expand(len(hidden), -1)
+        log_p = reference.linear_log_probs(hidden, weight, all_ids, linear_bias=bias, **how).log_probs
+        values["log_p"] = log_p.detach()
+    return values
+
+
+def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str, Tensor]:
+    """Outputs and gradients of the call itself on this rank's shard."""
+    ids, options, upstream = drawn.on(device)
+    leaves = check.local_leaves(drawn.case, drawn.problem, device, shard)
+    hidden, weight, bias = leaves.values()
+    if drawn.case.kept:
+        options["kept_mass"] = True
+    else:
+        options |= {"sum_p_squared": True, "argmax": True, "top_k": TOP}
+    out = linear_log_probs(hidden, weight, ids, linear_bias=bias, shard=shard, backend=backend, entropy=True, **options)
+    return found(out, upstream, leaves, drawn.case)
+
+
+def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str, Tensor], truth: Truth) -> list[Error]:
+    """Compare by the rule, and beside it the rounding of a softcap, of its slope, and of logits that cancel."""
+    values, options = truth.values, drawn.options
+    if name in ("argmax", "top_ids"):
+        return [_wrong_ids(name, ours, baseline, values)]
+    more = _slope_noise(drawn) if name in GRADIENTS else 0.0
+    more += _softcap_noise(options) if name in OF_LOGITS else 0.0
+    if drawn.case.kept and name in (*OF_LOGITS, "entropy"):
+        more += _product_noise(drawn)
+    if name == "kept_mass" and ours.numel():  # exp of a difference of two log-sum-exps
+        more += EPS[FP32] * values["lse"].abs().max().item()
+    dtype = drawn.case.dtype if name in GRADIENTS else FP32
+    return [compare(name, ours, part(baseline[name]), part(values[name]), dtype).plus(more)]
+
+
+def _smallest(value: Any) -> float:
+    return torch.as_tensor(value).abs().amin().item()
+
+
+def _largest(value: Any) -> float:
+    return torch.as_tensor(value).abs().amax().item()
+
+
+def _softcap_noise(options: dict[str, Any]) -> float:
+    """Error of a logit under a softcap: a tanh made of exponentials is right to two units in the last place of 1."""
+    return options.get("softcap", 0.0) / _smallest(options.get("temperature", 1.0)) * EPS[FP32] / 16
+
+
+def _product_noise(drawn: Drawn) -> float:
+    """Error of a logit that cancels: a short list may have this one alone, and the baseline be right by luck."""
+    hidden, weight, options = drawn.problem.hidden.abs(), drawn.problem.weight.abs(), drawn.options
+    factor = _largest(options.get("logit_scale", 1.0)) / _smallest(options.get("temperature", 1.0))
+    return _largest(hidden @ weight.T) * factor * EPS[FP32] / 64 if len(hidden) else 0.0
+
+
+def _slope_noise(drawn: Drawn) -> float:
+    """Error of a gradient under a softcap: the slope 1 - (z / softcap)^2, small near it, has twice the error of z / softcap."""
+    options, problem = drawn.options, drawn.problem
+    if "softcap" not in options:
+        return 0.0
+    largest = max(1.0, _largest(problem.hidden), _largest(problem.weight))
+    factor = _largest(options.get("logit_scale", 1.0)) / _smallest(options.get("temperature", 1.0))
+    return EPS[FP32] / 8 * sum(map(_largest, drawn.upstream.values())) * largest * factor
+
+
+def _wrong_ids(name: str, ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor]) -> Error:
+    """How far the log-probabilities of our ids are below those of the largest logits, place by place."""
+    ours, log_p = ours.cpu(), truth["log_p"].cpu()
+    ours = ours.unsqueeze(-1) if name == "argmax" else ours
+    live = truth["top_ids"].cpu()[:, :1] >= 0
+    best = truth["top_log_probs"].cpu()[:, : ours.shape[1]]
+    gap = torch.where(live, (best - log_p.gather(1, ours.clamp(min=0))).abs(), (ours != -1).double())
+    noise = (baseline["top_log_probs"].cpu() - truth["top_log_probs"].cpu()).abs().amax().item()
+    twice = sum(len(row) - len(set(row)) for row in ours[live[:, 0]].tolist())
+    return Error(name, gap.amax().item() + twice, 4 * noise + EPS[FP32] * best.abs().amax().item())
+
+
+LOG_PROBS = Function(draw, reference_of, call, judge, LogProbs._fields)

@@ -1,0 +1,264 @@
+"""Run the host code of a call without memory and without launches: what it allocates, and which kernels it would launch.
+
+Tensors are on torch's device "meta", which have sizes but no memory, and each launch is replaced. So the host code itself says
+what a call takes:
+
+peak           the bytes that are alive at most, for ``cce-dist plan``: of a GPU that need not be here, in some 10 to 100 ms
+compile_ahead  the kernels of a call, compiled side by side before forward begins. A first loss and gradient compiles some 14
+               kernels, with a filter 45, each at its first launch otherwise. ``triton.AsyncCompileMode`` compiles in threads,
+               whose passes and assembler run without Python's lock; the call waits for all of them.
+
+Compiling ahead decides on nothing: a kernel that it missed is compiled by its launch, which also tells what does not compile.
+``CCE_DIST_COMPILE_AHEAD=0`` turns it off.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cce_dist.kernels import FAR_SOFTCAP, Grads, Operands, Softmax, Spec
+from cce_dist.kernels.backends import Backend, named
+from cce_dist.kernels.launch.tape import add_bounded, launching
+from cce_dist.kernels.memory import Groups, Sizes, low_bytes
+from cce_dist.kernels.planned import Planned, planned
+
+_LOG = logging.getLogger("cce_dist")
+MOST_THREADS = 16  # no more kernels than that take long
+MOST_KINDS = 64  # of calls that are remembered
+_COMPILED: OrderedDict[tuple, None] = OrderedDict()
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all tensors made under it that are alive. A view makes nothing.
+
+    Attributes:
+        peak: The largest sum since the last ``restart``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by identity: a weak reference keeps it from reuse
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [storage for storage in _storages(out) if storage._cdata not in self.storages]
+        if made:
+            given = {storage._cdata for storage in _storages((args, kwargs))}  # A view of an input makes nothing.
+            for storage in made:
+                size = 0 if storage._cdata in given else storage.nbytes()
+                self.storages[storage._cdata] = StorageWeakRef(storage), size
+            self.peak = max(self.peak, self.current())
+        return out
+
+    def current(self) -> int:
+        """Return the bytes that are alive now."""
+        self.storages = {key: there for key, there in self.storages.items() if not there[0].expired()}
+        return sum(size for _, size in self.storages.values())
+
+    def restart(self) -> int:
+        """Return the peak, and begin anew."""
+        peak, self.peak = self.peak, self.current()
+        return peak
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storages(value: Any) -> list[torch.UntypedStorage]:
+    return [tensor.untyped_storage() for tensor in _tensors(value)]
+
+
+class Peak(NamedTuple):
+    """Bytes that are alive at most beside inputs, outputs and gradients. All but ``saved`` count what is saved, too."""
+
+    forward: int
+    saved: int  # Between the passes: exponentials or lists, and a few numbers for each token
+    backward: int
+    summing: int  # From the moment on when d_hidden is whole, and is summed over ranks
+
+
+@lru_cache(maxsize=4096)
+def peak(backend: str, sizes: Sizes, spec: Spec, device: Planned | None, ready_rows: int = 0) -> Peak:
+    """Return the peak of forward and backward in bf16.
+
+    Args:
+        backend: "exact" or "filter".
+        sizes: Of the shard.
+        spec: The task, with its memory budget.
+        device: The GPU. None: the device of this process.
+        ready_rows: As in ``cce_dist.decide.Way``.
+    """
+    x, module = _bare_operands(sizes, spec), named(backend)
+    with planned(device), launching(_launch_nothing), torch.no_grad(), Live() as live:
+        kept = _forward(module, spec, x)
+        forward, saved, before = live.restart(), live.current(), [0]
+        ready = None if spec.alone else (lambda _: before.append(live.restart()))
+        grads = _backward(module, spec, kept, Grads(hidden_ready=ready, ready_rows=ready_rows or None, want_bias=False))
+        made = sum(tensor.nbytes for tensor in _tensors(grads))
+        return Peak(forward, saved, max(*before, live.peak) - made, live.peak - made)
+
+
+@lru_cache(maxsize=4096)
+def groups_peak(sizes: Sizes, groups: Groups, spec: Spec, device: Planned | None) -> int:
+    """Return the peak of a loss that takes one pass: of a group, and what stands beside all groups."""
+    group = sizes._replace(num_tokens=min(groups.rows, sizes.num_tokens))
+    spec = spec._replace(alone=True)
+    x, module = _bare_operands(group, spec), named("exact")
+    d_weight, d_hidden = torch.empty_like(x.weight), torch.empty_like(x.hidden)
+    low = torch.empty_like(x.weight, dtype=torch.int8) if groups.low else None
+    grads = Grads(want_bias=False, weight_out=d_weight, hidden_out=d_hidden, weight_low=low)
+    with planned(device), launching(_launch_nothing), torch.no_grad(), Live() as live:
+        _backward(module, spec, _forward(module, spec, x), grads)
+    of_all = sizes.num_tokens * (8 + 4 + 8)  # ids, losses and the two numbers of the softmax
+    return live.peak + of_all + (low_bytes(sizes) if groups.low else 0)
+
+
+@lru_cache(maxsize=4096)
+def anew_peak(sizes: Sizes, spec: Spec, device: Planned | None) -> int:
+    """Return the peak of d_weight alone, made anew because upstream gradients are not those that forward expected."""
+    spec = spec._replace(want=spec.want._replace(grad=False))
+    x, module = _bare_operands(sizes, spec), named("exact")
+    d_weight, numbers_2N = torch.empty_like(x.weight), torch.empty(2, sizes.num_tokens, device="meta")
+    with planned(device), launching(_launch_nothing), torch.no_grad(), Live() as live:
+        kept = _Kept(x, module.saved_of_slices(x, spec) or [], numbers_2N, list(numbers_2N[:1]), None)
+        _backward(module, spec, kept, Grads(False, True, False, d_weight, often_empty=True))
+    return live.peak
+
+
+def _bare_operands(sizes: Sizes, spec: Spec) -> Operands:
+    """Return bf16 operands without memory; labels stand in place of ids."""
+    shapes = (sizes.num_tokens, sizes.hidden_size), (sizes.num_columns, sizes.hidden_size)
+    hidden, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    labels = torch.empty(sizes.num_tokens, dtype=torch.int64, device="meta")
+    return Operands.of(hidden, weight, labels, spec.logits)
+
+
+def _launch_nothing(kernel: Any, args: Any, grid: Any, kwargs: dict[str, Any]) -> None:
+    pass
+
+
+class _Kept(NamedTuple):
+    """What forward leaves to backward."""
+
+    x: Operands
+    saved: list[Tensor]
+    softmax: Softmax
+    losses: list[Any]
+    of_mean: tuple[Tensor, Tensor] | None
+
+
+def _forward(backend: Backend, spec: Spec, x: Operands) -> _Kept:
+    """Go through a forward pass as ``op.py`` does, on one rank; labels stand in place of ids."""
+
+    def merge_bound(stats_3N: Tensor) -> Tensor:
+        return backend.merged_lse(stats_3N[None])
+
+    labels = x.ids
+    ids, order = backend.ordered_ids(labels, spec.ignore_index, spec.vocab_size)
+    x = x._replace(ids=ids, order=order)
+    stats_KN, saved = backend.statistics(x, spec, merge_bound)
+    *losses, softmax = backend.token_losses(stats_KN[None], x.ids, spec)
+    of_mean = backend.mean(losses[0], labels, spec.ignore_index) if spec.want.mean else None
+    return _Kept(x, saved, softmax, losses, of_mean)
+
+
+def _backward(backend: Backend, spec: Spec, kept: _Kept, grads: Grads) -> Any:
+    """Go through a backward pass likewise."""
+    x, saved, softmax, losses, of_mean = kept
+    wanted = (of_mean is None, False, False, spec.want.uniform, spec.want.entropy)
+    coef_4N = backend.coefficients([losses[0] if want else None for want in wanted], x.ids, spec.vocab_size, of_mean)
+    return backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+
+
+def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None) -> None:
+    """Compile the kernels of a call side by side, those of its backward too, unless a call of its kind has come before.
+
+    Args:
+        backend: The one that the call has.
+        spec: Its options.
+        x: Its operands; the labels in place of their ids. Under sequence parallelism hidden states are a slice.
+        weight_out: As in ``Grads``.
+    """
+    # A dispatch mode must not see a dry run, and a graph's capture allows no compiling.
+    if not spec.want.grad or not x.weight.is_cuda or not compiles_ahead() or torch._C._len_torch_dispatch_stack():
+        return
+    if torch.cuda.is_current_stream_capturing() or spec.several or spec.factors or spec.want.top_k:
+        return
+    tensors = tuple((t.shape, t.dtype) for t in (x.weight, *x.head.tensors.values(), weight_out) if t is not None)
+    options = _kind(spec._replace(workspace_bytes=spec.workspace_bytes.bit_length()))
+    call = id(backend), x.weight.device, options, x.num_tokens.bit_length(), tensors
+    if call in _COMPILED:
+        return
+    add_bounded(_COMPILED, call, None, MOST_KINDS)
+    try:
+        # In a context of its own: Triton forgets to leave its mode where a wait is interrupted.
+        contextvars.copy_context().run(_compile, backend, spec, x, weight_out)
+    except Exception as error:  # the call itself tells what is wrong with it
+        _LOG.debug("cce_dist does not compile ahead: %r", error)
+
+
+def _kind(value: Any) -> Any:
+    """Return what kernels compile for: of a number whether it is 0 or 1, which turn a factor off, or a far softcap."""
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    return (value > 0, value == 1, value > FAR_SOFTCAP) if isinstance(value, float) else value
+
+
+def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None) -> None:
+    """Compile what a call launches."""
+    import triton
+
+    device, compiling = torch.device("cuda", torch.cuda.current_device()), []
+
+    def warm_up(kernel: Any, args: Any, grid: Any, kwargs: dict[str, Any]) -> None:
+        compiling.append(kernel.warmup(*args, grid=(1,), **kwargs))
+
+    def load(kernel: Any) -> None:
+        """Have Triton 3.6 build the kernel's launcher in C, which takes a quarter of a second, here and not at its launch."""
+        with torch.cuda.device(device):
+            _ = (kernel.result() if hasattr(kernel, "result") else kernel).run
+
+    with ThreadPoolExecutor(num_threads(), thread_name_prefix="cce_dist-compile") as threads:
+        with triton.AsyncCompileMode(threads, ignore_errors=True), torch.no_grad(), launching(warm_up):
+            hidden = x.hidden.new_empty(x.num_tokens, x.hidden.shape[1], device="meta")
+            head = x.head._replace(**{name: _bare(tensor) for name, tensor in x.head.tensors.items()})
+            x = x._replace(hidden=hidden, weight=_bare(x.weight), head=head, ids=_bare(x.ids))
+            out = None if weight_out is None else _bare(weight_out)
+            _backward(backend, spec, _forward(backend, spec, x), Grads(True, True, x.head.bias is not None, out))
+        wait([threads.submit(load, kernel) for kernel in compiling])
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+@lru_cache(maxsize=1)
+def num_threads() -> int:
+    """Threads that may compile: the cores of this process, shared with the ranks of its host."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
+
+
+@lru_cache(maxsize=1)
+def compiles_ahead() -> bool:
+    """Whether this process compiles ahead: Triton compiles in threads from 3.6 on."""
+    import triton
+
+    off = os.environ.get("CCE_DIST_COMPILE_AHEAD", "1") in ("", "0")
+    return not off and num_threads() > 1 and hasattr(triton, "AsyncCompileMode")

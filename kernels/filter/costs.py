@@ -1,0 +1,99 @@
+"""The time of a filter beside exact gradients, from sizes alone.
+
+Rates are an H200's on every device, because ranks have to agree.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from cce_dist.kernels import memory
+from cce_dist.kernels.memory import COLUMNS_PER_ENTRY, LEAST_DEFAULT, SAMPLE, Sizes
+
+# What exact gradients take, for ``filter_pays``: one H200, bf16, N 8,192; 2026-11. Products are those of the logits' size.
+EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
+RECOMPUTED = 1.1  # products more where none is kept
+USUAL_LIST = 40  # columns of a token that a filter lists: 34 where a model trains, 25 to 59 where the softmax is flat
+FILTER_HOST = 6.0e-3  # seconds that the host takes: 220 to 270 kernels took 8 to 14 ms, and there are 80 to 160
+MARGIN = 0.9  # of the exact time, that the filter may take
+
+
+class Rates(NamedTuple):
+    """What a GPU does in a second: operations of a product, bytes from and to memory."""
+
+    operations: float
+    bytes_moved: float
+
+
+# By the bytes of an element; the latter is tf32, as nobody measured fp32.
+H200 = {2: Rates(7.0e14, 3.5e12), 4: Rates(3.5e14, 3.5e12)}
+
+
+class FilterCosts(NamedTuple):
+    """The costs of a filter that the rates of a GPU do not say."""
+
+    marks: float = 0.053  # Time that marking adds to the log-sum-exp, over a plain product's
+    forward: float = 0.24e-3  # Seconds of small kernels in forward
+    backward: float = 0.69e-3  # Seconds of small kernels in backward, and of others whatever the sizes
+    passes: float = 3.7  # Passes over the weight or its gradient in backward
+    sorted: float = 0.1e-9  # Seconds that the sort takes for each column that lists have room for
+    listed: float = 1.5e-9  # Seconds that a listed column of a token takes, however narrow its row
+    listed_wide: float = 0.99e-9  # Seconds more for each 1,024 elements of the row
+    # The same for each doubling of the vocabulary above ``LISTED_OF``: rows of rarer ids are found less often in the cache
+    rarer: float = 0.23e-9
+
+
+# A fit to twenty filtered times at eps 2^-10: six synthetic softmaxes on the heads of Llama-3-8B, Gemma-2-2B and Phi-3.5, two
+# captured ones of D 768, V 32,768 (H200s, bf16, N 8,192, 2026-11). The kernels have become faster since: it meets times of
+# the former, mostly from above, and older ones of six captured states within 12 %
+# (tests/kernels/test_filter_costs.py). The cost of sorting a place of a list was measured with an older filter.
+FILTER_COSTS = FilterCosts()
+LISTED_OF = 32_064  # Phi-3.5's rows
+
+
+def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: int = 0) -> bool:
+    """Return whether a filter takes less time than exact gradients would, as far as the sizes of the largest shard tell.
+
+    The exact way is 3 products, and a fourth for columns whose exponentials are not kept (it may keep them if ``keeps``). The
+    filter is the forward product, ``filter_seconds``, lists of the usual length, and the recomputation of ``exact_sides``, the
+    gradients that are not filtered. Rates are an H200's on every device, since ranks have to agree.
+    """
+    rates, num_columns = H200[sizes.itemsize], sizes.num_columns
+    product = product_seconds(sizes, rates)
+    kept = memory.columns_kept(sizes, workspace_bytes or memory.default_workspace(sizes, keeps)) if keeps else 0
+    recomputed = RECOMPUTED * (1 - min(1.0, kept / max(1, num_columns)))
+    exact = (EXACT_PRODUCTS + recomputed) * product
+    more = filter_seconds(sizes, workspace_bytes or LEAST_DEFAULT, rates, memory.frequent_columns(num_columns, 0.0))
+    lists = listed_seconds(sizes, min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY))
+    filtered = (1 + exact_sides * (1 + RECOMPUTED)) * product + sum(more) + lists
+    return max(FILTER_HOST, filtered) < MARGIN * exact
+
+
+def product_seconds(sizes: Sizes, rates: Rates) -> float:
+    """Return what a product of the logits' size takes."""
+    return 2 * sizes.num_tokens * sizes.hidden_size * sizes.num_columns / rates.operations
+
+
+def filter_seconds(sizes: Sizes, workspace_bytes: int, rates: Rates, frequent: int) -> tuple[float, float]:
+    """Return what a filter adds to the product of forward, and all of its backward but lists."""
+    costs, num_tokens, num_columns = FILTER_COSTS, sizes.num_tokens, max(1, sizes.num_columns)
+    product = product_seconds(sizes, rates)
+    marks_bytes = num_tokens * num_columns // 4  # a bit of each logit, in and out
+    few = (frequent + memory.bound_columns(num_columns - frequent)) / num_columns
+    forward = (costs.marks + few) * product + marks_bytes / rates.bytes_moved + costs.forward
+    wide = 3 * frequent + 2 * memory.sampled_columns(num_columns)
+    if memory.covariance_rows(sizes, workspace_bytes):
+        wide += sizes.hidden_size * (1 + memory.covariance_columns(num_columns, sizes.hidden_size) / num_tokens)
+    products = wide / num_columns + 2 * SAMPLE / max(SAMPLE, num_tokens)
+    num_bytes = costs.passes * num_columns * sizes.hidden_bytes + 6 * num_tokens * sizes.hidden_bytes
+    sorted_columns = memory.list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
+    backward = products * product + num_bytes / rates.bytes_moved + costs.sorted * sorted_columns + costs.backward
+    return forward, backward
+
+
+def listed_seconds(sizes: Sizes, num_columns: float) -> float:
+    """Return what so many listed columns of each token take: more with the width of rows and the number of rare ids."""
+    doublings = max(0.0, math.log2(max(1, sizes.num_columns) / LISTED_OF))
+    wide = FILTER_COSTS.listed_wide + FILTER_COSTS.rarer * doublings
+    return sizes.num_tokens * num_columns * (FILTER_COSTS.listed + sizes.hidden_size / 1024 * wide)

@@ -1,0 +1,658 @@
+"""deepspeed itself, tiny and on the CPU, trained with its own loss and with ours: the same losses, the same updates."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib.util
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from test_options import DS_CONFIG
+from tiny_trainer import begin_deepspeed, counted, tiny_model
+from torch import Tensor, nn
+
+import cce_dist
+from cce_dist.integrations import deepspeed as cce
+from cce_dist.integrations import deferred
+from cce_dist.integrations import transformers as hugging_face
+from cce_dist.tools.ranks import run_ranks
+
+HIDDEN, VOCAB, SEQ, BATCH, STEPS, MICROBATCHES = 16, 37, 6, 2, 2, 2
+IGNORED = -100
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+REPORT = {"report": True, "z_loss_weight": 0.1, "filter": "compensated", "filter_eps": 1e-30}
+
+
+def ds_config(ours: bool, case: Pipe | Case | None = None, **more: Any) -> dict:
+    config = json.loads(DS_CONFIG) | {"steps_per_print": 10**9} | more
+    config["cce_dist"]["enabled"] = ours
+    if case is not None:
+        # For fp16 a loss scale that changes while we look.
+        scaler = {"enabled": case.fp16, "initial_scale_power": 8, "loss_scale_window": 1, "hysteresis": 1}
+        config |= {"bf16": {"enabled": case.bf16}, "fp16": scaler if case.fp16 else {"enabled": False}}
+        config |= {"gradient_clipping": case.clip, "zero_optimization": {"stage": case.zero}}
+        config["cce_dist"] |= REPORT if case.report else {}
+    return config
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(F.gelu(self.up(hidden)))
+
+
+def prepare() -> None:
+    """Make this process one that DeepSpeed takes for a launcher's, without a compiler."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+    begin_deepspeed()
+    import deepspeed
+
+    # Its CPUs have fp16 if they are fast at it; these tests are not about speed.
+    accelerator: Any = deepspeed.accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+
+
+# Pipelines
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipe:
+    pipe: int = 1
+    model: int = 1
+    tied: bool = False
+    zero: int = 0
+    checkpoint: bool = False
+    clip: float = 0.0
+    bf16: bool = False
+    fp16: bool = False
+    weighted: bool = False
+    report: bool = False
+
+
+def weighted_loss(logits: Any, labels: tuple[Tensor, Tensor]) -> Tensor:
+    ids, weights = labels
+    logits = 3.0 * torch.tanh(logits / 3.0)
+    loss = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten(), reduction="none")
+    return (loss * weights.flatten()).sum() / weights.sum()
+
+
+def pipeline(case: Pipe, ours: bool) -> Any:
+    """Return the engine; ours has the head split over the model axis, DeepSpeed's whole on each of its ranks."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    data = dist.get_world_size() // (case.pipe * case.model)
+    topology = PipeModelDataParallelTopology(num_pp=case.pipe, num_mp=case.model, num_dp=data)
+    split = ours and case.model > 1
+    if not case.tied:
+        first = LayerSpec(nn.Embedding, VOCAB, HIDDEN)
+        last = (
+            cce.CCEHeadSpec(HIDDEN, VOCAB, topology=topology)
+            if split
+            else LayerSpec(nn.Linear, HIDDEN, VOCAB, bias=False)
+        )
+    elif split:
+        first = cce.CCEEmbeddingSpec(HIDDEN, VOCAB, topology=topology, tied="embedding")
+        last = cce.CCEHeadSpec(HIDDEN, VOCAB, topology=topology, tied="embedding")
+    else:
+        first = TiedLayerSpec("embedding", nn.Embedding, VOCAB, HIDDEN)
+        last = TiedLayerSpec("embedding", nn.Embedding, VOCAB, HIDDEN, forward_fn=tied_logits)
+    module = PipelineModule(
+        [first, LayerSpec(Block), LayerSpec(Block), last],
+        topology=topology,
+        partition_method="uniform",
+        loss_fn=weighted_loss if case.weighted else cce.loss_fn,
+        activation_checkpoint_interval=1 if case.checkpoint else 0,
+    )
+    for name, parameter in module.named_parameters():
+        # By name: a layer has the same weights whatever the stage or the split.
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        rows = rows_of(module, name)
+        shape = parameter.shape if rows == slice(None) else (VOCAB, *parameter.shape[1:])
+        with torch.no_grad():
+            parameter.copy_(0.3 * torch.randn(shape, generator=generator)[rows])
+    config = ds_config(ours, case, pipeline={"use_reentrant": False})
+    if case.bf16:  # BF16_Optimizer, which clears what gradients there are where it sees backward begin
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.5)
+    return cce.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def rows_of(module: nn.Module, name: str) -> slice:
+    """Return which rows of a whole parameter a shard of the vocabulary holds; all of a parameter that is not split."""
+    rows = getattr(module.get_submodule(name.rpartition(".")[0]), "rows", None)
+    return slice(None) if rows is None else slice(rows.start, rows.stop)
+
+
+def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor], module: nn.Module, tolerance: float) -> None:
+    assert ours.keys() == stock.keys()
+    for name, expected in stock.items():
+        torch.testing.assert_close(
+            ours[name],
+            expected[rows_of(module, name)],
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+def tied_logits(embedding: Any, hidden: Tensor) -> Tensor:
+    return F.linear(hidden, embedding.weight)
+
+
+def batches(step: int, weighted: bool, rank: int) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    while True:
+        ids = torch.randint(VOCAB, (BATCH, SEQ), generator=generator)
+        labels = torch.randint(VOCAB, (BATCH, SEQ), generator=generator)
+        labels = labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.3, IGNORED)
+        yield ids, (labels, torch.rand(labels.shape, generator=generator)) if weighted else labels
+
+
+def check_pipeline_evaluation(case: Pipe) -> None:
+    """Evaluate, return logits, save, and load into the other engine."""
+    stock, ours = engines(case)
+    for engine in (stock, ours):
+        engine.train_batch(batches(0, False, 0))
+    losses = [evaluated(engine, case) for engine in (stock, ours)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
+    if case.model == 1:
+        (_, expected), (loss, logits) = (e.eval_batch(batches(9, False, 0), return_logits=True) for e in (stock, ours))
+        torch.testing.assert_close(loss, losses[0], rtol=2e-5, atol=0)
+        if stock.is_last_stage():
+            torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+    with shared_folder() as folder:
+        stock.save_checkpoint(os.path.join(folder, "stock"), tag="x")
+        ours.save_checkpoint(os.path.join(folder, "ours"), tag="x")
+        dist.barrier()
+        files = [sorted(path.name for path in Path(folder, name, "x").glob("layer_*")) for name in ("stock", "ours")]
+        assert files[0] == files[1] and len(files[0]) >= 3
+        for name in files[0]:
+            saved = [torch.load(Path(folder, engine, "x", name), weights_only=False) for engine in ("stock", "ours")]
+            assert saved[0].keys() == saved[1].keys()
+        other = pipeline(case, ours=case.model > 1)  # of the same sharding
+        other.load_checkpoint(os.path.join(folder, "ours"), tag="x", load_module_only=True)
+        dist.barrier()
+    torch.testing.assert_close(evaluated(other, case), losses[0], rtol=2e-5, atol=0)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """Give all ranks one temporary folder."""
+    with tempfile.TemporaryDirectory() as own:
+        name = [own]
+        dist.broadcast_object_list(name)
+        yield name[0]
+        dist.barrier()
+
+
+# Models that compute their loss in forward
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    zero: int = 0
+    tied: bool = False
+    clip: float = 0.1
+    bf16: bool = False
+    fp16: bool = False
+    offload: bool = False
+    autotp: int = 0
+    split: bool = False  # the vocabulary, over an mpu's model axis
+    evaluate: bool = False
+    num_items: int | None = None
+    report: bool = False
+    sequence_mean: bool = False
+    reduce_scatter: bool = True
+
+
+class Model(nn.Module):
+    """A language model as people write them; ``head`` makes its last layer."""
+
+    def __init__(self, head: Callable[[], nn.Module], tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(VOCAB, HIDDEN), Block()
+        self.lm_head = head()
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(
+        self, ids: Tensor, labels: Tensor | None = None, shift_labels: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor | None, Any]:
+        logits = self.lm_head(self.block(self.embed(ids)))
+        if shift_labels is not None:
+            return cce.loss_fn(logits, shift_labels), logits
+        if labels is None:
+            return None, logits
+        return F.cross_entropy(logits[..., :-1, :].reshape(-1, VOCAB), labels[:, 1:].flatten()), logits
+
+
+def linear() -> nn.Module:
+    return nn.Linear(HIDDEN, VOCAB, bias=True)
+
+
+def engine_of(model: nn.Module, ours: bool, case: Case, mpu: Any = None) -> Any:
+    config = ds_config(ours, case)
+    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "reduce_scatter": case.reduce_scatter}
+    if case.offload:
+        config["zero_optimization"] |= {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")}
+        config["zero_force_ds_cpu_optimizer"] = False  # which a compiler would have to make
+    if case.autotp:
+        config["tensor_parallel"] = {"autotp_size": case.autotp, "vocab_parallel_lm_head": True}
+    config["cce_dist"]["sequence_mean"] = case.sequence_mean
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return cce.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
+
+
+def engines(case: Pipe | Case, name: str = "") -> tuple[Any, Any]:
+    """Return DeepSpeed's own engine and ours, of the same model: a pipeline, ``Model``, or one of transformers."""
+    if isinstance(case, Pipe):
+        return pipeline(case, ours=False), pipeline(case, ours=True)
+    torch.manual_seed(0)
+    if name:
+        stock = tiny_model(name, vocab_size=VOCAB, num_hidden_layers=1, tie_word_embeddings=case.tied)
+        if case.zero == 3:
+            stock.gradient_checkpointing_enable()
+    else:
+        stock = Model(linear, case.tied)
+    ours = copy.deepcopy(stock)
+    mpu = make_mpu(2) if case.split else None
+    if mpu is not None:
+        rank, size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
+        ours.lm_head = cce.CCEHead(HIDDEN, VOCAB, bias=True, tp_rank=rank, tp_size=size)
+        for where, parameter in ours.lm_head.named_parameters():
+            parameter.data.copy_(getattr(stock.lm_head, where)[rows_of(ours, f"lm_head.{where}")])
+    return engine_of(stock, False, case, mpu), engine_of(ours, True, case, mpu)
+
+
+def data_rank(engine: Any, case: Pipe | Case) -> int:
+    if isinstance(case, Pipe):
+        return engine.grid.get_data_parallel_rank()
+    return 0 if case.autotp else dist.get_rank() // (2 if case.split else 1)
+
+
+def train(engine: Any, step: int, case: Pipe | Case) -> list[float]:
+    rank = data_rank(engine, case)
+    if isinstance(case, Pipe):
+        return [engine.train_batch(batches(step, case.weighted, rank)).item()]
+    engine.train()
+    data, losses = batches(step, False, rank), []
+    more = {} if case.num_items is None else {"num_items_in_batch": case.num_items}
+    for _ in range(MICROBATCHES):
+        ids, labels = next(data)
+        loss = engine(ids, labels=labels, **more)[0]
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def evaluated(engine: Any, case: Pipe | Case) -> Tensor:
+    data = batches(9, False, data_rank(engine, case))
+    if isinstance(case, Pipe):
+        return engine.eval_batch(data)
+    engine.eval()
+    ids, labels = next(data)
+    return engine(ids, labels=labels)[0]
+
+
+def parameters(engine: Any) -> dict[str, Tensor]:
+    """Whole parameters, whatever the ZeRO stage."""
+    import deepspeed
+
+    found = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(found.values()), enabled=engine.zero_optimization_stage() == 3):
+        return {name: parameter.detach().float().clone() for name, parameter in found.items()}
+
+
+def compare(case: Pipe | Case, name: str = "") -> None:
+    stock, ours = engines(case, name)
+    tolerance = 2e-2 if case.bf16 or case.fp16 else 2e-5
+    with counted(deferred) as calls:
+        for step in range(STEPS):
+            expected, losses = (train(engine, step, case) for engine in (stock, ours))
+            torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0)
+            if case.clip and case.zero:
+                norms = [engine.get_global_grad_norm() for engine in (stock, ours)]
+                assert abs(norms[1] - norms[0]) <= tolerance * norms[0], norms
+    assert calls == [STEPS * MICROBATCHES if ours.cce_heads else 0]
+    cce.require(ours)
+    with pytest.raises(RuntimeError, match="no head of this engine"):
+        cce.require(stock)
+    assert_same(parameters(ours), parameters(stock), ours.module, tolerance)
+    if isinstance(case, Case) and case.evaluate:
+        check_evaluation(stock, ours)
+
+
+def check_report(case: Pipe | Case) -> None:
+    _, engine = engines(case)
+    loss = torch.tensor(train(engine, 0, case)[-1])
+    if isinstance(case, Pipe):
+        evaluated(engine, case)  # what is reported is of the training step, as with DeepSpeed's own
+    parts = engine.get_additional_losses()
+    options = cce.Options.from_config({"cce_dist": {"enabled": True} | REPORT})
+    assert options is not None and tuple(parts) == options.reported()
+    torch.testing.assert_close(parts["nll"] + parts["z_loss"], loss, rtol=2e-5, atol=0)
+    assert parts["z_loss"] > 0.1 and 0 < parts["entropy"] < math.log(VOCAB)
+    assert parts["kept_tiles"] == 1 and parts["dropped_mass_mean"] == parts["dropped_mass_max_of_shards"] == 0
+
+
+def check_evaluation(stock: Any, ours: Any) -> None:
+    ids, labels = next(batches(9, False, 0))
+    for engine in (stock, ours):
+        engine.eval()
+    with torch.no_grad():
+        expected, logits = (
+            engine(ids)[-1] if isinstance(engine(ids), tuple) else engine(ids).logits for engine in (stock, ours)
+        )
+        torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+        expected, loss = (engine(ids, labels=labels)[0] for engine in (stock, ours))
+        torch.testing.assert_close(loss, expected, rtol=2e-5, atol=0)
+        with shared_folder() as folder:
+            ours.save_checkpoint(folder, tag="x")
+            dist.barrier()
+            stock.load_checkpoint(folder, tag="x")
+            assert stock.global_steps == ours.global_steps
+        again = stock(ids, labels=labels)[0]
+        torch.testing.assert_close(again, expected, rtol=0 if stock.zero_optimization_stage() else 1e-6, atol=1e-6)
+
+
+class ReadsTheWeight(Model):
+    """Computes its loss from the head's weight, as fused losses of others do, and never asks the head."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, **_: Any) -> tuple[Tensor | None, Any]:
+        head: Any = self.lm_head
+        logits = F.linear(self.block(self.embed(ids)), head.weight, head.bias)
+        return None if labels is None else cce.loss_fn(logits, labels), logits
+
+
+def check_require(zero: int) -> None:
+    """Before a step the head is converted or not; after one there was a loss of ours or not."""
+    engine = engine_of(ReadsTheWeight(linear), True, Case(zero=zero))
+    cce.require(engine)
+    ids, labels = next(batches(0, False, 0))
+    engine.eval()
+    engine(ids, labels=labels)
+    cce.require(engine)  # an evaluation tells nothing of training
+    with pytest.raises(RuntimeError, match="ended without asking the head for its loss"):
+        train(engine, 0, Case())
+    with pytest.raises(RuntimeError, match=r"1 forward.* none asked the head lm_head for its loss"):
+        cce.require(engine)
+
+
+def check_pipeline_require(case: Pipe) -> None:
+    engine = pipeline(case, ours=True)
+    cce.require(engine)
+    if engine.is_last_stage():
+        head = engine.module.forward_funcs[-1]
+        engine.module.loss_fn = lambda hidden, labels: cce.loss_fn(F.linear(hidden, head.weight), labels)
+    engine.train_batch(batches(0, False, 0))
+    with (
+        pytest.raises(RuntimeError, match="none asked the head") if engine.is_last_stage() else contextlib.nullcontext()
+    ):
+        cce.require(engine)
+
+
+def check_said_once(rows: int, build: Callable, *args: Any) -> None:
+    """One line of one rank, though DeepSpeed's logger drops all below a warning, says what computes the loss."""
+    said, everywhere = io.StringIO(), [""] * dist.get_world_size()
+    with contextlib.redirect_stderr(said):
+        build(*args)
+    dist.all_gather_object(everywhere, said.getvalue())
+    lines = [line for text in everywhere for line in text.splitlines() if "the loss comes from hidden states" in line]
+    assert len(lines) == 1 and f"rows [0, {rows}) of {VOCAB}; Options(grad_filter=None" in lines[0], lines
+    assert "workspace_bytes=None" in lines[0]
+
+
+def check_evaluation_is_plain(case: Pipe | Case) -> None:
+    """The z-loss of the section is in losses of training alone: in evaluation ours is the loss that stock has."""
+    stock, ours = engines(case)
+    losses = [evaluated(engine, case) for engine in (stock, ours)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
+    assert train(ours, 9, case)[0] > losses[0] + 0.5
+
+
+def make_mpu(model: int) -> Any:
+    """Return the model axis over neighbouring ranks, data over the rest."""
+    world, mpu = dist.get_world_size(), SimpleNamespace()
+    for kind, many in (
+        ("model", [list(range(first, first + model)) for first in range(0, world, model)]),
+        ("data", [list(range(first, world, model)) for first in range(model)]),
+    ):
+        group: Any = dist.new_subgroups_by_enumeration(many)[0]
+        for what, value in (("group", group), ("rank", group.rank()), ("world_size", group.size())):
+            setattr(mpu, f"get_{kind}_parallel_{what}", lambda value=value: value)
+    return mpu
+
+
+def check_sequence_shards(zero: int, reduce_scatter: bool = True) -> None:
+    """Give each rank half of the sequences, rank 1 in one microbatch no label; plain torch has them whole."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=2)
+    torch.manual_seed(0)
+    model = Model(linear)
+    reference = copy.deepcopy(model)
+    case = Case(zero=zero, clip=0.0, sequence_mean=True, reduce_scatter=reduce_scatter)
+    engine = engine_of(model, True, case, parallel_state_sp)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    here = slice(0, SEQ // 2) if dist.get_rank() == 0 else slice(SEQ // 2, SEQ)
+    for step in range(STEPS):
+        data = batches(step, False, 0)
+        for micro in range(MICROBATCHES):
+            ids, labels = next(data)
+            if micro == 1:
+                labels[:, SEQ // 2 :] = IGNORED
+            whole = reference(ids, shift_labels=labels)[0]
+            (whole / MICROBATCHES).backward()
+            loss = engine(ids[:, here], shift_labels=labels[:, here])[0]
+            torch.testing.assert_close(loss, whole, rtol=2e-5, atol=0)
+            engine.backward(loss)
+            engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(parameters(engine), dict(reference.named_parameters()), engine.module, 2e-5)
+
+
+def check_refusals() -> None:
+    """Raise on models that cannot be taken over before anything is built, and on a use of logits that are not there."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    def refused(model: nn.Module, message: str, **config: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            cce.initialize(model=model, config=ds_config(True) | config)
+
+    refused(nn.Sequential(nn.Linear(4, 4)), 'found none: name it in "cce_dist.head"')
+    refused(Model(lambda: nn.Sequential(linear())), "cannot take over a head that is a Sequential")
+    refused(Model(linear), "which Model does not have", cce_dist={"enabled": True, "head": "output"})
+    refused(Model(linear), "vocab_parallel_lm_head", tensor_parallel={"autotp_size": 2})
+    with pytest.raises(ValueError, match="there is no sequence parallelism"):
+        engine_of(Model(linear), True, Case(sequence_mean=True))
+    refused(Model(linear), "no key", cce_dist={"enabled": True, "eps": 1})
+    refused(Model(lambda: cce.CCEHead(HIDDEN, VOCAB, tp_rank=0, tp_size=2)), "needs mpu=")
+    embedding, tied = TiedLayerSpec("e", nn.Embedding, VOCAB, HIDDEN), TiedLayerSpec("e", nn.Embedding, VOCAB, HIDDEN)
+    for layers, loss, message in (
+        ([embedding, LayerSpec(Block)], cce.loss_fn, "cannot take over a head that is a Block"),
+        ([embedding, tied], cce.loss_fn, "a tied head needs"),
+        ([embedding, LayerSpec(nn.Linear, HIDDEN, VOCAB)], None, "with a loss_fn"),
+    ):
+        refused(PipelineModule(layers, num_stages=2, loss_fn=loss), message)
+    pipe = PipelineModule([embedding, LayerSpec(nn.Linear, HIDDEN, VOCAB)], num_stages=2, loss_fn=cce.loss_fn)
+    refused(pipe, "not for pipelines", cce_dist={"enabled": True, "head": "1"})
+    with pytest.raises(RuntimeError, match="nothing has turned cce_dist on"):
+        cce.CCEHead(HIDDEN, VOCAB, tp_rank=0, tp_size=2)(torch.zeros(1, HIDDEN))
+
+    engine = engine_of(Model(linear), True, Case(zero=1))
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    logits = engine(ids)[-1]
+    with pytest.raises(RuntimeError, match="in the model's forward"):
+        F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    with pytest.raises(AttributeError, match="softmax of logits that are not computed"):
+        logits.softmax(-1)
+
+
+def two_ranks() -> None:
+    prepare()
+    for case in (
+        Pipe(pipe=2, clip=0.1, zero=1),
+        Pipe(pipe=2, tied=True, checkpoint=True),
+        Pipe(model=2, clip=0.1),
+        Pipe(model=2, tied=True, zero=1, weighted=True),
+        Pipe(pipe=2, weighted=True, bf16=True, zero=1),
+        Pipe(pipe=2, fp16=True, zero=1),
+        Case(zero=0, evaluate=True),
+        Case(zero=3, evaluate=True),
+        Case(zero=1, split=True),
+        Case(zero=3, split=True),
+        Case(zero=2, fp16=True),
+        Case(zero=3, fp16=True, tied=True),
+        Case(zero=2, offload=True),
+        Case(zero=3, offload=True, tied=True),
+    ):
+        run(compare, case)
+    for case in (Pipe(pipe=2), Pipe(pipe=2, tied=True), Pipe(model=2), Pipe(model=2, tied=True)):
+        run(check_pipeline_evaluation, case)
+    for case in (Pipe(pipe=2, report=True), Case(zero=3, report=True)):
+        run(check_report, case)
+    run(check_said_once, VOCAB, engine_of, Model(linear), True, Case())
+    run(check_said_once, VOCAB, pipeline, Pipe(pipe=2), True)
+    run(check_said_once, 19, pipeline, Pipe(model=2), True)
+    for zero in (0, 3):
+        run(check_require, zero)
+        run(check_evaluation_is_plain, Case(zero=zero, report=True))
+    run(check_pipeline_require, Pipe(pipe=2))
+    run(check_evaluation_is_plain, Pipe(pipe=2, report=True))
+    run(check_evaluation_is_plain, Pipe(model=2, tied=True, report=True))
+    for zero, reduce_scatter in ((0, True), (2, True), (3, True), (3, False)):
+        run(check_sequence_shards, zero, reduce_scatter)
+    run(check_refusals)
+    if importlib.util.find_spec("transformers") is None:
+        return
+    for case, name in (
+        (Case(zero=0, evaluate=True), "Llama"),
+        (Case(zero=2, bf16=True), "Llama"),
+        (Case(zero=3, tied=True, num_items=7), "Llama"),
+        (Case(zero=1, tied=True, evaluate=True), "Gemma2"),
+        # The last ones: AutoTP changes DeepSpeed's state for good.
+        (Case(zero=1, autotp=2), "Llama"),
+        (Case(zero=3, tied=True, autotp=2), "Llama"),
+    ):
+        run(compare, case, name)
+
+
+def four_ranks() -> None:
+    prepare()
+    for case in (
+        Pipe(pipe=2, model=2, zero=1, clip=0.1),
+        Pipe(pipe=2, model=2, tied=True, checkpoint=True),
+        Pipe(pipe=2, tied=True, zero=1, weighted=True),
+        Case(zero=0, split=True),
+        Case(zero=2, split=True),
+        Case(zero=3, split=True),
+    ):
+        run(compare, case)
+    run(check_report, Pipe(pipe=2, model=2, report=True))
+
+
+def run(check: Callable, *args: Any) -> None:
+    """Run a check on a DeepSpeed that remembers no groups of the one before; say which failed."""
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references()
+    try:
+        check(*args)
+    except Exception as error:
+        raise AssertionError(f"{check.__name__}{args}: {error}") from error
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_two_ranks() -> None:
+    run_ranks(two_ranks, 2)
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_four_ranks() -> None:
+    run_ranks(four_ranks, 4)
+
+
+@pytest.fixture
+def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """deepspeed, whose own ``initialize`` makes no engine, so that no group of ranks is needed."""
+    deepspeed = pytest.importorskip("deepspeed")
+
+    def initialize(args: Any = None, model: Any = None, config: Any = None, mpu: Any = None, config_params: Any = None):
+        return SimpleNamespace(module=model), None, None, None
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    monkeypatch.setattr(cce.engine, "convert", lambda engine, options: setattr(engine, "cce_heads", options))  # pyright: ignore
+    return deepspeed
+
+
+ON = {"cce_dist": {"enabled": True, "filter": "plain"}}
+
+
+def test_install_twice_reads_the_section_once(deepspeed: Any) -> None:
+    own, model = deepspeed.initialize, Model(linear)
+    cce.install()
+    cce.install()
+    assert deepspeed.initialize.cce_original is own
+    for call in (deepspeed.initialize, cce.initialize):
+        assert call(model=model, config_params=ON)[0].cce_heads.grad_filter is not None
+        assert not hasattr(call(model=model, config=None)[0], "cce_heads")
+    assert deepspeed.initialize.cce_converted == 1  # the other call was cce_dist's own
+    with pytest.raises(ValueError, match='has no key "fliter"'):
+        deepspeed.initialize(model=model, config={"cce_dist": {"enabled": True, "fliter": "plain"}})
+    with pytest.raises(ValueError, match="converted already: leave out"):
+        cce.initialize(model=cce_dist.convert(model), config=ON)
+    cce.uninstall()
+    assert deepspeed.initialize is own
+    deepspeed.initialize = cce.initialize
+    with pytest.raises(RuntimeError, match=r"in place of the assignment call .*install\(\)"):
+        deepspeed.initialize(model=model, config=ON)
+
+
+def test_a_section_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hugging_face, "section_of_trainer", lambda: ON["cce_dist"])
+    with pytest.raises(RuntimeError, match='nobody has read "cce_dist" of ds_config'):
+        cce_dist.require(Model(linear))
+    with pytest.raises(ValueError, match="is enabled in ds_config, and"):
+        cce_dist.convert(Model(linear))
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "train.py").write_text(
+        "import sys, beside, deepspeed\nprint(hasattr(deepspeed.initialize, 'cce_original'), __name__, sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-m", "cce_dist.integrations.deepspeed", "--local_rank=0", str(tmp_path / "train.py")]
+    done = subprocess.run([*command, "--lr", "1"], capture_output=True, text=True, cwd=tmp_path.parent)
+    assert done.returncode == 0, done.stderr
+    assert "True __main__ ['--local_rank=0', '--lr', '1']" in done.stdout
+    assert "no model was converted: no ds_config that reached" in done.stderr
+    with pytest.raises(SystemExit):
+        cce.main([str(tmp_path / "absent.py")])
+    assert "no such script" in capsys.readouterr().err

@@ -1,0 +1,260 @@
+"""Megatron's ``output_processor`` with ours: scores and gradients of a real GPTModel, beside those of its own logits.
+
+megatron-core before 0.18 has no such argument: there a stand-in calls the processor as 0.18 does. ``launch/rl_packages.sh``
+runs this file with newer ones. test_rl.py runs what needs ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("megatron.core")
+
+from dense_scores import assert_same_curve, dense_scores, policy_loss
+from test_megatron import (
+    BATCH,
+    SEQ,
+    VOCAB,
+    Case,
+    Trainer,
+    batch,
+    build,
+    hybrid,
+    on_layout,
+    takes_a_processor,
+    with_processor,
+)
+
+from cce_dist.integrations import megatron as cce
+from cce_dist.integrations.megatron import scores
+from cce_dist.tools.verify.check import assert_no_worse
+
+TEMPERATURE = torch.linspace(0.5, 2, BATCH * SEQ).view(BATCH, SEQ)
+
+
+def processor(**wanted: Any) -> Any:
+    return cce.log_probs_processor(**wanted) if takes_a_processor() else scores._Processor(1.0, None, wanted)
+
+
+def by_logits(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
+    """Labels outside the vocabulary have no scores."""
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+    outside = (labels < 0) | (labels >= VOCAB)
+    logits = gather_from_tensor_model_parallel_region(model(**inputs))
+    return [x.masked_fill(outside, 0) for x in dense_scores(logits, labels.clamp(0, VOCAB - 1), TEMPERATURE)]
+
+
+def by_processor(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
+    return with_processor(model)(
+        **inputs,
+        labels=labels,
+        output_processor=processor(entropy=True, argmax=True),
+        output_processor_context={"temperature": TEMPERATURE},
+    )
+
+
+def by_processor_of_a_converted_model(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
+    return by_processor(cce.convert(model), inputs, labels)
+
+
+def by_the_loss(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
+    with cce.log_probs_of(cce.convert([model]), temperature=TEMPERATURE, entropy=True, argmax=True) as found:
+        losses = model(**inputs, labels=labels)
+    assert torch.equal(losses, -found[0].log_probs) and len(found) == 1
+    return found[0]
+
+
+def step(model: Any, how: Callable) -> dict[str, Tensor]:
+    """Return scores and all gradients."""
+    found = how(model, *batch(model))
+    if how is not by_logits:
+        assert found.argmax.shape == found.lse.shape == (BATCH, SEQ) and found.log_probs.is_contiguous()
+        found = found.log_probs, found.entropy
+    policy_loss(*found).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"log_probs": found[0], "entropy": found[1], **gradients}
+
+
+def on_one_layout(case: Case) -> None:
+    for make, ways in (
+        (lambda: build(case)[0], (by_processor, by_processor_of_a_converted_model, by_the_loss)),
+        (lambda: hybrid(case), (by_the_loss,)),
+    ):
+        baseline, truth = step(make(), by_logits), step(make().double(), by_logits)
+        for how in ways:
+            ours = step(make(), how)
+            assert ours.keys() == baseline.keys() == truth.keys() and len(ours) > 10
+            for name in ours:
+                quantity = f"{name}, {how.__name__}, {case}"
+                assert_no_worse(ours[name], baseline[name], truth[name], quantity=quantity)
+
+
+def with_two_predictions(case: Case) -> None:
+    """Multi-token prediction beside log-probabilities. Catches its loss with a temperature, and its labels among ours."""
+
+    def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+        loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    results = []
+    for ours, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
+        model = build(case)[0].to(dtype)
+        inputs, labels = batch(model)
+        labels = labels.clamp(0, VOCAB - 1)
+        with cce.log_probs_of(cce.convert(model)) if ours else contextlib.nullcontext() as found:
+            losses = model(**inputs, labels=labels)
+        log_probs = found[-1].log_probs if found else -losses
+        results.append({"log_probs": log_probs, **gradients(model, policy_loss(log_probs, log_probs.new_zeros(())))})
+        assert not found or len(found) == 1
+    for name in results[0]:
+        assert_no_worse(*(result[name] for result in results), quantity=f"{name}, {case}")
+
+    alone = []
+    for temperature in (1.0, 0.5):
+        model = cce.convert(build(case)[0])
+        with cce.log_probs_of(model, temperature=temperature) as found:
+            model(**inputs, labels=labels)
+        alone.append(gradients(model, 0 * found[0].log_probs.sum()))
+    assert any(name.startswith("mtp") and grad.any() for name, grad in alone[0].items())
+    for name, grad in alone[0].items():
+        assert torch.equal(grad, alone[1][name]), f"{name}: the second prediction has a temperature"
+
+
+def over_two_ranks(sequence_parallel: bool) -> None:
+    """Catches hidden states taken for whole, labels of another order, a gradient that is summed twice, never or elsewhere."""
+    on_layout(Case(tp=2, sequence_parallel=sequence_parallel, tied=sequence_parallel), on_one_layout)
+    if not sequence_parallel:
+        on_layout(Case(), on_one_layout)
+        on_layout(Case(tp=2, mtp=1), with_two_predictions)
+        on_layout(Case(tp=2), curve_of_fifty_steps)
+        fast = Case(tp=2, sequence_parallel=True, ddp="distributed-optimizer")
+        on_layout(fast, curve_of_fifty_steps_of_training)
+        on_layout(Case(cp=2, own_tokens=True), next_ids_in_slices)
+        on_layout(Case(tp=2), what_is_not_served)
+
+
+def curve_of_fifty_steps(case: Case) -> None:
+    """A policy with a clipped loss and an entropy bonus: by our processor, and by the model's logits."""
+    advantages = torch.randn(BATCH, SEQ, generator=torch.Generator().manual_seed(4))
+    found = []
+    for how in (by_processor, by_logits):
+        model, losses, old = build(case)[0], [], None
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        for _ in range(50):
+            scores = how(model, *batch(model))
+            log_probs, entropy = (scores.log_probs, scores.entropy) if how is by_processor else scores
+            old = log_probs.detach() if old is None else old
+            ratio = (log_probs - old).exp()
+            clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+            losses.append(-clipped.mean() - 0.01 * entropy.mean())
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        found.append(losses)
+    assert_same_curve(f"Megatron's policy, {case}", *found)
+
+
+def curve_of_fifty_steps_of_training(case: Case) -> None:
+    """Megatron's own loop and optimizer: a converted model, and Megatron's loss."""
+    found = [
+        [torch.tensor(trainer.step(step)[0]).mean() for step in range(50)]
+        for trainer in (Trainer(case, ours=ours) for ours in (True, False))
+    ]
+    assert_same_curve(f"Megatron's training, {case}", *found)
+
+
+def packed_lengths(*lengths: int) -> Any:
+    """Return Megatron's parameters of sequences that lie one behind the other."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+
+
+def of_this_rank(tokens: Tensor, rank: int, size: int) -> Tensor:
+    """Return what Megatron gives a context-parallel rank of a sequence: two of 2 size pieces."""
+    pieces = tokens.chunk(2 * size)
+    return torch.cat([pieces[rank], pieces[-1 - rank]])
+
+
+def next_ids_in_slices(case: Case) -> None:
+    """Labels of slices and of packed sequences. Catches a label of another sequence, and one that the next rank has."""
+    from megatron.core import parallel_state
+
+    group: Any = parallel_state.get_context_parallel_group()
+    size = group.size()
+    for lengths in ([SEQ], [4, 8, 4, 4]):
+        packed = packed_lengths(*lengths) if len(lengths) > 1 else None
+        tokens = torch.arange(sum(lengths))
+        mine = torch.cat([of_this_rank(each, group.rank(), size) for each in tokens.split(lengths)])
+        ids = torch.randint(VOCAB, (1, len(tokens)), generator=torch.Generator().manual_seed(2))
+        labels = torch.cat([F.pad(each[1:], (0, 1), value=-1) for each in ids[0].split(lengths)])[None]
+        ids, labels, positions = (each[:, mine] for each in (ids, labels, tokens[None] % SEQ))
+        found = cce.next_ids(ids, group, packed)
+        assert torch.equal(found, labels)
+        for make in (lambda: build(case)[0], lambda: hybrid(case)):
+            results = []
+            for ours, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
+                model = make().to(dtype)
+                if ours:
+                    with cce.log_probs_of(cce.convert(model), entropy=True) as of_model:
+                        model(ids, positions, None, labels=found, packed_seq_params=packed)
+                    scores = of_model[0].log_probs, of_model[0].entropy
+                else:
+                    scores = dense_scores(model(ids, positions, None), labels.clamp(min=0))
+                    scores = [x.masked_fill(labels < 0, 0) for x in scores]
+                policy_loss(*scores).backward()
+                gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+                results.append({"log_probs": scores[0], "entropy": scores[1], **gradients})
+            for name in results[0]:
+                assert_no_worse(*(result[name] for result in results), quantity=f"{name} of {lengths}, {case}")
+    with pytest.raises(ValueError, match=r"packed sequences of 4 tokens \(cu_seqlens_q\), ids of 10 on each of 2 "):
+        cce.next_ids(ids, group, packed_lengths(4))
+
+
+def what_is_not_served(case: Case) -> None:
+    model = with_processor(build(case)[0])
+    inputs, labels = batch(model)
+    for given, message in (
+        ({}, "the call has no labels"),
+        (
+            {"labels": labels, "output_processor_context": {"top_p": 0.9}},
+            "has temperature, top_p, and only temperature",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(**inputs, **given, output_processor=processor())
+    with pytest.raises(ValueError, match="needs a model that is converted"), cce.log_probs_of(build(case)[0]):
+        pass
+    with (
+        pytest.raises(TypeError, match="log_probs_of got an unexpected argument 'top_p'"),
+        cce.log_probs_of(model, top_p=1),
+    ):
+        pass
+    model.output_layer.bias = torch.nn.Parameter(torch.zeros(VOCAB // 2))
+    with pytest.raises(ValueError, match="of this model: its output_layer has a bias"):
+        model(**inputs, labels=labels, output_processor=processor())
+
+
+def test_a_megatron_without_the_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatron.core
+    from megatron.core.models.gpt import GPTModel
+
+    if takes_a_processor():
+        assert callable(cce.log_probs_processor(entropy=True))
+        with pytest.raises(TypeError, match="unexpected argument 'entropies'"):
+            cce.log_probs_processor(entropies=True)
+        monkeypatch.setattr(GPTModel, "forward", lambda self, input_ids: None)
+    with pytest.raises(
+        RuntimeError, match=r"needs megatron-core >= 0.18, .* output_processor; \d+\.\d+\.\d+ has none"
+    ) as error:
+        cce.log_probs_processor()
+    assert megatron.core.__version__ in str(error.value) and "\n" not in str(error.value)

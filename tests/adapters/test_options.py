@@ -1,0 +1,106 @@
+"""The options that adapters share, as keyword arguments, a section of ds_config and flags of a command line."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cce_dist import GradFilter
+from cce_dist.integrations import trl
+from cce_dist.integrations.deepspeed.loss import Options as Section
+from cce_dist.integrations.megatron import flags, loss
+from cce_dist.integrations.options import ModelOptions, Options
+
+# The README's ds_config.
+DS_CONFIG = """
+{
+  "train_micro_batch_size_per_gpu": 2,
+  "gradient_accumulation_steps": 2,
+  "gradient_clipping": 1.0,
+  "zero_allow_untested_optimizer": true,
+  "zero_optimization": {"stage": 1},
+  "cce_dist": {"enabled": true, "filter": "off", "z_loss_weight": 0.0}
+}
+"""
+
+
+@pytest.mark.parametrize("options", [Options, ModelOptions, Section, loss.Options])
+def test_no_budget_is_one_that_the_loss_chooses(options: Any) -> None:
+    """Catches an adapter with a budget of its own, and a number that is no bound any more."""
+
+    def read(value: Any) -> Options:
+        return options.read({"workspace_bytes": value}, str)
+
+    assert options().workspace_bytes is None is options.read({}, str).workspace_bytes is read(None).workspace_bytes
+    assert read(1 << 20).workspace_bytes == 1 << 20
+    for wrong, told in ((0, "positive"), (1.5, "a whole number or none"), (True, "a whole number or none")):
+        with pytest.raises(ValueError, match=f"workspace_bytes must be {told}"):
+            read(wrong)
+
+
+def test_trl_and_megatrons_flag_choose_too() -> None:
+    assert inspect.signature(trl.install).parameters["workspace_bytes"].default is None
+    parser = flags.add_arguments(argparse.ArgumentParser())
+    for argv, budget in ([], None), (["--cce-workspace-bytes", "1048576"], 1 << 20):
+        assert flags.options_from_args(parser.parse_args(argv)).workspace_bytes == budget
+    with pytest.raises(ValueError, match="--cce-filter-eps has no effect: no filter"):
+        flags.options_from_args(parser.parse_args(["--cce-filter-eps", "0.1"]))
+    assert (
+        flags.options_from_args(parser.parse_args(["--cce-filter", "off", "--cce-filter-eps", "0.1"])).grad_filter
+        is None
+    )
+
+
+def test_megatrons_largest_logits_need_no_budget() -> None:
+    """They take a fixed one, and one token at a time where that is too small."""
+    hidden, weight = torch.randn(3, 2, 8), torch.randn(11, 8)
+    expected = (hidden @ weight.T).max(-1)
+    for options in None, loss.Options(workspace_bytes=1):
+        values, indices = loss.vocab_parallel_max(hidden, weight, None, options=options)
+        torch.testing.assert_close(values, expected.values)
+        assert torch.equal(indices, expected.indices)
+
+
+def test_keys_become_options() -> None:
+    for name, expected in ("off", None), ("compensated", GradFilter()), ("plain", GradFilter(compensate=False)):
+        assert Options.read({"filter": name}, str).grad_filter == expected
+    for section in {}, {"cce_dist": {"enabled": False, "filter": "plain"}}:
+        assert Section.from_config(section) is None
+    assert Section.from_config(json.loads(DS_CONFIG)) == Section()
+    assert DS_CONFIG.strip() in (Path(__file__).parents[2] / "README.md").read_text()
+    keys = {"filter": "plain", "filter_eps": 0.01, "filter_weight": False, "reduce_dtype": "float32"}
+    fields: Any = dict(grad_filter=GradFilter(0.01, compensate=False, weight=False), reduce_dtype=torch.float32)
+    assert ModelOptions.read(keys, str) == ModelOptions(**fields)
+    assert Section.from_config({"cce_dist": keys | {"enabled": True, "report": True}}) == Section(**fields, report=True)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no section": ("on", "must be a section"),
+    "unknown": ({"enabled": True, "fitler": "plain"}, 'has no key "fitler"'),
+    "switch": ({"enabled": 1}, '"cce_dist.enabled" must be true or false'),
+    "string": ({"enabled": True, "filter": True}, '"cce_dist.filter" must be a string'),
+    "choice": ({"enabled": True, "filter": "exact"}, '"cce_dist.filter" must be one of off,'),
+    "number": ({"enabled": True, "filter_eps": "1e-5"}, '"cce_dist.filter_eps" must be a number'),
+    "no number": ({"enabled": True, "filter_eps": True}, '"cce_dist.filter_eps" must be a number, got True'),
+    "range": ({"enabled": True, "filter_eps": 1}, r'"cce_dist.filter_eps" must be in \[0, 1\)'),
+    "smoothing": ({"enabled": True, "label_smoothing": 2}, '"cce_dist.label_smoothing" must be in'),
+    "backend": ({"enabled": True, "backend": "cuda"}, "must be one of auto, triton, torch, got 'cuda'"),
+    "disabled": ({"enabled": False, "reduce_dtype": "fp32"}, '"cce_dist.reduce_dtype" must be one of'),
+    "filter": ({"enabled": True, "filter_eps": 0.1}, '"cce_dist.filter_eps" has no effect: no filter'),
+    "not enabled": ({"filter": "plain"}, 'needs the key "enabled"'),
+}
+
+
+@pytest.mark.parametrize(("section", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_section_is_one_line_naming_the_key(section: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        Section.from_config({"cce_dist": section})
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match='the options has no key "reduce_dtype"'):
+        Options.read({"reduce_dtype": "float32"}, str)

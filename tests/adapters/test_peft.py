@@ -1,0 +1,255 @@
+"""PEFT's heads: LoRA, modules_to_save and frozen ones, stock beside ours; and the product that a frozen head saves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+from peft import LoraConfig, get_peft_model
+from tiny_trainer import VOCAB, arguments, batch, tiny_model
+from torch import Tensor, nn
+from torch.profiler import profile
+
+import cce_dist
+from cce_dist import linear_cross_entropy
+from cce_dist.integrations import peft
+from cce_dist.tools.verify.check import assert_no_worse
+
+HIDDEN = 16
+CONFIGS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["q_proj", "lm_head"]},
+    "lora-rs-bias": {"target_modules": ["lm_head"], "use_rslora": True, "lora_bias": True, "r": 5},
+    "modules-to-save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "frozen": {"target_modules": ["q_proj"]},
+}
+
+
+def model_of(name: str, **config: Any) -> Any:
+    model = tiny_model(name, tie_word_embeddings=False)
+    wrapped = get_peft_model(model, LoraConfig(**{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM", **config}))
+    with torch.no_grad():  # LoRA starts at B = 0, where dA is 0
+        for where, parameter in wrapped.named_parameters():
+            if "lora_B" in where:
+                parameter.normal_(std=0.1)
+    return wrapped
+
+
+def trained(model: Any) -> Tensor:
+    """Return a loss, and leave its gradients."""
+    loss = model(**batch()).loss
+    loss.backward()
+    return loss.detach()
+
+
+def assert_gradients_no_worse(ours: Any, stock: Any, truth: Any, dtype: torch.dtype | None = None) -> list[str]:
+    """Return which parameters have gradients: those that train."""
+    names = []
+    for (name, mine), theirs, true in zip(ours.named_parameters(), stock.parameters(), truth.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None) == (not mine.requires_grad), name
+        if mine.grad is not None and theirs.grad is not None and true.grad is not None:
+            names.append(name)
+            assert_no_worse(mine.grad, theirs.grad, true.grad, dtype, name)
+    return names
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi"])
+def test_loss_and_gradients_are_the_stocks(name: str, config: str) -> None:
+    """Catches an adapter that the loss leaves out, a scale on one side of the gradients, and a gradient that nobody wants."""
+    stock = model_of(name, **CONFIGS[config])
+    ours, truth = cce_dist.convert(copy.deepcopy(stock)), copy.deepcopy(stock).double()
+    losses = [trained(model) for model in (ours, stock, truth)]
+    cce_dist.require(ours)
+    assert_no_worse(losses[0], losses[1], losses[2])
+    of_head = [where for where in assert_gradients_no_worse(ours, stock, truth) if "lm_head" in where]
+    expected = {"lora": 2, "lora-rs-bias": 3, "modules-to-save": 1 + (name == "Phi"), "frozen": 0}
+    assert len(of_head) == expected[config]
+
+
+def test_bfloat16_keeps_what_a_young_adapter_adds() -> None:
+    """Catches a sum W + s B A in the weight's dtype, whose rounding is larger than a B A of the first steps."""
+    stock = model_of("Llama", **CONFIGS["lora"])
+    with torch.no_grad():
+        for where, parameter in stock.named_parameters():
+            if "lora_B" in where:
+                parameter.mul_(1e-2)
+            elif "lora" not in where:
+                parameter.copy_(parameter.bfloat16())
+    truth = copy.deepcopy(stock).double()
+    for where, parameter in stock.named_parameters():
+        if "lora" not in where:  # PEFT keeps adapters in fp32
+            parameter.data = parameter.data.bfloat16()
+    ours = cce_dist.convert(copy.deepcopy(stock))
+    losses = [trained(model) for model in (stock, ours, truth)]
+    assert losses[1].dtype == torch.float32
+    assert assert_gradients_no_worse(ours, stock, truth, torch.bfloat16)
+
+
+def test_two_adapters_add_up_and_switched_off_ones_do_not() -> None:
+    stock = model_of("Llama", **CONFIGS["lora"])
+    stock.add_adapter("more", LoraConfig(r=4, lora_alpha=4, target_modules=["lm_head"], init_lora_weights=False))
+    stock.base_model.set_adapter(["default", "more"])
+    ours = cce_dist.convert(copy.deepcopy(stock))
+    plain = stock(**batch()).loss
+    torch.testing.assert_close(ours(**batch()).loss, plain)
+    with stock.disable_adapter(), ours.disable_adapter():
+        without = stock(**batch()).loss
+        torch.testing.assert_close(ours(**batch()).loss, without)
+    assert abs(without - plain) > 1e-3
+    stock.merge_adapter()
+    ours.merge_adapter()
+    torch.testing.assert_close(ours(**batch()).loss, stock(**batch()).loss)
+    torch.testing.assert_close(stock(**batch()).loss, plain)
+
+
+def test_logits_of_other_adapters_are_stale() -> None:
+    """Catches logits of evaluation that are computed from other adapters than the loss beside them."""
+    model = model_of("Llama", **CONFIGS["lora"]).eval()
+    model.add_adapter("other", LoraConfig(r=8, target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    cce_dist.convert(model)
+    with torch.no_grad():
+        looked, unseen = (model(**batch()).logits for _ in range(2))
+        expected = looked + 0
+        with model.disable_adapter(), pytest.raises(RuntimeError, match="stale: the adapters on the head changed"):
+            unseen.argmax(-1)
+        assert torch.equal(unseen + 0, expected)  # the adapter is back
+        head = model.base_model.model.lm_head
+        changes: list[tuple[Callable, str]] = [
+            (lambda: model.set_adapter("other"), "the adapters on the head"),
+            (lambda: head.set_scale("other", 3.0), "the adapters on the head"),
+            (lambda: head.lora_B["other"].weight.add_(1.0), "the head's weight or bias"),
+            (model.merge_adapter, "the adapters on the head"),
+            # The adapter is still in the weight, and the next call of the head takes it out.
+            (model.base_model.disable_adapter_layers, "the adapters on the head"),
+        ]
+        for change, what in changes:
+            unseen = model(**batch()).logits
+            change()
+            with pytest.raises(RuntimeError, match=f"stale: {what} changed"):
+                unseen.argmax(-1)
+        assert torch.equal(looked + 0, expected)
+
+
+def test_dropout_of_an_adapter_is_drawn_once() -> None:
+    stock = model_of("Llama", target_modules=["lm_head"], lora_dropout=0.5)
+    ours = cce_dist.convert(copy.deepcopy(stock))
+    grads = []
+    for model in (stock, ours):
+        torch.manual_seed(3)
+        loss = model(**batch()).loss
+        loss.backward()
+        grads.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for mine, theirs in zip(*reversed(grads), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_look_after_train_draws_no_dropout() -> None:
+    model = cce_dist.convert(model_of("Llama", target_modules=["lm_head"], lora_dropout=0.5)).eval()
+    with torch.no_grad():
+        looked, unseen = (model(**batch()).logits for _ in range(2))
+        expected = looked + 0
+        model.train()
+        torch.testing.assert_close(unseen + 0, expected)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(("trains", "products"), [(True, 3), (False, 2)])
+def test_a_frozen_head_saves_the_product_of_dc(trains: bool, products: int) -> None:
+    """Catches a dC that is made and thrown away: backward makes the logits anew, dE, and dC."""
+    hidden, weight = torch.randn(40, HIDDEN, requires_grad=True), torch.randn(VOCAB, HIDDEN, requires_grad=trains)
+    loss = linear_cross_entropy(hidden, weight, torch.randint(VOCAB, (40,)), backend="torch")
+    with profile(with_flops=True) as run:
+        loss.backward()
+    assert (
+        sum(event.flops for event in run.events() or () if event.name == "aten::mm")
+        == products * 2 * 40 * HIDDEN * VOCAB
+    )
+    assert (weight.grad is not None) == trains
+
+
+@pytest.mark.parametrize("config", ["lora", "modules-to-save"])
+def test_the_trainer_of_transformers_trains_adapters(config: str, tmp_path: Path) -> None:
+    """A real Trainer on real adapters: what it logs, what it learns, and what save_pretrained writes."""
+    from safetensors.torch import load_file
+    from transformers import Trainer
+
+    runs = []
+    for ours in (False, True):
+        model, out = model_of("Gemma2", **CONFIGS[config]), tmp_path / str(ours)
+        if ours:
+            cce_dist.convert(model)
+        rows: Any = [{name: x[0] for name, x in batch(seed).items()} for seed in range(8)]
+        trainer = Trainer(model, arguments(out, per_device_train_batch_size=1, learning_rate=1e-2), train_dataset=rows)
+        trainer.train()
+        if ours:
+            cce_dist.require(model)
+            cce_dist.revert(model)
+        model.save_pretrained(out)
+        logs = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+        runs.append((logs, load_file(out / "adapter_model.safetensors")))
+    (stock, expected), (found, learned) = runs
+    assert len(stock) == 4 and stock == [pytest.approx(mine, rel=1e-5) for mine in found]
+    assert any("lm_head" in name for name in learned) and learned.keys() == expected.keys()
+    for name, parameter in learned.items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_trl_asks_a_lora_head() -> None:
+    trl = pytest.importorskip("trl")
+    from cce_dist.integrations import trl as cce_trl
+
+    stock = model_of("Llama", **CONFIGS["lora"])
+    ours = copy.deepcopy(stock)
+    with torch.no_grad():  # TRL's own reads lm_head.weight, which has no adapters: merged, it has
+        stock.merge_adapter()
+    trl.trainer.utils.add_fused_lm_head(stock.get_base_model())
+    cce_trl.install()
+    trl.trainer.utils.add_fused_lm_head(ours.get_base_model())
+    cce_trl.uninstall()
+    found, expected = (model(**batch(), fused_lm_head=True) for model in (ours, stock))
+    torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+    found.loss.backward()
+    assert ours.base_model.model.lm_head.lora_A["default"].weight.grad.any()
+
+
+class Twice(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def no_piece(head: Any) -> None:
+    head.base_layer.weight = nn.Parameter(torch.zeros(0))
+
+
+REFUSED: dict[str, tuple[Callable, str]] = {
+    "base": (lambda head: setattr(head, "base_layer", Twice(HIDDEN, VOCAB)), "LoRA on a head .* Twice"),
+    "variant": (lambda head: head.lora_variant.update(default=Twice(1, 1)), "a head with Twice: only plain"),
+    "zero3": (no_piece, "is a piece"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_sum_of_products_is_one_line(change: Callable, message: str) -> None:
+    model = cce_dist.convert(model_of("Llama", **CONFIGS["lora"]))
+    change(model.base_model.model.lm_head)
+    with pytest.raises(ValueError, match=message) as error:
+        model(**batch())
+    assert "\n" not in str(error.value)
+
+
+def test_dora_is_refused() -> None:
+    model = cce_dist.convert(model_of("Llama", target_modules=["lm_head"], use_dora=True))
+    with pytest.raises(ValueError, match="a head with DoraLinearVariant"):
+        model(**batch())
+
+
+def test_a_head_without_peft_is_itself() -> None:
+    head, hidden = nn.Linear(3, 5, bias=False), torch.ones(1, 3)
+    assert peft.in_use(head) is head and peft.operands(head, hidden) == (hidden, head.weight, None)

@@ -1,0 +1,630 @@
+"""verl's, NeMo-RL's and TRL's functions with ours inside: dense arithmetic beside them, on one rank and on two.
+
+verl 0.9 needs an older transformers than the other tests; NeMo-RL is on GitHub alone and needs Python 3.13. Stand-ins have
+their parameters. ``launch/rl_packages.sh`` runs this file with the packages themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+from torch.nn.utils.rnn import pad_sequence
+
+pytest.importorskip("megatron.core")
+
+import test_megatron_scores
+from dense_scores import TOKENS, VOCAB, assert_same_curve, compare, dense_scores, operands, policy_loss
+from megatron_on_cpu import use_cpu
+from nemo_rl_on_cpu import use_stand_ins
+from test_megatron_scores import of_this_rank, packed_lengths
+
+from cce_dist.integrations import megatron as cce_megatron
+from cce_dist.integrations import nemo_rl as cce_nemo_rl
+from cce_dist.integrations import patching
+from cce_dist.integrations import trl as cce_trl
+from cce_dist.integrations import verl as cce_verl
+from cce_dist.integrations.megatron import loss as megatron_loss
+from cce_dist.tools.ranks import run_ranks
+from cce_dist.tools.verify.check import assert_no_worse
+
+
+class LinearCrossEntropy:
+    """The parameters of verl's, as of 0.5 to 0.9."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None): ...
+
+    @classmethod
+    def apply(cls, *_: Any) -> None:
+        raise AssertionError("this is verl's own kernel")
+
+
+def fused_output_processor(
+    *, hidden_states: Any, output_layer: Any, output_weight: Any, labels: Any, context: Any, config: Any
+) -> Any:
+    """Calls the function as verl's of this name does: with hidden states that Megatron has gathered."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    if config.sequence_parallel:
+        hidden_states = gather_from_sequence_parallel_region(hidden_states)
+    weight = output_layer.weight if output_weight is None else output_weight
+    group = parallel_state.get_tensor_model_parallel_group()
+    scores = verl().linear_cross_entropy(hidden_states, weight, labels, context.temperature, "none", group)
+    return SimpleNamespace(log_probs=scores[0], entropy=scores[1])
+
+
+class MegatronEngine:
+    """Turns fused kernels off as verl's does."""
+
+    engine_config: Any
+    model_config: Any
+
+    def _maybe_enable_fused_kernels(self):
+        if self.model_config.mtp.enable:
+            self.engine_config.use_fused_kernels = False
+
+
+def _megatron_gptmodel_postprocess(self, hidden_states, output_processor=None, output_processor_context=None):
+    """Gives logits to everybody, as verl's does."""
+    return "logits"
+
+
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states,
+    output_weight_layer,
+    runtime_gather_output,
+    target,
+    vocab_start_index,
+    vocab_end_index,
+    tp_group,
+    inference_only=False,
+    cp_group=None,
+    chunk_size=None,
+):
+    """Has the parameters of NeMo-RL's, as of 0.7."""
+    raise AssertionError("this is NeMo-RL's own")
+
+
+def _gpt_forward_with_linear_ce_fusion(self, hidden, labels=None, packed_seq_params=None):
+    """Ends as NeMo-RL's of this name does; ``self`` has the weight and the groups."""
+    groups = {"tp_group": self.tp_group, "cp_group": self.cp_group}
+    rows = {"vocab_start_index": 0, "vocab_end_index": len(self.weight)}
+    return nemo().from_parallel_hidden_states_to_logprobs(hidden, self.weight, None, labels, **rows, **groups)
+
+
+def allgather_cp_sharded_tensor(tensor, cp_group, seq_dim):
+    """Gathers as NeMo-RL's does: a rank has two of 2 size pieces, and backward sums over ranks."""
+    pieces = [piece for each in all_gather(tensor, group=cp_group) for piece in each.chunk(2, seq_dim)]
+    return torch.cat([*pieces[::2], *pieces[1::2][::-1]], seq_dim)
+
+
+class LossPostProcessor:
+    """The parameters of NeMo-RL's; its loss says whether it takes packed log-probabilities."""
+
+    def __init__(self, loss_fn: Any) -> None:
+        self.loss_fn = loss_fn
+
+    def __call__(self, data_dict, packed_seq_params=None, global_valid_seqs=None, global_valid_toks=None):
+        return lambda log_probs: (log_probs, packed_seq_params)
+
+
+def stand_in(path: str, **names: Any) -> Any:
+    """Return the module of a package, its own or one with these names."""
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        parts = path.split(".")
+        for count in range(1, len(parts)):
+            sys.modules.setdefault(".".join(parts[:count]), types.ModuleType(".".join(parts[:count])))
+        sys.modules[path] = module = types.ModuleType(path)
+        vars(module).update(names)
+        return module
+
+
+def verl() -> Any:
+    """Return verl's module of models, which has imported the function from that of the kernel."""
+    apply: Any = LinearCrossEntropy.apply
+    kernel = stand_in(cce_verl.PATCH.module, LinearCrossEntropy=LinearCrossEntropy, linear_cross_entropy=apply)
+    return stand_in(
+        "verl.models.mcore.model_forward_fused",
+        linear_cross_entropy=kernel.linear_cross_entropy,
+        fused_output_processor=fused_output_processor,
+    )
+
+
+def verls_mtp() -> tuple[Any, Any]:
+    """Return verl's engine of Megatron, and its module of a model that predicts several tokens."""
+    verl()
+    engine, postprocess = (patch.module for patch in cce_verl.MTP)
+    functions = {"_megatron_gptmodel_postprocess": _megatron_gptmodel_postprocess}
+    return stand_in(engine, MegatronEngine=MegatronEngine).MegatronEngine, stand_in(postprocess, **functions)
+
+
+def nemo() -> Any:
+    names = from_parallel_hidden_states_to_logprobs, _gpt_forward_with_linear_ce_fusion, allgather_cp_sharded_tensor
+    home = stand_in(cce_nemo_rl.PATCH.module, **{each.__name__: each for each in names})
+    if hasattr(home, "__file__"):  # NeMo-RL itself
+        use_stand_ins()
+    else:
+        stand_in("nemo_rl.models.megatron.train", LossPostProcessor=LossPostProcessor)
+    return home
+
+
+def verl_is_here() -> bool:
+    return hasattr(verl(), "__file__")
+
+
+def nemo_rl_is_here() -> bool:
+    return hasattr(nemo(), "__file__")
+
+
+ADAPTERS = {"verl": cce_verl, "NeMo-RL": cce_nemo_rl, "TRL": cce_trl}
+# The module of the package that calls the function by a name of its own.
+CALLERS: dict[str, Callable] = {
+    "verl": verl,
+    "NeMo-RL": nemo,
+    "TRL": lambda: importlib.import_module("trl.trainer.grpo_trainer"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _their_own_again() -> Iterator[None]:
+    verl()
+    nemo()
+    patching.say_once.cache_clear()
+    yield
+    for adapter in ADAPTERS.values():
+        adapter.uninstall()
+
+
+@pytest.mark.parametrize(
+    "temperature",
+    [0.7, torch.tensor(0.7), torch.rand(2, TOKENS).add(0.5), torch.tensor([[0.5], [2.0]])],
+    ids=["number", "0-d", "per-token", "per-sample"],
+)
+def test_verl_with_the_whole_vocabulary(temperature: Any) -> None:
+    """As verl's forwards of transformers call it. Catches a temperature of another token, outputs that are not flat."""
+    cce_verl.install()
+    hidden, weight, labels = operands(2)
+    per_token = temperature.expand_as(labels) if isinstance(temperature, Tensor) else temperature
+
+    def dense(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        return [x.view(-1) for x in dense_scores(hidden @ weight.t(), labels, per_token)]
+
+    compare(lambda *x: verl().linear_cross_entropy(*x, labels, temperature, "none"), dense, hidden, weight)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_verl_keeps_fused_kernels_with_predictions_that_it_does_not_train(trained: bool) -> None:
+    kind, patched = verls_mtp()
+    engine = SimpleNamespace(module=[], is_value_model=False, model_config=SimpleNamespace())
+    engine.model_config.mtp = SimpleNamespace(enable=True, enable_train=trained)
+    for mtp in (False, True):
+        engine.engine_config = SimpleNamespace(use_fused_kernels=True, use_remove_padding=True)
+        cce_verl.install(mtp=mtp)
+        kind._maybe_enable_fused_kernels(engine)
+        assert engine.engine_config.use_fused_kernels is (mtp and not trained)
+    model = SimpleNamespace(post_process=False)
+    hidden = torch.randn(3, 1, 4)
+    given = {"hidden_states": hidden, "output_processor": lambda: None, "output_processor_context": None}
+    assert patched._megatron_gptmodel_postprocess(model, **given) is hidden  # a stage without a head
+
+
+def packed_by_verl(case: Any) -> None:
+    """verl's own packing, cut and gathered over context-parallel ranks, in a model that predicts one token or two.
+
+    Beside its path over logits. Catches labels of another sequence, and an output_processor that nobody calls.
+    """
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+    from test_megatron import build
+
+    def score(logits: Tensor, label: Tensor) -> dict[str, Tensor]:
+        log_probs, entropy = dense_scores(gather_from_tensor_model_parallel_region(logits), label, 0.7)
+        return {"log_probs": log_probs, "entropy": entropy}
+
+    _, patched = verls_mtp()
+    cce_verl.install(mtp=True)
+    fused = verl().fused_forward_model_engine()
+    on_logits = importlib.import_module("verl.models.mcore.model_forward").gptmodel_forward_model_engine
+    generator, results = torch.Generator().manual_seed(5), []
+    ids = [torch.randint(1, VOCAB, (length,), generator=generator) for length in (5, 8, 3)]
+    ids = torch.nested.nested_tensor(ids, layout=torch.jagged)
+    for ours, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
+        model = build(case)[0].to(dtype)
+        if case.mtp:
+            patched.patch_postprocess(model)
+        if ours:
+            verl().patch_fused_forward(model)
+            how = {"temperature": 0.7, "calculate_entropy": True, "pad_token_id": 0}
+            out = fused(model, input_ids=ids, labels=ids.clone(), multi_modal_inputs={}, **how)
+        else:
+            out = on_logits(model, ids, {}, logits_processor=score, logits_processor_args={"label": ids.clone()})
+        scores = {name: out[name].values() for name in ("log_probs", "entropy")}
+        policy_loss(*scores.values()).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append({**scores, **gradients})
+    assert results[0].keys() == results[1].keys()  # nothing of the second prediction
+    for name in results[0]:
+        assert_no_worse(*(result[name] for result in results), quantity=f"verl's {name}, {case}")
+
+
+class Alone:
+    """A group of one rank, or of another size."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = lambda: size
+
+    def rank(self) -> int:
+        return 0
+
+
+def nemos(hidden: Tensor, weight: Tensor, labels: Tensor, group: Any, rank: int = 0, **more: Any) -> tuple:
+    """Return what NeMo-RL's function returns, called as its ``GPTModel.forward`` does, and no entropy."""
+    rows = len(weight)
+    rest = {"vocab_start_index": rank * rows, "vocab_end_index": (rank + 1) * rows, "tp_group": group, "chunk_size": 4}
+    log_probs = nemo().from_parallel_hidden_states_to_logprobs(hidden, weight, None, labels, **rest, **more)
+    return log_probs, log_probs.new_zeros(())
+
+
+def next_ids(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities [B, S - 1] of the next ids, of hidden states [S, B, D]."""
+    log_probs, _ = dense_scores((hidden @ weight.t()).transpose(0, 1)[:, :-1], labels[:, 1:])
+    return log_probs, log_probs.new_zeros(())
+
+
+def test_nemo_rl_on_one_rank() -> None:
+    """Catches log-probabilities of a token itself in place of the next, and of another order of tokens."""
+    cce_nemo_rl.install()
+    hidden, weight, labels = operands(2)
+    hidden = hidden.transpose(0, 1)
+    compare(lambda h, w: nemos(h, w, labels, Alone()), lambda h, w: next_ids(h, w, labels), hidden, weight)
+    log_probs, _ = nemos(hidden, weight.requires_grad_(), labels, Alone(), inference_only=True)
+    assert not log_probs.requires_grad and log_probs.shape == (2, TOKENS - 1)
+
+
+def packed_by_nemo(group: Any) -> None:
+    """Catches a label of another sequence, rows in another's place, and what a slice of a sequence knows alone."""
+    lengths, size = [8, 4, 8], group.size()
+    packed, (hidden, weight, _) = packed_lengths(*lengths), operands(2)
+    hidden = hidden.view(-1, 1, hidden.shape[-1])[: sum(lengths)]
+    ids = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(3))
+    pieces = torch.arange(sum(lengths)).split(lengths)
+    mine = torch.cat([of_this_rank(each, group.rank(), size) for each in pieces]) if size > 1 else torch.cat(pieces)
+
+    def summed(grad: Tensor) -> Tensor:
+        return sum(all_gather(grad, group=group)) if size > 1 else grad  # type: ignore[return-value]
+
+    def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        whole = weight.view_as(weight)
+        whole.register_hook(summed)
+        model = SimpleNamespace(weight=whole, tp_group=Alone(), cp_group=group)
+        forward = nemo()._gpt_forward_with_linear_ce_fusion
+        log_probs = forward(model, hidden, labels=ids[None, mine], packed_seq_params=packed)
+        log_probs.register_hook(lambda grad: grad / size)  # every rank has the whole loss
+        return log_probs, log_probs.new_zeros(())
+
+    def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rows = [next_ids(hidden[each], weight, ids[None, each])[0][0] for each in pieces]
+        log_probs = pad_sequence(rows, batch_first=True)
+        return log_probs, log_probs.new_zeros(())
+
+    compare(ours, dense, hidden, weight, mine)
+
+
+@pytest.mark.skipif(nemo_rl_is_here(), reason="test_nemo_rl.py has NeMo-RL's own forward")
+def test_packed_sequences_of_nemo_rl() -> None:
+    """Log-probabilities that are unpacked already go around NeMo-RL's own unpacking, with its width."""
+    cce_nemo_rl.install()
+    packed_by_nemo(Alone())
+    packed, scores = packed_lengths(4, 4), torch.ones(2, 3)
+    for fused, wanted in ((True, None), (False, packed)):
+        process = LossPostProcessor(SimpleNamespace(use_fused_linear_logprobs=fused))
+        found, lengths = process({"input_ids": torch.zeros(2, 6)}, packed)(scores)
+        assert lengths is wanted and found.shape == ((2, 5) if fused else (2, 3))
+
+
+def verl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> None:
+    """Catches a gradient of hidden states that is a shard's part alone, and one that is summed twice."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(2)
+    hidden, weight, labels = operands(1)
+
+    def ours(hidden: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
+        found = verl().fused_output_processor(
+            hidden_states=hidden,
+            output_layer=SimpleNamespace(weight=shard),
+            output_weight=None,
+            labels=labels,
+            context=SimpleNamespace(temperature=0.7),
+            config=SimpleNamespace(sequence_parallel=sequence_parallel, config_logger_dir=""),
+        )
+        return found.log_probs, found.entropy
+
+    def dense(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        return [x.view(-1) for x in dense_scores((hidden @ weight.t()).transpose(0, 1), labels, 0.7)]
+
+    try:
+        compare(ours, dense, hidden.transpose(0, 1), weight, mine, rows)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def nemo_rl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> None:
+    """Catches hidden states that are gathered though they are whole, and a gradient that is summed twice or never."""
+    hidden, weight, labels = operands(2)
+    compare(
+        lambda h, w: nemos(h, w, labels, dist.group.WORLD, dist.get_rank()),
+        lambda h, w: next_ids(h, w, labels),
+        hidden.transpose(0, 1),
+        weight,
+        mine,
+        rows,
+    )
+    if nemo_rl_is_here():
+        from test_megatron import Case, on_layout
+
+        on_layout(Case(tp=2, sequence_parallel=sequence_parallel), through_nemos_forward)
+    else:
+        packed_by_nemo(dist.group.WORLD)
+
+
+def through_nemos_forward(case: Any) -> None:
+    """NeMo-RL's own ``GPTModel.forward`` on a real model, beside the model's logits."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+    from test_megatron import batch, build
+
+    kind: Any = GPTModel
+    results, forward = [], kind.forward
+    for dtype, ours in ((torch.float32, True), (torch.float32, False), (torch.float64, False)):
+        model = build(case)[0].to(dtype)
+        inputs, _ = batch(model)
+        ids = inputs["input_ids"]
+        if ours:
+            nemo().patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4)
+            model.cp_group = None  # the group of one rank
+            log_probs = model(**inputs, labels=ids, return_logprobs_for_linear_ce_fusion=True)
+            kind.forward, kind._linear_ce_fusion_forward_patched = forward, False
+        else:
+            logits = gather_from_tensor_model_parallel_region(model(**inputs))
+            log_probs, _ = dense_scores(logits[:, :-1], ids[:, 1:])
+        policy_loss(log_probs, log_probs.new_zeros(())).backward()
+        results.append({"log_probs": log_probs, **{name: p.grad for name, p in model.named_parameters()}})
+    for name, mine in results[0].items():
+        if mine is not None:
+            assert_no_worse(mine, results[1][name], results[2][name], quantity=f"through NeMo-RL's forward: {name}")
+
+
+def two_ranks() -> None:
+    use_cpu()
+    verl()
+    nemo()
+    cce_verl.install()
+    cce_nemo_rl.install()
+    rank = dist.get_rank()
+    half, rows = (slice(rank * size // 2, (rank + 1) * size // 2) for size in (TOKENS, VOCAB))
+    for sequence_parallel in (True, False):
+        mine = half if sequence_parallel else slice(None)
+        verl_over_two_ranks(sequence_parallel, mine, rows)
+        nemo_rl_over_two_ranks(sequence_parallel, mine, rows)
+        test_megatron_scores.over_two_ranks(sequence_parallel)
+        if verl_is_here():
+            from test_megatron import Case, on_layout
+
+            how: dict[str, Any] = {"own_tokens": True, "positions": "rope"}
+            on_layout(Case(tp=2, sequence_parallel=sequence_parallel, mtp=1, **how), packed_by_verl)
+            if not sequence_parallel:
+                on_layout(Case(cp=2, **how), packed_by_verl)
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks() -> None:
+    run_ranks(two_ranks, 2)
+
+
+def test_transformers_forward_of_verl() -> None:
+    """verl's own forward of a transformers model, beside verl's own in plain torch."""
+    theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
+    from tiny_trainer import VOCAB as size
+    from tiny_trainer import tiny_model
+
+    cce_verl.install()
+    ids, results = torch.randint(1, size, (2, TOKENS), generator=torch.Generator().manual_seed(0)), []
+    for forward in (theirs.forward_with_triton_backend, theirs.forward_with_torch_backend, None):
+        model = tiny_model()
+        if forward is None:
+            log_probs, entropy = dense_scores(model.double()(ids).logits, ids.roll(-1, -1), 0.7)
+        else:
+            out = forward(model, input_ids=ids, temperature=0.7, return_dict=True)
+            log_probs, entropy = out.log_probs.view(ids.shape), out.entropy.view(ids.shape)
+        policy_loss(log_probs, entropy).backward()
+        results.append({"log_probs": log_probs, "entropy": entropy} | {n: p.grad for n, p in model.named_parameters()})
+    for name in results[0]:
+        ours, baseline, truth = (result[name] for result in results)
+        assert_no_worse(ours, baseline, truth, quantity=name)
+
+
+def test_the_curve_of_fifty_steps_is_verls() -> None:
+    """verl's own forwards and clipped loss: of hidden states with ours inside, and of logits."""
+    theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
+    from tiny_trainer import VOCAB as size
+    from tiny_trainer import tiny_model
+
+    algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
+    cce_verl.install()
+    clip = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "global_batch_info": {}}
+    config = importlib.import_module("omegaconf").OmegaConf.create(clip)
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randint(1, size, (5, 2, TOKENS), generator=generator)
+    advantages = torch.randn(5, 2, TOKENS, generator=generator)
+    mask, found = torch.ones(2, TOKENS), []
+    for forward in (theirs.forward_with_triton_backend, theirs.forward_with_torch_backend):
+        model, old, losses = tiny_model(), {}, []
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for step in range(50):
+            out = forward(model, input_ids=batches[step % 5], temperature=0.7, return_dict=True)
+            log_probs, entropy = out.log_probs.view_as(mask), out.entropy
+            old.setdefault(step % 5, log_probs.detach())
+            given = old[step % 5], log_probs, advantages[step % 5], mask
+            loss, _ = algorithms.compute_policy_loss_vanilla(*given, config=config)
+            losses.append(loss - 0.01 * entropy.mean())
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        found.append(losses)
+    assert_same_curve("verl's policy", *found)
+
+
+@pytest.mark.parametrize("package", ADAPTERS)
+def test_install_is_undone_and_done_again(package: str) -> None:
+    if package == "TRL":
+        pytest.importorskip("trl")
+    adapter, caller = ADAPTERS[package], CALLERS[package]()
+    home, name = sys.modules[adapter.PATCH.module], adapter.PATCH.name
+    theirs = getattr(home, name)
+    adapter.install()
+    ours = getattr(caller, name)
+    assert ours is getattr(home, name) and ours != theirs
+    adapter.install(workspace_bytes=1 << 20)
+    assert getattr(caller, name) is getattr(home, name) is not ours
+    assert getattr(caller, name).cce_original == theirs
+    adapter.uninstall()
+    adapter.uninstall()
+    assert getattr(caller, name) == getattr(home, name) == theirs
+
+
+def test_nemo_rl_is_patched_in_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    nemo()
+    cce_nemo_rl.install()
+    process = importlib.import_module("nemo_rl.models.megatron.train").LossPostProcessor
+    assert hasattr(process.__call__, "cce_original")
+    cce_nemo_rl.uninstall()
+    assert not hasattr(process.__call__, "cce_original")
+    monkeypatch.setattr(process, "__call__", other)
+    with pytest.raises(RuntimeError, match=r"there LossPostProcessor.__call__ takes self, data_dict, .*; in .* model"):
+        cce_nemo_rl.install()
+    assert not hasattr(nemo().from_parallel_hidden_states_to_logprobs, "cce_original")
+
+
+def by_verl(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return verl().linear_cross_entropy(hidden, weight, labels)[0]
+
+
+def by_nemo_rl(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The second of two tokens of each sequence is the label of the first."""
+    both = labels[:, None].expand(-1, 2)
+    return nemos(hidden.expand(2, -1, -1), weight, both, Alone())[0][:, 0]
+
+
+def by_megatron(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    options = cce_megatron.Options(backend="triton", batch_invariant=True)
+    return cce_megatron.vocab_parallel_log_probs(hidden[None], weight, labels[:, None], None, options=options).log_probs
+
+
+@pytest.mark.parametrize("score", [by_verl, by_nemo_rl, by_megatron])
+def test_a_tokens_bits_do_not_depend_on_the_batch(score: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scorer's batch beside a trainer's. Interpreted kernels may agree by luck, so the option must arrive as well."""
+    asked = []
+    for module in (cce_verl, cce_nemo_rl, megatron_loss):
+        ours = module.linear_log_probs
+        monkeypatch.setattr(
+            module,
+            "linear_log_probs",
+            lambda *x, ours=ours, **how: asked.append(how["batch_invariant"]) or ours(*x, **how),
+        )
+    for adapter in (cce_verl, cce_nemo_rl):
+        adapter.install(backend="triton", batch_invariant=True)
+    hidden, weight, labels = 0.2 * torch.randn(36, 32), torch.randn(400, 32), torch.randint(400, (36,))
+    with torch.no_grad():
+        alone = [score(hidden[i : i + 1], weight, labels[i : i + 1]).flatten() for i in range(5)]
+    assert torch.equal(torch.cat(alone), score(hidden.requires_grad_(), weight, labels).detach().flatten()[:5])
+    assert asked == [True] * 6
+
+
+def test_batch_invariance_is_refused_on_torch() -> None:
+    """Where the backend is named, as options are made; where "auto" comes to it, at the call."""
+    for make in (cce_verl.install, cce_nemo_rl.install, cce_trl.install, cce_megatron.Options):
+        with pytest.raises(ValueError, match="batch_invariant needs the Triton backend") as error:
+            make(backend="torch", batch_invariant=True)
+        assert "\n" not in str(error.value)
+    cce_verl.install(batch_invariant=True)
+    hidden, weight, labels = operands(2)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="batch_invariant needs the Triton backend"):
+            verl().linear_cross_entropy(hidden, weight, labels)
+
+
+def test_one_line_says_that_ours_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
+    hidden, weight, labels = operands(2)
+    cce_verl.install()
+    cce_nemo_rl.install()
+    for _ in range(2):
+        verl().linear_cross_entropy(hidden, weight, labels)
+        nemos(hidden.transpose(0, 1), weight, labels, Alone())
+    lines = [record.getMessage() for record in caplog.records if record.name == "cce_dist"]
+    said = "cce_dist: {}'s log-probabilities come from hidden states (linear_log_probs)"
+    assert lines == [said.format("verl"), said.format("NeMo-RL")]
+
+
+NOT_SERVED: dict[str, tuple[Callable, str]] = {
+    "context": (lambda h, w, y: nemos(h, w, y, Alone(), cp_group=Alone(2)), "need packed_seq_params"),
+    "rows": (lambda h, w, y: nemos(h, w, y, Alone(), rank=1), r"has the rows \[0, 64\], NeMo-RL says"),
+    "length": (lambda h, w, y: nemos(h[1:], w, y, Alone()), "neither whole nor slices"),
+    "order": (lambda h, w, y: verl().linear_cross_entropy(h, w, y), "one order of tokens"),
+    "mean": (
+        lambda h, w, y: verl().linear_cross_entropy(h, w, y, reduction="mean"),
+        "serves verl's reduction 'none', got 'mean'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), NOT_SERVED.values(), ids=NOT_SERVED)
+def test_a_call_that_is_not_served_is_one_line(call: Callable, message: str) -> None:
+    cce_verl.install()
+    cce_nemo_rl.install()
+    hidden, weight, labels = operands(2)
+    with pytest.raises(ValueError, match=message) as error:
+        call(hidden.transpose(0, 1), weight, labels)
+    assert "\n" not in str(error.value)
+
+
+def other(model, temperature=1.0, outputs=()): ...
+
+
+@pytest.mark.parametrize(
+    ("package", "place", "message"),
+    [
+        ("verl", "LinearCrossEntropy", r"knows verl 0.5 to 0.9: there .* temperature, .*; in .* nothing"),
+        ("NeMo-RL", cce_nemo_rl.PATCH.name, "knows NeMo-RL 0.7 .*: there from_parallel_.* takes .*; in .* outputs"),
+        ("TRL", "add_fused_lm_head", r"knows TRL 1\.16: there add_fused_lm_head takes .*; in .* model, temperature, o"),
+        ("TRL", "FusedCausalLMOutput", "FusedCausalLMOutput takes loss, "),
+    ],
+)
+def test_another_version_is_refused(package: str, place: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if package == "TRL":
+        pytest.importorskip("trl")
+    adapter = ADAPTERS[package]
+    CALLERS[package]()
+    monkeypatch.setattr(sys.modules[adapter.PATCH.module], place, other)
+    with pytest.raises(RuntimeError, match=message):
+        adapter.install()
+    monkeypatch.delattr(sys.modules[adapter.PATCH.module], place)
+    with pytest.raises(RuntimeError, match=r"in .* nothing$"):
+        adapter.install()
+    monkeypatch.setitem(sys.modules, adapter.PATCH.module, None)
+    with pytest.raises(ImportError, match=f"needs {package}"):
+        adapter.install()
+    with pytest.raises(ValueError, match="backend must be one of"):
+        adapter.install(backend="cuda")

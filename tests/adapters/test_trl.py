@@ -1,0 +1,561 @@
+"""TRL's own trainers and function, stock beside ours: losses, logged metrics, parameters and gradients of tiny models.
+
+Ours is TRL's function with another inside (``integrations.trl``), or, under SFTTrainer alone, a model that was converted.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("trl")
+
+from dense_scores import assert_same_curve
+from tiny_trainer import (
+    LENGTH,
+    VOCAB,
+    Sentences,
+    arguments,
+    assert_same_log,
+    assert_same_parameters,
+    batch,
+    forget,
+    logged,
+    prepare_rank,
+    tiny_model,
+    zero,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import cce_dist
+from cce_dist.integrations import deepspeed as cce_deepspeed
+from cce_dist.integrations import trl as cce_trl
+from cce_dist.tools.ranks import run_ranks
+from cce_dist.tools.verify.check import assert_no_worse
+
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def _stock_again() -> Iterator[None]:
+    yield
+    cce_trl.uninstall()
+
+
+def add(model: Any, **how: Any) -> None:
+    """Call TRL's function, or ours in its place."""
+    from trl.trainer import utils
+
+    utils.add_fused_lm_head(model, **how)
+
+
+def dense(model: Any, temperature: float, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return what TRL's function should return, from the model's own logits."""
+    out = model(input_ids=input_ids)
+    target = labels[:, 1:]
+    kept = target != -100
+    logits = out.logits[:, :-1] / temperature
+    log_p = logits.log_softmax(-1)
+    found = {
+        "log_probs": log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "log_sum_sq_probs": (2 * log_p).logsumexp(-1).detach(),
+        "mean_logits": logits.mean(-1).detach(),
+        "is_top1": logits.argmax(-1) == target,
+    }
+    found = {name: x.masked_fill(~kept, 0) for name, x in found.items()}
+    found["loss"], found["label_mask"] = -found["log_probs"].sum() / kept.sum(), kept
+    if "aux_loss" in out:
+        found["aux_loss"] = out.aux_loss
+        found["loss"] = found["loss"] + model.config.router_aux_loss_coef * out.aux_loss
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Cohere", "Phi", "Qwen2Moe"])
+def test_all_outputs_and_gradients_are_trls(name: str, temperature: float) -> None:
+    """Catches a temperature before the softcap, an output of the wrong logits, and one whose gradient is lost."""
+    how = {"temperature": temperature, "outputs": cce_trl.OUTPUTS}
+    stock, inputs = tiny_model(name), batch()
+    ours, truth = copy.deepcopy(stock), copy.deepcopy(stock).double()
+    add(stock, **how)
+    cce_trl.install()
+    add(ours, **how)
+    with torch.no_grad():  # half of the labels are the likeliest tokens, so that is_top1 is both
+        likeliest = stock(input_ids=inputs["input_ids"]).logits[:, :-1].argmax(-1)
+    inputs["labels"][:, 5::2] = torch.where(inputs["labels"][:, 5::2] == -100, -100, likeliest[:, 4::2])
+    found = [model(**inputs, fused_lm_head=True) for model in (stock, ours)] + [dense(truth, temperature, **inputs)]
+    for out in found:
+        upstream = torch.linspace(-1, 1, LENGTH - 1, dtype=out["loss"].dtype)
+        (out["loss"] + 0.3 * out["entropy"].sum() + (out["log_probs"] * upstream).sum()).backward()
+    with torch.no_grad():
+        truth_lse = (truth(input_ids=inputs["input_ids"]).logits[:, :-1] / temperature).logsumexp(-1)
+    assert type(ours.lm_head) is nn.Linear and found[0].keys() == found[1].keys() == found[2].keys()
+    for key in found[0]:
+        theirs, mine, true = (out[key] for out in found)
+        assert mine.dtype == theirs.dtype and mine.requires_grad == theirs.requires_grad == true.requires_grad
+        if mine.dtype == torch.bool:
+            assert torch.equal(mine, true) and true.any() and not true.all()
+        else:
+            # The mean logit is a difference from the log-sum-exp, and has the rounding of its size.
+            size = truth_lse if key == "mean_logits" else 0
+            assert_no_worse(mine + size, theirs + size, true + size, mine.dtype, key)
+    for (where, mine), theirs, true in zip(
+        ours.named_parameters(), stock.parameters(), truth.parameters(), strict=True
+    ):
+        assert mine.grad is not None and theirs.grad is not None and true.grad is not None
+        assert_no_worse(mine.grad, theirs.grad, true.grad, quantity=where)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+def test_batch_invariance_reaches_the_head() -> None:
+    """A scorer's outputs and a trainer's have the same bits, and are the stock's. Catches an option that is dropped."""
+    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "is_top1")
+    stock, inputs = tiny_model("Gemma2"), batch()
+    ours = copy.deepcopy(stock)
+    add(stock, temperature=0.7, outputs=outputs)
+    cce_trl.install(backend="triton", batch_invariant=True)
+    add(ours, temperature=0.7, outputs=outputs)
+    with pytest.MonkeyPatch.context() as patch:
+        asked: list[bool] = []
+        call = cce_trl.linear_log_probs
+        patch.setattr(cce_trl, "linear_log_probs", lambda *x, **y: asked.append(y["batch_invariant"]) or call(*x, **y))
+        trained = ours(**inputs, fused_lm_head=True)
+        with torch.no_grad():
+            scored, expected = (model(**inputs, fused_lm_head=True) for model in (ours, stock))
+    assert asked == [True, True] and trained["loss"].requires_grad
+    for name in (*outputs, "loss"):
+        assert torch.equal(scored[name], trained[name])
+        torch.testing.assert_close(scored[name], expected[name], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="mean_logits is not served with batch_invariant"):
+        add(ours, outputs=("log_probs", "mean_logits"))
+
+
+DIVERGENCES: dict[str, dict[str, Any]] = {
+    "forward": {"beta": 0.0},
+    "reverse": {"beta": 1.0, "temperature": 0.7},
+    "jsd": {"beta": 0.3, "temperature": 2.0, "num_items_in_batch": torch.tensor(5)},
+    "capped": {
+        "beta": 0.5, "temperature": 1.3, "student_final_logit_softcapping": 3.0, "teacher_final_logit_softcapping": 5.0,
+        "student_logit_scale": 0.7, "teacher_logit_scale": 1.2, "num_items_in_batch": 3,
+    },
+    "nothing": {"beta": 0.9, "empty": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DIVERGENCES.values(), ids=DIVERGENCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_distillation_is_trls(how: dict[str, Any], dtype: torch.dtype) -> None:
+    """Catches beta that is the other head's, a temperature before the softcap, an entropy of other logits, a mean of all."""
+    from trl.trainer import distillation_trainer
+
+    how = dict(how)
+    mask = torch.arange(10).view(2, 5) % 3 if not how.pop("empty", False) else torch.zeros(2, 5).long()
+    drawn = [torch.randn(2, 5, 16), torch.randn(2, 5, 24), torch.randn(40, 16), torch.randn(40, 24)]
+    drawn += [torch.randn(40), torch.randn(40)]
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        h, t, w, tw, b, tb = (x.to(dtype) for x in drawn)
+        leaves = [x.clone().requires_grad_() for x in (h, w, b)]
+        loss, entropy, count = distillation_trainer._chunked_divergence_loss(
+            leaves[0], t, leaves[1], tw, mask, student_lm_head_bias=leaves[2], teacher_lm_head_bias=tb, **how
+        )
+        grads = torch.autograd.grad(loss, leaves)
+        assert not entropy.requires_grad and count == (mask != 0).sum()
+        return [loss.detach(), entropy, *grads]
+
+    drawn = [x.to(dtype) for x in drawn]
+    baseline, truth = run(dtype), run(torch.float64)
+    cce_trl.install()
+    assert distillation_trainer._chunked_divergence_loss.__module__ == "cce_dist.integrations.trl_distillation"
+    for name, ours, theirs, true in zip(
+        ("loss", "entropy", "dE", "dC", "dbias"), run(dtype), baseline, truth, strict=True
+    ):
+        # An entropy of capped logits is a difference of numbers of 20 nats in fp32.
+        assert_no_worse(ours, theirs, true, dtype if name[0] == "d" else torch.float32, name)
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, VOCAB)}
+    fast = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>")
+
+
+def rows(kind: str) -> Any:
+    from datasets import Dataset
+
+    draw = torch.Generator().manual_seed(0)
+
+    def text(count: int) -> str:
+        return " ".join(f"w{i}" for i in torch.randint(2, VOCAB, (count,), generator=draw).tolist())
+
+    whats = {
+        "prompt": lambda: {"prompt": text(4)},
+        "pairs": lambda: {"prompt": text(4), "chosen": " " + text(5), "rejected": " " + text(7)},
+        "rated": lambda: {"prompt": text(4), "completion": " " + text(6), "label": text(1) < "w4"},
+    }
+    return Dataset.from_list([whats[kind]() for _ in range(8)])
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum("3" in word for word in text.split()) - len(text) % 3) for text in completions]
+
+
+def sft(model: Any, out: Path, **more: Any) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    data = Dataset.from_list([{name: x.tolist() for name, x in row.items()} for row in Sentences()])
+    args = arguments(out, SFTConfig, packing=False, bf16=False, gradient_checkpointing=False, **more)
+    return SFTTrainer(model, args, train_dataset=data, eval_dataset=data.select(range(6)), processing_class=tokenizer())
+
+
+def trainer_of(kind: str, data: str, **given: Any) -> Callable:
+    def make(model: Any, out: Path, **more: Any) -> Any:
+        import trl
+
+        how: dict[str, Any] = dict(bf16=False, gradient_checkpointing=False, learning_rate=1e-2, max_steps=3)
+        args = arguments(out, getattr(trl, f"{kind}Config"), **how | more)
+        trainer = getattr(trl, f"{kind}Trainer")
+        return trainer(model, args=args, train_dataset=rows(data), processing_class=tokenizer(), **given)
+
+    return make
+
+
+ROLLOUT: dict[str, Any] = dict(num_generations=2, max_completion_length=6, temperature=0.7, beta=0.1)
+TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
+    "sft": (sft, "Llama", {}),
+    # With WPO's weights, which need the sum of squared probabilities.
+    "dpo": (trainer_of("DPO", "pairs"), "Gemma2", {"use_weighting": True, "beta": 0.5}),
+    "kto": (trainer_of("KTO", "rated"), "Cohere", {}),
+    # With a reference model, and an entropy bonus, whose gradient goes through the entropy.
+    "grpo": (trainer_of("GRPO", "prompt", reward_funcs=reward), "Gemma2", {"entropy_coef": 0.1, **ROLLOUT}),
+    "rloo": (trainer_of("RLOO", "prompt", reward_funcs=reward), "Llama", ROLLOUT),
+}
+
+
+def trained(make: Callable, model: Any, out: Path, **more: Any) -> tuple[list[dict[str, float]], Any, list[str]]:
+    """Return what a trainer logs, its parameters, and what TRL's function with ours inside was asked for."""
+    from transformers import AutoModelForCausalLM
+
+    asked: list[str] = []
+    compute = cce_trl._Score._compute
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(",".join(self.outputs))
+        return compute(self, *args, **kwargs)
+
+    forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cce_trl._Score, "_compute", counted)
+        if make is not sft:  # reference models are read from where the model was
+            model.save_pretrained(out)
+            model = AutoModelForCausalLM.from_pretrained(out)
+        trainer = make(model, out, **more)
+        torch.manual_seed(0)
+        trainer.train()
+        if make is sft:
+            trainer.evaluate()
+    if any(hasattr(module, "cce_task") for module in trainer.model.modules()):
+        cce_dist.require(trainer.model)
+    return logged(trainer), trainer.accelerator.get_state_dict(trainer.model_wrapped), asked
+
+
+@pytest.mark.parametrize(("make", "name", "more"), TRAINERS.values(), ids=TRAINERS)
+def test_trainers_log_and_learn_as_they_do(make: Callable, name: str, more: dict, tmp_path: Path) -> None:
+    """Catches a metric or a gradient that is not the stock's, and a trainer that goes round us."""
+    stock, expected, unasked = trained(make, tiny_model(name), tmp_path / "stock", **more)
+    cce_trl.install()
+    ours, found, asked = trained(make, tiny_model(name), tmp_path / "ours", **more)
+    assert not unasked and len(asked) >= 3
+    assert_same_log(ours, stock, TOLERANCE)
+    assert_same_parameters(found, expected, TOLERANCE)
+    start = tiny_model(name).state_dict()
+    assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
+
+
+def distilled(out: Path, **more: Any) -> tuple[list[dict[str, float]], Any]:
+    """Return what DistillationTrainer logs, and its parameters."""
+    from trl import DistillationConfig, DistillationTrainer
+
+    forget()
+    teacher = tiny_model("Gemma2", hidden_size=48).eval()
+    how: dict[str, Any] = dict(bf16=False, gradient_checkpointing=False, learning_rate=1e-2, max_steps=3)
+    args = arguments(out, DistillationConfig, temperature=0.7, max_completion_length=6, **how | more)
+    given = {"train_dataset": rows("prompt"), "processing_class": tokenizer()}
+    trainer = DistillationTrainer(tiny_model("Gemma2"), teacher, args, **given)
+    torch.manual_seed(0)
+    trainer.train()
+    return logged(trainer), trainer.accelerator.get_state_dict(trainer.model_wrapped)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_distillation_trainer_logs_and_learns_as_it_does(beta: float, tmp_path: Path) -> None:
+    stock, expected = distilled(tmp_path, beta=beta)
+    cce_trl.install()
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("cce_dist.integrations.trl_distillation.say_once", said.append)
+        ours, found = distilled(tmp_path, beta=beta)
+    assert len(said) >= 3
+    assert_same_log(ours, stock, TOLERANCE)
+    assert_same_parameters(found, expected, TOLERANCE)
+    start = tiny_model("Gemma2").state_dict()
+    assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "grpo", "distillation"])
+def test_the_curve_of_fifty_steps_is_trls(kind: str, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"max_steps": 50, "optim": "adamw_torch", "learning_rate": 3e-3}
+
+    def curve() -> list[Tensor]:
+        if kind == "distillation":
+            log, _ = distilled(tmp_path, beta=0.5, **how)
+        else:
+            make, name, more = TRAINERS[kind]
+            log, *_ = trained(make, tiny_model(name), tmp_path, **more | how)
+        return [torch.tensor(entry["loss"]) for entry in log if "loss" in entry]
+
+    stock = curve()
+    cce_trl.install()
+    assert_same_curve(f"TRL's {kind}", curve(), stock)
+
+
+def test_distillation_under_zero_3_is_refused() -> None:
+    from trl.trainer import distillation_trainer
+
+    cce_trl.install()
+    hidden, mask = torch.randn(1, 2, 8), torch.ones(1, 2)
+    with pytest.raises(ValueError, match="ZeRO-3 has the head's weight in parts"):
+        distillation_trainer._chunked_divergence_loss(hidden, hidden, torch.empty(0), torch.randn(9, 8), mask, 0.5)
+
+
+def compare_sft(folder: Path, name: str = "Llama", section: dict | None = None, **more: Any) -> None:
+    """Compare SFTTrainer on a stock model with one that is converted, or has a section in its ds_config."""
+    stock, expected, _ = trained(sft, tiny_model(name), folder, **more)
+    model = tiny_model(name) if section else cce_dist.convert(tiny_model(name))
+    ours, found, _ = trained(sft, model, folder, **more | (section or {}))
+    assert {"entropy", "mean_token_accuracy"} <= stock[0].keys()
+    assert_same_log(ours, stock, TOLERANCE)
+    if expected is not None:
+        assert_same_parameters(found, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "more"), [("Gemma2", {}), ("Llama", {"loss_type": "dft"})], ids=["softcap", "dft"])
+def test_sft_of_a_converted_model(tmp_path: Path, name: str, more: dict) -> None:
+    compare_sft(tmp_path, name, **more)
+
+
+def test_what_sft_cannot_have_is_one_line(tmp_path: Path) -> None:
+    forget()
+    with pytest.raises(ValueError, match="log-probabilities, which have no z-loss"):
+        sft(cce_dist.convert(tiny_model(), z_loss_weight=0.1), tmp_path).train()
+
+
+def test_a_call_that_asks_for_more_is_left_to_trl() -> None:
+    """Temperature and mean logits are not what SFTTrainer asks for. A training forward then says that we were not asked."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    ids = torch.arange(1, 13).view(1, 12)
+    others: list[dict[str, Any]] = [{"temperature": 0.5}, {"outputs": ("log_probs", "mean_logits")}]
+    for more in others:
+        model = cce_dist.convert(tiny_model())
+        add_fused_lm_head(model, **more)
+        with torch.no_grad():
+            assert model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.shape == (1, 11)
+        with pytest.raises(RuntimeError, match="ended without asking the head"):
+            model(input_ids=ids, labels=ids, fused_lm_head=True)
+
+
+def test_labels_that_are_shifted_already() -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    ids = torch.arange(1, 13).view(1, 12)
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    results = []
+    for ours in (False, True):
+        model = cce_dist.convert(tiny_model()) if ours else tiny_model()
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        results.append(model(input_ids=ids, shift_labels=shifted, fused_lm_head=True))
+    for field in ("loss", "log_probs", "entropy", "is_top1", "label_mask"):
+        torch.testing.assert_close(
+            results[1][field], results[0][field], rtol=TOLERANCE, atol=TOLERANCE, check_dtype=False
+        )
+
+
+STEPS, RATE = 2, 0.5
+OUTPUTS = ("log_probs", "entropy", "is_top1")
+
+
+def loss_of(out: Any) -> Tensor:
+    return out.loss + 0.1 * out.entropy.mean()
+
+
+def one_rank(name: str) -> Any:
+    """Train with TRL's own function on the batches of both ranks, and return the model."""
+    model = tiny_model(name)
+    add(model, outputs=OUTPUTS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        for rank in range(2):
+            (loss_of(model(**batch(2 * step + rank), fused_lm_head=True)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def check_fsdp(name: str, head_alone: bool, expected: Any) -> None:
+    model = tiny_model(name)
+    add(model, outputs=OUTPUTS)
+    gathers = 0
+
+    def gathered(*_: Any) -> None:
+        nonlocal gathers
+        gathers += not isinstance(model.lm_head.weight, DTensor)
+
+    if head_alone:
+        fully_shard(model.lm_head)
+    fully_shard(model)
+    model.lm_head.register_forward_pre_hook(gathered)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        loss_of(model(**batch(2 * step + dist.get_rank()), fused_lm_head=True)).backward()
+        assert gathers == step + 1  # by the hooks of FSDP2 alone
+        assert not head_alone or isinstance(model.lm_head.weight, DTensor)
+        optimizer.step()
+        optimizer.zero_grad()
+    for (where, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=2e-5, atol=2e-5, msg=where)
+
+
+def check_zero3(name: str, expected: Any) -> None:
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    model = tiny_model(name)
+    add(model, outputs=OUTPUTS)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+        },
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    for step in range(STEPS):
+        loss = loss_of(engine(**batch(2 * step + dist.get_rank()), fused_lm_head=True))
+        # A head that is not tied is a piece again until backward.
+        assert name == "Gemma2" or model.lm_head.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        engine.backward(loss)
+        engine.step()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        for (where, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), theirs, rtol=2e-5, atol=2e-5, msg=where)
+
+
+def two_ranks(folder: Path) -> None:
+    prepare_rank()
+    for name in ("Llama", "Gemma2"):  # the second is tied, and has a softcap
+        cce_trl.uninstall()
+        expected = one_rank(name)
+        cce_trl.install()
+        for head_alone in (False, True)[: 1 + (name == "Llama")]:
+            check_fsdp(name, head_alone, expected)
+        check_zero3(name, expected)
+    cce_trl.uninstall()
+    compare_sft(folder)
+    cce_deepspeed.install()
+    section = {"deepspeed": zero(3, cce_dist={"enabled": True})}
+    compare_sft(folder, deepspeed=zero(3), section=section)
+
+
+@pytest.mark.slow
+def test_fsdp2_and_zero3_gather_the_head_themselves(tmp_path: Path) -> None:
+    """Catches a weight that is read outside of the head's hooks, and one that is kept whole from forward to backward."""
+    run_ranks(two_ranks, 2, tmp_path)
+
+
+def test_without_a_label_there_is_a_gradient_of_zero() -> None:
+    cce_trl.install()
+    model = tiny_model()
+    add(model)
+    out = model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.full((1, 4), -100), fused_lm_head=True)
+    out.loss.backward()
+    assert out.loss == 0 and not model.lm_head.weight.grad.any() and not model.model.embed_tokens.weight.grad.any()
+
+
+def test_the_other_forward_stays() -> None:
+    """Catches a head that still defers: generate, and passes that look at logits."""
+    cce_trl.install()
+    model = tiny_model()
+    expected = model(**batch())
+    add(model)
+    found = model(**batch())
+    assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
+    model(**batch(), fused_lm_head=True)
+    assert torch.equal(model(**batch()).logits, expected.logits)
+    assert model.generate(batch()["input_ids"], max_new_tokens=2, do_sample=False).shape == (3, LENGTH + 2)
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_is_no_worse(in_fp32: bool, autocast: bool) -> None:
+    stock = tiny_model()
+    truth = {**dense(copy.deepcopy(stock).double(), 1.0, **batch())}
+    stock = stock if autocast else stock.bfloat16()
+    ours = copy.deepcopy(stock)
+    add(stock, cast_lm_head_to_fp32=in_fp32, outputs=OUTPUTS)
+    cce_trl.install()
+    add(ours, cast_lm_head_to_fp32=in_fp32, outputs=OUTPUTS)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        theirs, mine = (model(**batch(), fused_lm_head=True) for model in (stock, ours))
+    for key in ("log_probs", "entropy"):
+        assert mine[key].dtype == torch.float32
+        assert_no_worse(mine[key], theirs[key], truth[key], quantity=key)
+
+
+def test_what_is_not_served_is_one_line() -> None:
+    from trl.experimental.gkd import GKDTrainer
+    from trl.experimental.gold import GOLDTrainer
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    stock = SFTTrainer.__init__
+    for trainer in (GKDTrainer, GOLDTrainer):
+        cce_trl.install()
+        with pytest.raises(
+            ValueError, match=f"TRL's {trainer.__name__} computes its .* DistillationTrainer has the same"
+        ):
+            SFTTrainer.__init__(trainer.__new__(trainer), tiny_model())
+    cce_trl.uninstall()
+    assert SFTTrainer.__init__ is stock
+    cce_trl.install()
+    model = tiny_model()
+    with pytest.raises(ValueError, match="top2_gap is none of them"):
+        add(model, outputs=("log_probs", "top2_gap"))
+    add(model)
+    model.lm_head.forward = types.MethodType(nn.Linear.forward, model.lm_head)
+    with pytest.raises(ValueError, match="somebody has replaced its forward"):
+        model(**batch(), fused_lm_head=True)
+    del model.lm_head.forward
+    cce_dist.convert(model)
+    with pytest.raises(ValueError, match="revert the model"):
+        model(**batch(), fused_lm_head=True)

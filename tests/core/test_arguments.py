@@ -1,0 +1,59 @@
+"""D13. Arguments that make no sense are one line and exit code 2, whatever the command, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from cce_dist.tools import cli
+
+PRETRAIN = [
+    "--clip -1", "--clip nan", "--clip 0", "--lr nan", "--lr inf", "--lr -1", "--lr 0", "--lr x", "--warmup -5", "--seed -1",
+    "--seed 99999999999999999999", "--steps 0", "--steps 1.5", "--checkpoint-every -1", "--eval-every 0", "--eval-batches 0",
+    "--log-every 0", "--keep 0", "--weight-decay nan", "--weight-decay -1", "--filter-eps nan", "--filter-eps 1",
+    "--filter-eps -1", "--batch-size 0", "--accumulate 0", "--tp 0", "--dp -1", "--pp 0", "--timeout nan", "--timeout 0",
+    "--timeout inf", "--max-restarts -1", "--corpus-mib 0", "--corpus-mib 1e3", "--vocab-size 0", "--vocab-size 999999999999",
+    "--seq-len 0", "--num-layers -2", "--loss nosuch", "--preset nosuch", "--zero-stage 4", "--pattern /abs", "--out=",
+    "--pattern=", "--cache=", "--out /dev/null", "--cache /dev/null/x", "--corpus /dev/null", "--peak-tflops 0", "--nodes 0",
+]  # fmt: skip
+LONG = 300 * "a"
+CASES = {
+    "pretrain": [*PRETRAIN, f"--out {LONG}", f"--cache {LONG}", f"--corpus {LONG}"],
+    "bench": [
+        "--tokens 0", "--tokens -1", "--tokens x", "--ignored nan", "--ignored 2", "--ignored -0.1", "--ignored 1",
+        "--workspace 0", "--workspace -256", "--repeats 0", "--repeats -3", "--tp 0", "--tp a,b", "--tp 2,", "--device nosuch",
+        "--device cuda:99", "--out /dev/null", "--show nosuch.json", "--shapes nosuch",
+        f"--out {LONG}", f"--out nosuch/{LONG}", f"--show {LONG}",
+    ],
+    "verify": [
+        "--only nosuch", "--fuzz -1", "--fuzz x", "--seed -1", "--case -1", "--timeout 0", "--timeout nan", "--backend nosuch",
+    ],
+    "compare": [
+        "--steps 0", "--seeds 0", "--measure-every 0", "--eval-batches 0", "--filter-eps nan", "--filter-eps 1", "--lr nan",
+        "--clip -1", "--show nosuch.json", "--out /dev/null", "--warmup -1", f"--out {LONG}", f"--show {LONG}",
+    ],
+    "plot": ["x.jsonl -o curves.nosuch", "x.jsonl -o nosuch/curves.png"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "argument"), [(command, each) for command, arguments in CASES.items() for each in arguments]
+)
+def test_an_argument_without_sense_is_one_line(command: str, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, *argument.split()])
+    assert end.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"cce-dist {command}: argument {argument.split('=')[0].split()[-2 if ' ' in argument else 0][:2]}"
+    )
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from cce_dist.tools import verify
+
+    def stop(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "run", stop)
+    assert cli.main(["verify"]) == 130
+    assert capsys.readouterr().err == "cce-dist verify: stopped\n"

@@ -1,0 +1,296 @@
+"""Derivatives that the loss does not have are refused in one line; those that it has are right, whoever asks.
+
+And what a module must survive beside autograd: torch.compile with changing numbers, a default dtype, copies, pickles.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from cce_dist import VocabParallelHead, VocabShard, linear_cross_entropy
+from cce_dist.tools.verify.check import assert_no_worse
+
+N, D, V = 7, 8, 20
+any_call: Any = linear_cross_entropy  # options by name, and some that a type checker would refuse
+SMOOTHED = dict(label_smoothing=0.1, softcap=5.0, z_loss_weight=0.01)
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, D, generator=generator, requires_grad=True) for rows in (N, V))
+    return hidden, weight, torch.randint(V, (N,), generator=generator)
+
+
+def second_grad(loss, hidden: Tensor, allow_unused: bool) -> Any:
+    (grad,) = torch.autograd.grad(loss(hidden), hidden, create_graph=True)
+    return torch.autograd.grad(grad.square().sum(), hidden, allow_unused=allow_unused)
+
+
+def dual(loss, hidden: Tensor) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        loss(torch.autograd.forward_ad.make_dual(hidden.detach(), torch.ones_like(hidden)))
+
+
+DERIVATIVES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "dual-numbers": dual,
+    "jvp": lambda loss, x: torch.func.jvp(loss, (x.detach(),), (torch.ones_like(x),)),
+    "func-hessian": lambda loss, x: torch.func.hessian(loss)(x.detach()),
+    "func-grad": lambda loss, x: torch.func.grad(loss)(x.detach()),
+    "func-vjp": lambda loss, x: torch.func.vjp(loss, x.detach())[1](torch.tensor(1.0)),
+    "vmap": lambda loss, x: torch.func.vmap(loss)(torch.stack((x, x))),
+    "hessian": lambda loss, x: torch.autograd.functional.hessian(loss, x),
+    "vhp": lambda loss, x: torch.autograd.functional.vhp(loss, x, torch.ones_like(x)),
+    "autograd-jvp": lambda loss, x: torch.autograd.functional.jvp(loss, x, torch.ones_like(x)),
+    "batched-gradients": lambda loss, x: torch.autograd.grad(loss(x), x, torch.ones(2), is_grads_batched=True),
+    "second-grad-allow-unused": lambda loss, x: second_grad(loss, x, True),
+    "second-grad": lambda loss, x: second_grad(loss, x, False),
+}
+
+
+@pytest.mark.parametrize("ask", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_a_derivative_that_is_not_there_is_refused(data, ask):
+    """Catches zeros or None where the documentation promises an error, and a text of torch's that does not name us."""
+    hidden, weight, target = data
+    with pytest.raises(RuntimeError, match="linear_cross_entropy") as caught:
+        ask(lambda x: linear_cross_entropy(x, weight, target), hidden)
+    assert "\n" not in str(caught.value)
+
+
+def test_first_derivatives_with_create_graph(data):
+    """A gradient penalty is refused where it is differentiated; the gradients themselves are right."""
+    hidden, weight, target = data
+    plain = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), (hidden, weight))
+    kept = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), (hidden, weight), create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, SMOOTHED, dict(reduction="none")], ids=["plain", "smoothed", "none"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32-scale", "fp64-scale"])
+def test_a_learnable_logit_scale_gets_its_gradient(data, options, backend, dtype):
+    """muP-like heads, a contrastive temperature. Catches a scale that is read as a number, without a word."""
+    if backend == "triton" and torch.cuda.is_available():
+        data = tuple(x.detach().cuda().requires_grad_(x.is_floating_point()) for x in data)
+    hidden, weight, target = data
+    target[2] = -100
+    scale = torch.tensor(0.7, device=hidden.device, dtype=dtype, requires_grad=True)
+    loss = any_call(hidden, weight, target, logit_scale=scale, backend=backend, **options)
+    upstream = torch.linspace(-1, 1, loss.numel(), device=loss.device).view(loss.shape)
+    ours = torch.autograd.grad(loss, (scale, hidden, weight), upstream)
+    number = any_call(hidden, weight, target, logit_scale=0.7, backend=backend, **options)
+    torch.testing.assert_close(loss, number)
+    expected = []
+    for wide in (torch.float32, torch.float64):
+        x, w, s = (t.detach().to(wide).requires_grad_() for t in (hidden, weight, scale))
+        dense = _dense_loss(s * (x @ w.t()), target, **options)
+        expected.append(torch.autograd.grad(dense, (s, x, w), upstream.to(wide)))
+    assert ours[0].dtype == dtype and ours[0].shape == ()
+    for name, got, baseline, truth in zip(("d_scale", "dE", "dC"), ours, *expected, strict=True):
+        assert_no_worse(got.float(), baseline, truth, quantity=name)
+
+
+def _dense_loss(
+    logits: Tensor, target: Tensor, label_smoothing: float = 0.0, softcap: float | None = None, z_loss_weight: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(z, target, label_smoothing=label_smoothing, reduction="none")
+    loss = loss + (z_loss_weight * z.logsumexp(-1).square()).masked_fill(target == -100, 0.0)
+    return loss if reduction == "none" else loss.sum() / (target != -100).sum()
+
+
+def test_a_scale_without_gradient_stays_a_number(data):
+    hidden, weight, target = data
+    ours = any_call(hidden, weight, target, logit_scale=torch.tensor(0.7))
+    assert torch.equal(ours, linear_cross_entropy(hidden, weight, target, logit_scale=torch.tensor(0.7).item()))
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, torch.float16])
+@pytest.mark.parametrize("options", [{}, dict(return_aux=True, **SMOOTHED)], ids=["plain", "everything"])
+def test_the_default_dtype_changes_nothing(data, default, options):
+    """Catches temporaries in torch's default dtype: a bf16 loss, or a crash."""
+    hidden, weight, target = data
+
+    def run() -> list[Tensor]:
+        out = linear_cross_entropy(hidden, weight, target, linear_bias=bias, backend="torch", **options)
+        loss = out if isinstance(out, Tensor) else out.loss
+        return [loss, *([] if isinstance(out, Tensor) else out[1:6]), *torch.autograd.grad(loss, (hidden, weight))]
+
+    bias = torch.zeros(V)
+    expected = run()
+    torch.set_default_dtype(default)
+    try:
+        got = run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_the_default_dtype_changes_no_initial_weight():
+    torch.manual_seed(0)
+    expected = VocabParallelHead(D, V, dtype=torch.float32).weight
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(0)
+        got = VocabParallelHead(D, V, dtype=torch.float32).weight
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", ["z_loss_weight", "logit_scale", "label_smoothing", "softcap"])
+@pytest.mark.slow
+def test_compiles_with_a_number_that_changes(data, name):
+    """A schedule of the z-loss. Catches a check that asks the symbolic number for its value."""
+    torch._dynamo.reset()
+    hidden, weight, target = data
+
+    def loss(x: Tensor, value: float) -> Tensor:
+        return any_call(x * 2, weight, target, **{name: value})
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for value in (0.5, 0.25, 0.125, 0.75):
+        torch.testing.assert_close(compiled(hidden, value), loss(hidden, value))
+
+
+@pytest.mark.parametrize("name", ["z_loss_weight", "logit_scale"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_compiles_with_a_tensor_that_changes(data, name, backend):
+    """A schedule in a 0-d tensor, a scale that is learnt. Catches a value that is read, or baked into the graph."""
+    torch._dynamo.reset()
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    hidden, weight, target = (x.detach().to(device).requires_grad_(x.is_floating_point()) for x in data)
+    bias, classes = torch.randn(V, device=device, requires_grad=True), torch.rand(V, device=device)
+    compiled = torch.compile(any_call, fullgraph=True, backend="aot_eager")
+    for options in (SMOOTHED, dict(label_smoothing=0.1, weight=classes)):
+        for number in (0.5, 0.25):
+            value = torch.tensor(number, device=device, requires_grad=name == "logit_scale")
+            inputs = (hidden, weight, bias, *[value][: value.requires_grad])
+            given = (hidden, weight, target)
+            losses = (
+                call(*given, linear_bias=bias, backend=backend, **{**options, name: value})
+                for call in (compiled, any_call)
+            )
+            ours, expected = ((loss, *torch.autograd.grad(loss, inputs)) for loss in losses)
+            torch.testing.assert_close(ours, expected)
+    # Some releases of torch say that an exception was seen in place of what it says.
+    with pytest.raises(Exception, match=r"logit_scale must be a number or a 0-d tensor|Observed exception"):
+        compiled(hidden, weight, target, logit_scale=torch.ones(N))
+
+
+def test_a_scale_that_a_head_learns_is_its_parameter(data):
+    """Catches a scale that no optimizer sees, and one that a copy or a loaded state leaves behind."""
+    hidden, _, target = data
+    head = VocabParallelHead(D, V, logit_scale=nn.Parameter(torch.tensor(2.0)))
+    assert "logit_scale" in dict(head.named_parameters()) and "logit_scale" in head.state_dict()
+    twin = VocabParallelHead(D, V, logit_scale=nn.Parameter(torch.tensor(1.0)))
+    twin.load_state_dict(head.state_dict())
+    loss = twin(hidden, target)
+    loss.backward()
+    torch.testing.assert_close(loss, head(hidden, target))
+    assert isinstance(twin.logit_scale, nn.Parameter) and twin.logit_scale.grad != 0
+    torch.testing.assert_close(twin(hidden), 2 * hidden @ head.weight.t())
+
+
+def through_a_file(thing: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def test_a_head_can_be_copied(data):
+    hidden, _, target = data
+    head = VocabParallelHead(D, V, bias=True, softcap=4.0)
+    for twin in (copy.deepcopy(head), AveragedModel(head).module, through_a_file(head)):
+        assert torch.equal(twin(hidden, target), head(hidden, target)) and twin.weight is not head.weight
+
+
+@pytest.mark.slow
+def test_copies_with_a_group(ranks2):
+    ranks2(_copies_with_a_group)
+
+
+def _copies_with_a_group() -> None:
+    """A copy in memory keeps the group; a file keeps the numbers, and says so when it is used without a group."""
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(0)
+    head = VocabParallelHead(D, V, group=group)
+    hidden, labels = torch.randn(N, D), torch.randint(V, (N,))
+    expected = head(hidden, labels)
+    for make_copy in (copy.copy, copy.deepcopy, lambda thing: AveragedModel(thing).module):
+        twin = make_copy(head)
+        assert isinstance(twin.shard, VocabShard) and twin.shard.group is group, "a copy keeps the group"
+        assert torch.equal(twin(hidden, labels), expected)
+    assert copy.deepcopy(head.shard) == head.shard
+    loaded = through_a_file(head)
+    assert torch.equal(loaded.weight, head.weight)
+    shard = through_a_file(head.shard)
+    assert (shard.start, shard.stop, shard.vocab_size) == (head.shard.start, head.shard.stop, V)
+    with pytest.raises(RuntimeError, match="group"):
+        loaded(hidden, labels)
+    loaded.shard = VocabShard(shard.start, shard.stop, shard.vocab_size, group)
+    assert torch.equal(loaded(hidden, labels), expected)
+
+
+CLASS_OPTIONS: list[dict[str, Any]] = [
+    {},
+    dict(reduction="sum"),
+    dict(label_smoothing=0.2),
+    dict(label_smoothing=0.2, reduction="none"),
+    dict(label_smoothing=1.0),
+]
+
+
+@pytest.mark.parametrize("options", CLASS_OPTIONS, ids=str)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_class_weights_are_torchs(data, options, backend):
+    """Catches a mean over tokens instead of weights, and smoothing that forgets the weights of the other classes."""
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    hidden, weight, target = (x.detach().to(device) for x in data)
+    target[2] = -100
+    _check_class_weights(hidden.requires_grad_(), weight, target, options, backend, None)
+
+
+def _check_class_weights(
+    hidden: Tensor, weight: Tensor, target: Tensor, options: dict, backend: str, group: dist.ProcessGroup | None
+) -> None:
+    class_weights = torch.rand(V, generator=torch.Generator().manual_seed(5)).to(hidden.device)
+    class_weights[3] = 0.0
+    shard = VocabShard.even(V, group)
+    rows = weight.detach()[shard.start : shard.stop].clone().requires_grad_()
+    ours = any_call(hidden, rows, target, weight=class_weights, shard=shard, backend=backend, **options)
+    got = (ours, *torch.autograd.grad(ours.sum(), (hidden, rows)))
+    expected = []
+    for wide in (torch.float32, torch.float64):
+        x, w = (t.detach().to(wide).requires_grad_() for t in (hidden, weight))
+        loss = F.cross_entropy(x @ w.t(), target, weight=class_weights.to(wide), **options)
+        d_hidden, d_weight = torch.autograd.grad(loss.sum(), (x, w))
+        expected.append((loss, d_hidden, d_weight[shard.start : shard.stop]))
+    for name, value, baseline, truth in zip(("loss", "dE", "dC"), got, *expected, strict=True):
+        assert_no_worse(value, baseline, truth, quantity=name)
+
+
+@pytest.mark.slow
+def test_class_weights_over_ranks(ranks2):
+    ranks2(_class_weights_over_ranks)
+
+
+def _class_weights_over_ranks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, D, generator=generator, requires_grad=True) for rows in (N, V))
+    target = torch.randint(V, (N,), generator=generator)
+    for options in ({}, dict(label_smoothing=0.2)):
+        _check_class_weights(hidden, weight, target, options, "torch", dist.group.WORLD)

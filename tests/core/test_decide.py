@@ -1,0 +1,185 @@
+"""The way of a call: a table of sizes and options, and the sentence that ``explain`` returns."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from cce_dist import GradFilter, VocabShard, decide, explain, linear_cross_entropy
+from cce_dist.decide import Way, Where
+from cce_dist.kernels import Filter, ShardLogits, Spec, Want
+from cce_dist.kernels.memory import Groups, Sizes
+
+BF16, MIB = "torch.bfloat16", 1 << 20
+SMOOTH = {"want": Want(uniform=True), "softcap": 30.0}
+
+
+def way(
+    sizes: tuple[int, int, int],
+    where: dict[str, Any] | None = None,
+    softcap: float = 0.0,
+    tensors: str = "",
+    **spec: Any,
+) -> Way:
+    """Decide for N, D and V of a shard, bf16 on Triton and one number's loss unless said otherwise."""
+    where = {"backend": "triton", "dtype": BF16, "upstream": "number"} | (where or {})
+    itemsize = getattr(torch, where["dtype"].removeprefix("torch.")).itemsize
+    options: dict[str, Any] = {"workspace_bytes": 0} | spec
+    task = Spec(ShardLogits(0, sizes[2], softcap=softcap, tensors=tensors), sizes[2], **options)
+    found = decide.decide(Sizes(*sizes, itemsize), task, Where(**where))
+    return found._replace(workspace_bytes=-(-found.workspace_bytes // MIB))
+
+
+GEMMA, LLAMA, PHI = (8192, 1152, 262_144), (16384, 4096, 128_256), (8192, 3072, 32_064)
+NO_UPSTREAM = "one pass would have to know the upstream gradient in forward"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        # sizes, where, spec -> backend, passes, groups, MiB, ready rows
+        pytest.param((GEMMA,), ("exact", "one", (4096, False), 2100, 0), id="groups"),
+        pytest.param((LLAMA,), ("exact", "one", (8192, False), 2100, 0), id="groups-llama"),
+        pytest.param((PHI,), ("exact", "two", (0, False), 556, 0), id="all-kept"),
+        pytest.param(((0, 64, 1000),), ("exact", "two", (0, False), 256, 0), id="no-tokens"),
+        pytest.param(((64, 64, 0),), ("exact", "two", (0, False), 256, 0), id="empty-shard"),
+        pytest.param((GEMMA, {"upstream": "tokens"}), ("exact", "one", (4096, False), 2100, 0), id="each-token"),
+        pytest.param((GEMMA, {"upstream": "unknown"}), ("exact", "two", (0, False), 2100, 0), id="aux"),
+        pytest.param((GEMMA, {"has_buffer": True}), ("exact", "one", (1664, False), 2100, 0), id="buffer"),
+        pytest.param((GEMMA, {"summed": True}), ("exact", "one", (4096, False), 2100, 0), id="summed"),
+        pytest.param((GEMMA, {"dtype": "torch.float32"}), ("exact", "two", (0, False), 256, 0), id="fp32"),
+        pytest.param((GEMMA, {"dtype": "torch.float16"}), ("exact", "two", (0, False), 256, 0), id="fp16"),
+        pytest.param((GEMMA, {"backend": "torch"}), ("dense", "two", (0, False), 256, 0), id="torch"),
+        pytest.param((GEMMA, {}, {"want": Want(grad=False)}), ("exact", "two", (0, False), 256, 0), id="no-grad"),
+        pytest.param((GEMMA, {}, SMOOTH), ("exact", "two", (0, False), 256, 0), id="smoothing-under-a-softcap"),
+        pytest.param((GEMMA, {}, {"invariant": True}), ("exact", "two", (0, False), 256, 0), id="batch-invariant"),
+        pytest.param((GEMMA, {}, {"workspace_bytes": 1}), ("exact", "two", (0, False), 1, 0), id="least-memory"),
+        pytest.param(
+            (GEMMA, {}, {"workspace_bytes": 1 << 40}), ("exact", "two", (0, False), 1 << 20, 0), id="most-memory"
+        ),
+        pytest.param(
+            (LLAMA, {"summed": True}, {"workspace_bytes": 256 * MIB}), ("exact", "two", (0, False), 256, 8192),
+            id="chunks-of-the-sum",
+        ),
+        pytest.param((PHI, {"summed": True}), ("exact", "two", (0, False), 556, 0), id="one-sum"),
+        pytest.param((GEMMA, {}, {"filter": Filter(2**-10)}), ("filter", "two", (0, False), 256, 0), id="filter"),
+        pytest.param(
+            ((512, 640, 32_064), {}, {"filter": Filter(2**-10)}), ("exact", "two", (0, False), 256, 0), id="filter-off"
+        ),
+        pytest.param(
+            ((512, 640, 32_064), {}, {"filter": Filter(2**-10, always=True)}), ("filter", "two", (0, False), 256, 0),
+            id="filter-always",
+        ),
+        pytest.param(
+            (GEMMA, {}, {"filter": Filter(2**-10, always=True), **SMOOTH}), ("exact", "two", (0, False), 256, 0),
+            id="filter-without-control-variate",
+        ),
+        pytest.param(
+            (GEMMA, {}, {"filter": Filter(2**-10), "tensors": "bias"}), ("filter", "two", (0, False), 256, 0),
+            id="filter-with-a-bias",
+        ),
+        pytest.param(
+            (GEMMA, {}, {"filter": Filter(2**-10, always=True), "tensors": "bias factors"}),
+            ("exact", "one", (4096, False), 2100, 0), id="filter-with-factors",
+        ),
+        pytest.param(
+            (GEMMA, {}, {"filter": Filter(2**-10, hidden=False, weight=False, always=True)}),
+            ("exact", "one", (4096, False), 2100, 0), id="filter-of-nothing",
+        ),
+    ],
+)  # fmt: skip
+def test_the_table(given: tuple, wanted: tuple) -> None:
+    """Catches a rule that another one hides: each row differs from its neighbours in one fact."""
+    sizes, where, spec = cast(Any, (*given, {}, {})[:3])
+    assert tuple(way(sizes, where, **spec))[:-1] == wanted
+
+
+def test_reasons() -> None:
+    """Catches a filter that is off without a word, and two passes that nobody explains."""
+    keeps_all, none_wanted = way(PHI), way(PHI, None, want=Want(grad=False))
+    assert keeps_all.reason == none_wanted.reason == way(GEMMA).reason == ""
+    assert way(GEMMA, {"upstream": "unknown"}).reason == NO_UPSTREAM
+    assert "larger budget" in way(GEMMA, workspace_bytes=1).reason
+    assert "bfloat16 alone" in way(GEMMA, {"dtype": "torch.float32"}).reason
+    assert "these options" in way(GEMMA, invariant=True).reason
+    assert "faster at these sizes" in way((512, 640, 32_064), None, filter=Filter(2**-10)).reason
+    assert "control variate" in way(GEMMA, None, filter=Filter(2**-10), **SMOOTH).reason
+    assert "tensor of the head" in way(GEMMA, None, filter=Filter(2**-10), tensors="factors").reason
+
+
+def test_symbols_are_decided_on_too() -> None:
+    """torch.compile traces with symbols, which have no hash. Catches a cache that asks for one."""
+    dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    num_tokens: Any = mode.from_tensor(torch.empty(8192, device="meta"), symbolic_context=dynamic).shape[0]
+    sizes = Sizes(8192, 4096, 128_256, 2)
+    task, where = Spec(ShardLogits(0, 128_256), 128_256, workspace_bytes=0), Where("triton", BF16, summed=True)
+    with pytest.raises(TypeError):
+        hash(num_tokens)
+    assert decide.decide(sizes._replace(num_tokens=num_tokens), task, where) == decide.decide(sizes, task, where)
+
+
+def test_upstream_gradients() -> None:
+    """Catches gradients that are made in forward although another output, or another term, changes them."""
+    for reduction in ("mean", "sum"):
+        assert decide.upstream_of(reduction, True, False) == decide.upstream_of(reduction, False, False) == "number"
+    assert decide.upstream_of("none", True, False) == "tokens"
+    assert decide.upstream_of("none", False, False) == decide.upstream_of("mean", True, True) == "unknown"
+    fp16 = Where("torch", "torch.float16", upstream="tokens")
+    exact, filtered = (Spec(ShardLogits(0, 8), 8, filter=Filter(eps)) for eps in (0.0, 2**-10))
+    assert not decide.may_take_one_pass("dense", exact, fp16)
+    assert decide.may_take_one_pass("dense", exact, fp16._replace(upstream="number"))
+    assert not decide.may_take_one_pass("dense", filtered, fp16._replace(upstream="number"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "forced", "wanted"),
+    [
+        ({}, False, True),
+        ({"backend": "torch"}, False, False),
+        ({"backend": "torch"}, True, True),
+        ({"dtype": "torch.float16"}, False, False),
+        ({"upstream": "tokens"}, True, False),
+        ({"has_buffer": True}, True, False),
+    ],
+)
+def test_one_operator_in_a_graph(changes: dict[str, Any], forced: bool, wanted: bool) -> None:
+    where = Where("triton", BF16, upstream="number")._replace(**changes)
+    assert decide.takes_operator_of_both(Spec(ShardLogits(0, 8), 8), where, forced) == wanted
+    filtered = Spec(ShardLogits(0, 8), 8, filter=Filter(2**-10))
+    assert not decide.takes_operator_of_both(filtered, where, forced)
+
+
+def meta(num_tokens: int, hidden_size: int, num_columns: int, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+    shapes = (num_tokens, hidden_size), (num_columns, hidden_size)
+    hidden, weight = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes)
+    return [hidden, weight, torch.empty(num_tokens, dtype=torch.int64, device="meta")]
+
+
+def test_explain() -> None:
+    """On meta tensors, which stand for a GPU. Catches a sentence that names another way than the call takes."""
+    assert explain(*meta(*GEMMA)) == "exact, one pass in 2 groups of 4,096 tokens, 2,100 MiB"
+    assert explain(*meta(*PHI)) == "exact, two passes with all exponentials kept, 556 MiB"
+    assert explain(*meta(*GEMMA), return_aux=True).endswith(f"2,100 MiB; {NO_UPSTREAM}")
+    assert "105,472 of 262,144 columns' exponentials kept" in explain(*meta(*GEMMA), return_aux=("nll",))
+    off = "the filter is off because exact is faster at these sizes"
+    assert explain(*meta(512, 640, 32_064), grad_filter=GradFilter()).endswith(f"all exponentials kept, 256 MiB; {off}")
+    assert explain(*meta(*GEMMA), grad_filter=GradFilter()) == "filtered, two passes, 256 MiB"
+    with torch.no_grad():
+        assert explain(*meta(*GEMMA)) == "exact, forward alone, 256 MiB"
+    with pytest.raises(TypeError, match="no_such_option"):
+        explain(*meta(8, 8, 8), no_such_option=1)
+    with pytest.raises(ValueError, match="hidden size 8, linear_weight 4"):
+        explain(meta(8, 8, 8)[0], *meta(8, 4, 8)[1:])
+    with pytest.raises(ValueError, match="on meta"):
+        linear_cross_entropy(*meta(8, 8, 8))
+
+
+def test_explain_on_a_cpu() -> None:
+    hidden, weight, labels = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8), torch.zeros(4).long()
+    shard = VocabShard(0, 16, 16)
+    assert explain(hidden, weight, labels, shard=shard) == "plain torch, two passes, 256 MiB"
+    assert explain(hidden, weight, labels, grad_filter=GradFilter()) == "plain torch, filtered, two passes, 256 MiB"
+    assert Way().groups == Groups(0)

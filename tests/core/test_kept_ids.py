@@ -1,0 +1,248 @@
+"""Log-softmax over lists of kept ids: the cases in which lists are delicate, on torch and on the kernels.
+
+The lines "kept" of the matrix (test_verify.py: one to four ranks) and of the fuzzer hold values and gradients to fp64.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from shards import DEVICE, GPU, nan_memory
+from torch import Tensor
+
+from cce_dist import KeptIds, VocabShard, linear_log_probs, merge
+from cce_dist.kernels import dense
+from cce_dist.tools.verify.cases import KEPT_CASES, Gaussian
+from cce_dist.tools.verify.check import run_case
+from cce_dist.tools.verify.log_probs import LOG_PROBS
+
+N, D, V = 5, 8, 30
+CASES = {case.name: case for case in KEPT_CASES}
+any_call: Any = linear_log_probs
+
+
+def lists(*rows: list[int]) -> KeptIds:
+    lengths = torch.tensor([0, *map(len, rows)])
+    return KeptIds(lengths.cumsum(0), torch.tensor([id for row in rows for id in row], dtype=torch.int64))
+
+
+KEPT = lists([3, 1, 20], [], [7], [29, 0, 4, 5, 6, 8, 9, 10, 11, 12], [2])
+
+
+def draw() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(rows, D, generator=generator, device="cpu") for rows in (N, V))
+    hidden, weight = (x.to(torch.get_default_device()).requires_grad_() for x in drawn)
+    return hidden, weight, torch.tensor([1, 1, 7, 3, 28])
+
+
+@pytest.fixture
+def kept() -> Iterator[KeptIds]:
+    """``KEPT`` where kernels run. Tensors that the test makes are there, too."""
+    with torch.device(DEVICE):
+        yield KeptIds(*(x.to(DEVICE) for x in KEPT))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "kept-everything" else []) for name in CASES]
+)
+def test_kernels_match_dense(name: str) -> None:
+    """In memory full of NaN. Catches an entry that is not written, a tail of a list, a row of zeros that is not."""
+    case = CASES[name]
+    if DEVICE == "cpu" and case.dtype == torch.bfloat16:
+        case = replace(case, dtype=torch.float16)  # the interpreter misreads bf16
+    if DEVICE == "cpu" and name == "kept-everything":  # 300 tokens take the interpreter a minute
+        case = replace(case, problem=Gaussian(7, 70, 40, bias=True), kept=30)
+    with nan_memory():
+        wrong = [error for error in run_case(LOG_PROBS, case, None, DEVICE, "triton") if not error.ok]
+    assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_edges(backend: str, dtype: torch.dtype, kept: KeptIds) -> None:
+    """An empty list is 0 without a gradient; a list of the id alone is exactly 0; all lists empty; no token at all."""
+    hidden, weight, ids = draw()
+    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
+    out = any_call(hidden, weight, ids, kept=kept, entropy=True, kept_mass=True, backend=backend)
+    assert out.kept_mass[1] == out.full_log_probs[1] == 0 < out.kept_mass[2] and not out.kept_mass.requires_grad
+    assert out.log_probs[1] == out.lse[1] == out.entropy[1] == 0 and out.log_probs[2] == 0
+    assert out.sum_p_squared is None and out.log_probs[4] != 0
+    d_hidden, d_weight = torch.autograd.grad(out.log_probs.sum() + out.entropy.sum(), (hidden, weight))
+    assert not d_hidden[1:3].any() and d_hidden[[0, 3, 4]].any(1).all()
+    # Token 4's own id is outside of its list, and its row has a gradient; rows in no list have none.
+    read = torch.cat((kept.ids, ids[4:])).unique()
+    untouched = torch.ones(V, dtype=torch.bool).index_fill(0, read, False)
+    assert not d_weight[untouched].any() and d_weight[28].any() and d_weight[3].any()
+    nothing = any_call(hidden, weight, ids, kept=lists(*[[]] * N), backend=backend)
+    assert not nothing.log_probs.any() and not torch.autograd.grad(nothing.log_probs.sum(), weight)[0].any()
+    none = any_call(hidden[:0], weight, ids[:0], kept=lists(), backend=backend)
+    d_hidden, d_weight = torch.autograd.grad(none.log_probs.sum() + none.lse.sum(), (hidden, weight))
+    assert none.log_probs.shape == (0,) and not d_hidden.any() and not d_weight.any()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_is_not_read_may_be_nan(backend: str, kept: KeptIds) -> None:
+    """Rows of no list, hidden states of tokens that do not count. Catches a sweep over the vocabulary, and 0 times NaN."""
+    hidden, weight, ids = draw()
+    ids[3] = -100
+    with torch.no_grad():
+        expected = any_call(hidden, weight, ids, kept=kept, backend=backend).log_probs
+        weight[[13, 29]], hidden[[1, 3]] = torch.nan, torch.inf
+    bias, temperature = torch.zeros(V), torch.ones(N)
+    bias[15], temperature[3] = torch.inf, torch.nan
+    out = any_call(hidden, weight, ids, kept=kept, backend=backend, linear_bias=bias, temperature=temperature)
+    assert torch.equal(out.log_probs, expected)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.log_probs.sum(), (hidden, weight)))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_weights_gradient_is_added_to_a_buffer(backend: str, kept: KeptIds) -> None:
+    hidden, weight, ids = draw()
+    buffer, unused = torch.full((V, D), 2.0), torch.zeros(V, requires_grad=True)
+    expected = torch.autograd.grad(any_call(hidden, weight, ids, kept=kept, backend=backend).log_probs.sum(), weight)[0]
+    out = any_call(hidden, weight, ids, kept=kept, backend=backend, grad_weight_out=buffer, linear_bias=unused)
+    out.log_probs.sum().backward()
+    torch.testing.assert_close(buffer, 2 + expected)
+    assert weight.grad is None and unused.grad is not None and unused.grad.any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_tokens_bits_do_not_depend_on_the_batch(kept: KeptIds) -> None:
+    hidden, weight, ids = draw()
+    whole = any_call(hidden, weight, ids, kept=kept, backend="triton", entropy=True, batch_invariant=True)
+    alone = any_call(hidden[3:4], weight, ids[3:4], kept=lists(kept.ids[4:14].tolist()), backend="triton", entropy=True)
+    for name in ("log_probs", "lse", "entropy"):
+        assert torch.equal(getattr(whole, name)[3:4], getattr(alone, name))
+    with pytest.raises(ValueError, match="batch_invariant needs the Triton backend"):
+        any_call(hidden, weight, ids, kept=kept, backend="torch", batch_invariant=True)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_values_that_a_gpu_does_not_read(backend: str, monkeypatch: pytest.MonkeyPatch, kept: KeptIds) -> None:
+    """An id that stands twice counts once, one outside the vocabulary is NaN, and no offsets lead outside of memory."""
+    hidden, weight, ids = draw()
+    monkeypatch.setattr("cce_dist.kept_ids.error", lambda *_: None)
+    expected = any_call(hidden, weight, ids, kept=kept, backend=backend).log_probs
+    twice = lists([3, 1, 20, 3, 20], [], [7, 7], kept.ids[4:14].tolist(), [2])
+    out = any_call(hidden, weight, ids, kept=twice, backend=backend)
+    assert torch.equal(out.log_probs, expected)
+    again = torch.autograd.grad(any_call(hidden, weight, ids, kept=kept, backend=backend).log_probs.sum(), weight)[0]
+    torch.testing.assert_close(torch.autograd.grad(out.log_probs.sum(), weight)[0], again)
+    for offsets in ([3, 9, -5, 90, 2, 14], [0, 0, 0, 0, 0, 0], [15] * 6):
+        with torch.no_grad():
+            any_call(hidden, weight, ids, kept=KeptIds(torch.tensor(offsets), kept.ids), backend=backend)
+
+
+def test_ids_outside_are_nan_on_a_gpu() -> None:
+    """The way that a GPU takes, of the tokens' ids alone: reading them waits for the device."""
+    from cce_dist import kept_op
+    from cce_dist.kernels.kept_ids import token_of_entries
+
+    kept = lists([3, V], [], [7], [-1, 2], [2])
+    labels = mock.Mock(wraps=None, is_cuda=True)
+    with mock.patch.object(dense, "label_ids", lambda *_: torch.tensor([1, 1, -1, 3, 28])):
+        call: Any = mock.Mock(debug=False)
+        call.spec.vocab_size = V
+        found = kept_op._ids_of_tokens(labels, kept, token_of_entries(kept.offsets, len(kept.ids)), call)
+    assert found.tolist() == [-2, -1, -1, -2, 28]
+
+
+def test_from_bits() -> None:
+    """Bits in bytes, the lowest first, as words of xgrammar and vLLM have them."""
+    mask = torch.rand(2, 3, 40, generator=torch.Generator().manual_seed(0)) < 0.2
+    mask[0, 1], mask[1, 2] = False, True
+    bits = (mask.view(2, 3, 5, 8).int() << torch.arange(8)).sum(-1).to(torch.uint8)
+    kept = KeptIds.from_bits(bits)
+    assert kept.offsets.tolist() == [0, *mask.view(6, -1).sum(1).cumsum(0).tolist()]
+    assert kept.ids.tolist() == mask.view(6, -1).nonzero()[:, 1].tolist()
+    with pytest.raises(TypeError, match=r"bits must be \[\.\.\., ceil\(V / 8\)\] uint8"):
+        KeptIds.from_bits(bits.int())
+
+
+BAD = [
+    (dict(kept=(KEPT.offsets, KEPT.ids)), TypeError, "kept must be a KeptIds"),
+    (dict(kept=KEPT._replace(ids=KEPT.ids.float())), TypeError, r"kept\.ids must be a plain tensor of one dimension"),
+    (dict(kept=KEPT._replace(offsets=KEPT.offsets[1:])), ValueError, r"kept\.offsets must be \[6\]"),
+    (dict(kept=KEPT._replace(offsets=KEPT.offsets.flip(0))), ValueError, r"kept\.offsets must rise from 0 to 15"),
+    (dict(kept=KEPT._replace(ids=KEPT.ids[1:])), ValueError, r"kept\.offsets must rise from 0 to 14"),
+    (dict(kept=lists([3, V], [], [7], [1], [2])), IndexError, r"kept\.ids\[1\], of token 0, is 30: not in \[0, 30\)"),
+    (dict(kept=lists([3], [], [7], [1, 4, 1], [2])), ValueError, "id 1 twice in the list of token 3"),
+    (
+        dict(input=torch.zeros(0, D), ids=torch.zeros(0).long(), kept=lists()._replace(ids=KEPT.ids)),
+        ValueError,
+        "no token",
+    ),
+    (dict(ids=torch.full((N,), V)), IndexError, r"ids\[0\] \(flattened\) is 30"),
+    (dict(ids=torch.zeros(N, 2).long()), ValueError, "ids must be one for each token with kept"),
+    (dict(top_k=2), ValueError, "top_k is of the whole vocabulary"),
+    (dict(kept=None, kept_mass=True), ValueError, "kept_mass is of lists of ids: pass kept"),
+    (dict(argmax=True), ValueError, "argmax is of the whole vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "says"), BAD, ids=[says for _, _, says in BAD])
+def test_bad_input_is_one_line(change: dict, error: type, says: str) -> None:
+    hidden, weight, ids = draw()
+    with pytest.raises(error, match=says) as caught:
+        any_call(**{"input": hidden, "linear_weight": weight, "ids": ids, "kept": KEPT, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_lists_of_tokens_that_do_not_count_may_hold_anything() -> None:
+    hidden, weight, ids = draw()
+    ids[0] = -100
+    kept = lists([V, 5, 5], *([1], [7], [3], [2]))
+    assert any_call(hidden, weight, ids, kept=kept).log_probs[0] == 0
+
+
+def test_differentiable_once_and_compiled() -> None:
+    hidden, weight, ids = draw()
+    out = any_call(hidden, weight, ids, kept=KEPT, entropy=True)
+    (grad,) = torch.autograd.grad(out.log_probs.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.sum().backward()
+    torch._dynamo.reset()
+
+    def values(x: Tensor) -> Tensor:
+        return linear_log_probs(x, weight, ids, kept=KEPT, entropy=True).log_probs
+
+    compiled = torch.compile(values, fullgraph=True, backend="aot_eager")(hidden)
+    assert torch.equal(compiled, out.log_probs)
+    torch.testing.assert_close(torch.autograd.grad(compiled.sum(), hidden)[0], grad)
+
+
+def _on_ranks() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    case = replace(CASES["kept-empty-shards"], problem=Gaussian(7, 20, 20))
+    for error in run_case(LOG_PROBS, case, group, "cpu", "torch" if GPU else "triton"):  # interpreted where no GPU is
+        assert error.ok, error
+    hidden, weight, ids = draw()
+    shard = VocabShard.even(V, group)
+    local = weight.detach()[shard.start : shard.stop]
+    for options, numbers in (({}, 3), ({"entropy": True}, 4)):
+        with mock.patch.object(merge, "_all_gather_into", wraps=merge._all_gather_into) as gather:
+            any_call(hidden, local, ids, kept=KEPT, shard=shard, **options)
+        assert [call.args[1].nbytes for call in gather.call_args_list] == [4 * numbers * N]
+    other = KEPT if dist.get_rank() else KEPT._replace(ids=KEPT.ids.flip(0))
+    with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"):
+        any_call(hidden, local, ids, kept=KEPT, shard=shard)
+        with pytest.raises(RuntimeError, match=r"the ranks of the group disagree on kept\.ids"):
+            any_call(hidden, local, ids, kept=other, shard=shard)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_two_ranks(ranks2: Callable[..., None]) -> None:
+    """test_verify.py has more ranks."""
+    ranks2(_on_ranks)

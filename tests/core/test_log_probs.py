@@ -1,0 +1,339 @@
+"""linear_log_probs against the dense reference: outputs, gradients with weights of both signs, bad input; one process."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from shards import DEVICE, GPU
+from torch import Tensor
+
+from cce_dist import GradFilter, LogProbs, linear_cross_entropy, linear_log_probs, reference
+from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Softmax, Spec, exact, extras, memory
+from cce_dist.kernels.tiles import choose_tiles
+from cce_dist.tools.verify.cases import KEPT_CASES, LOG_PROB_CASES, LogProbCase, Zipf
+from cce_dist.tools.verify.check import assert_no_worse, run_case
+from cce_dist.tools.verify.log_probs import LOG_PROBS
+
+N, D, V = 11, 8, 37
+BACKENDS = ["torch", "triton"]
+CASES = {case.name.removeprefix("log-probs-"): case for case in (*LOG_PROB_CASES, *KEPT_CASES)}
+
+
+def check(case: LogProbCase, device: str, backend: str) -> None:
+    for error in run_case(LOG_PROBS, case, None, device, backend):
+        assert error.ok, f"{error}: {case.catches}?"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_dense(name: str) -> None:
+    check(CASES[name], "cpu", "torch")
+
+
+@pytest.mark.parametrize("name", CASES if GPU else ("64-entropy", "everything", "padded-shards", "gap-of-1e4", "fp16"))
+def test_kernels_match_dense(name: str) -> None:
+    """Catches: a cell at another chunk's column, factors left out of a slope or a gradient, a best id of another part."""
+    check(CASES[name], DEVICE, "triton")
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "differentiated"),
+    [
+        ("everything", 96, ("log_probs", "lse")),
+        ("everything", 96, ("entropy",)),
+        ("repeated", 224, ("log_probs", "lse", "entropy")),
+        ("own-factors", 224, ("log_probs", "lse", "entropy")),
+    ],
+)
+@pytest.mark.slow
+def test_kept_exponentials_match_dense(name: str, columns: int, differentiated: tuple[str, ...]) -> None:
+    """A part of the columns, and all. Catches: a cell left as an exponential, factors left out of the scale of a row."""
+    case = replace(CASES[name], upstream=differentiated)
+    if "entropy" in differentiated:  # none are kept beside it under a softcap
+        case = replace(case, options={})
+    tile_cols = choose_tiles(torch.float32, torch.device(DEVICE)).lse.cols
+    whole_tiles = -(-columns // tile_cols) * tile_cols
+    with mock.patch.object(exact, "columns_kept", lambda *_: whole_tiles):
+        check(case, DEVICE, "triton")
+
+
+def test_kept_cells_beside_no_probability() -> None:
+    """Two ids pushed apart: the softmax itself gets no gradient. Catches: a scale of 0 that no cell can be made with, and a
+    scale that is chosen for another id than those of the row."""
+    hidden, weight, ids = (x.to(DEVICE) for x in data())
+    ids = torch.stack((ids, (ids + 1) % V), 1)
+    upstream = torch.randn(N, 1, device=DEVICE) * torch.tensor([1.0, -1.0], device=DEVICE)
+    expected = torch.autograd.grad(
+        reference.linear_log_probs(hidden, weight, ids).log_probs, (hidden, weight), upstream
+    )
+    with mock.patch.object(exact, "columns_kept", lambda *_: 64):
+        out = linear_log_probs(hidden, weight, ids, backend="triton")
+        found = [torch.autograd.grad(out.log_probs, (hidden, weight), upstream, retain_graph=True) for _ in range(2)]
+    torch.testing.assert_close(found[0], expected)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_second_backward_has_the_same_bits() -> None:
+    """Also after one with another gradient, and with kept exponentials. Catches: saved numbers that were overwritten."""
+    hidden, weight, ids = (x.to(DEVICE) for x in data())
+    ids = torch.stack((ids, ids.flip(0), ids), 1)
+    for backend, columns in (("torch", 0), ("triton", 0), ("triton", 64)):
+        with mock.patch.object(exact, "columns_kept", lambda *_, columns=columns: columns):
+            out = linear_log_probs(hidden, weight, ids, entropy=True, backend=backend)
+            upstream = torch.randn(ids.shape, device=DEVICE)
+            objectives = [(factor * upstream * out.log_probs).sum() for factor in (1, -3)]
+            assert out.entropy is not None
+            objectives += [objectives[0] + out.entropy.sum()] * 2 + objectives[:1]
+            grads = [torch.autograd.grad(each, (hidden, weight), retain_graph=True) for each in objectives]
+        for first, again in ((0, 4), (2, 3)):
+            assert all(torch.equal(a, b) for a, b in zip(grads[first], grads[again], strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_largest_logits_over_groups_of_tokens(backend: str) -> None:
+    """Catches: keys of one group that are left for the next, tokens put back in another order."""
+    hidden, weight = torch.randn(50, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
+    ids = torch.randint(300, (50,), device=DEVICE)
+    ids[::7] = -100
+    with mock.patch.object(memory, "LEAST_BYTES", 1 << 15):  # 24 tokens at a time
+        out = linear_log_probs(hidden, weight, ids, top_k=3, backend=backend, workspace_bytes=1)
+    expected = reference.linear_log_probs(hidden, weight, ids, top_k=3)
+    assert out.top_ids is not None and expected.top_ids is not None
+    assert torch.equal(out.top_ids, expected.top_ids)
+    torch.testing.assert_close(out.top_log_probs, expected.top_log_probs)
+
+
+def test_outputs_do_not_depend_on_other_tokens() -> None:
+    """With ``batch_invariant``, bit for bit. Catches: parts of the vocabulary chosen from the number of tokens."""
+    num_tokens, vocab_size = (700, 6400) if GPU else (36, 400)  # several blocks of rows, and more tiles than parts
+    hidden, weight = torch.randn(num_tokens, D, device=DEVICE), torch.randn(vocab_size, D, device=DEVICE)
+    ids = torch.randint(vocab_size, (num_tokens, 2), device=DEVICE)
+    own = torch.rand(num_tokens, device=DEVICE) + 0.5
+
+    def run(rows: Tensor, batch_invariant: bool, grad: bool) -> list[Tensor]:
+        with torch.set_grad_enabled(grad):
+            out = linear_log_probs(
+                hidden[rows].requires_grad_(grad), weight, ids[rows], temperature=own[rows], entropy=True, sum_p_squared=True,
+                argmax=True, top_k=4, backend="triton", batch_invariant=batch_invariant,
+            )  # fmt: skip
+        return [x.detach()[-1] for x in outputs(out)]
+
+    last = torch.tensor([num_tokens - 1], device=DEVICE)
+    counts = (0, num_tokens // 2, num_tokens - 1)
+    batches = [torch.cat((torch.randperm(num_tokens - 1, device=DEVICE)[:count], last)) for count in counts]
+    alone, *others = [run(rows, True, grad) for rows, grad in zip(batches, (True, False, True), strict=True)]
+    for found in others:
+        assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+    freely = [run(rows, False, False) for rows in (batches[0], batches[-1])]
+    assert not all(torch.equal(a, b) for a, b in zip(*freely, strict=True)), "the test would see no difference"
+
+
+def test_nothing_that_depends_on_other_tokens_is_kept() -> None:
+    operands = torch.empty(64, 64, dtype=torch.bfloat16)
+    logits = ShardLogits(0, 64)
+    x, spec = Operands.of(operands, operands, torch.zeros(64), logits), Spec(logits, 64, workspace_bytes=1 << 30)
+    assert exact.columns_kept(x, spec) > 0 == exact.columns_kept(x, spec._replace(invariant=True))
+
+
+def test_an_id_outside_is_nan_alone() -> None:
+    """As on a GPU, where ids are not read. Catches: a gradient that goes to another id, a row that is lost with its entry."""
+    ids = torch.tensor([[3, OUTSIDE, 3], [IGNORED, OUTSIDE, IGNORED], [IGNORED, IGNORED, IGNORED]])
+    of_tokens = extras.any_id(ids)
+    assert of_tokens.tolist() == [3, OUTSIDE, IGNORED]
+    spec = Spec(ShardLogits(0, V), V, num_ids=3)
+    nll, _ = extras.merge_cells(torch.ones(1, 6, 3), Softmax(*torch.zeros(2, 3)), ids, spec)
+    assert nll.tolist()[0][::2] == [-1, -1] and nll.isnan().tolist() == [
+        [False, True, False],
+        [False, True, False],
+        [False] * 3,
+    ]
+    cells, total = extras.cell_gradients(torch.ones(3, 3), torch.zeros(3, 3), ids)
+    assert total.tolist() == [2, 0, 0]
+    assert cells.grad_NI is not None and cells.grad_NI[cells.ids_NI >= 0].tolist() == [-2]
+
+
+def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = torch.randn(N, D, dtype=dtype), torch.randn(V, D, dtype=dtype)
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(V, (N,))
+
+
+def outputs(out: LogProbs) -> list[Tensor]:
+    return [x for x in out if x is not None]
+
+
+def test_outputs_that_nobody_asked_for_are_none() -> None:
+    assert [name for name, x in linear_log_probs(*data())._asdict().items() if x is not None] == ["log_probs", "lse"]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("num_ids", [None, 1, 2])
+def test_outputs_have_the_shape_of_the_tokens(shape: tuple[int, ...], num_ids: int | None) -> None:
+    hidden, weight = torch.randn(*shape, D), torch.randn(V, D)
+    ids = torch.randint(V, shape if num_ids is None else (*shape, num_ids))
+    own = torch.rand(shape) + 0.5
+    out = linear_log_probs(hidden, weight, ids, temperature=own, entropy=True, sum_p_squared=True, argmax=True, top_k=4)
+    assert out.log_probs.shape == ids.shape
+    assert out.top_log_probs is not None and out.top_ids is not None
+    assert out.top_log_probs.shape == out.top_ids.shape == (*shape, 4)
+    of_tokens = (out.lse, out.entropy, out.sum_p_squared, out.max_logit, out.argmax)
+    assert all(x is not None and x.shape == shape for x in of_tokens)
+    expected = reference.linear_log_probs(hidden, weight, ids, temperature=own, top_k=4)
+    for ours, theirs in zip(out, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_one_id_is_the_loss_of_it() -> None:
+    """The same bits as one of several, too: catches a logit in another order of summation."""
+    hidden, weight, ids = data()
+    alone = linear_log_probs(hidden, weight, ids)
+    assert torch.equal(alone.log_probs, linear_log_probs(hidden, weight, ids[:, None]).log_probs[:, 0])
+    several = linear_log_probs(hidden, weight, torch.stack((ids, ids.flip(0)), 1))
+    assert torch.equal(alone.log_probs, several.log_probs[:, 0])
+    assert torch.equal(alone.lse, several.lse)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_logits_are_ordered_by_id(backend: str) -> None:
+    """Catches an order that is that of blocks, or of a sort that is not stable.
+
+    The numbers are whole, so that logits are equal in any order of summation: some processors' libraries add the last
+    columns of a product otherwise than its first.
+    """
+    hidden = torch.randint(-9, 10, (3, D), device=DEVICE).float()
+    weight = torch.randint(-9, 10, (40, D), device=DEVICE).float().repeat(8, 1)
+    ids = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    out = linear_log_probs(hidden, weight, ids, argmax=True, top_k=20, backend=backend)
+    expected = (hidden @ weight.t()).sort(dim=1, descending=True, stable=True).indices[:, :20]
+    assert out.argmax is not None and out.top_ids is not None
+    assert torch.equal(out.argmax, expected[:, 0])
+    assert torch.equal(out.top_ids, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_without_an_id_may_hold_anything(backend: str) -> None:
+    hidden, weight, ids = (x.to(DEVICE) for x in data())
+    ids = torch.stack((ids, ids.flip(0)), 1)
+    ids[3] = -100
+    ids[5, 0] = -100
+    temperature = torch.rand(N, device=DEVICE) + 0.5
+    broken, cold = hidden.detach().clone().requires_grad_(), temperature.clone()
+    with torch.no_grad():
+        broken[3] = torch.nan
+    cold[3] = 0.0
+    results = []
+    for h, own in ((hidden, temperature), (broken, cold)):
+        out = linear_log_probs(
+            h, weight, ids, temperature=own, entropy=True, sum_p_squared=True, argmax=True, top_k=2, backend=backend
+        )
+        assert out.entropy is not None
+        objective = out.log_probs.sum() + out.lse.sum() + out.entropy.sum()
+        results.append((*outputs(out), *torch.autograd.grad(objective, (h, weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    *values, best, _, top_ids, d_hidden, _ = results[1]
+    assert all((x[3] == 0).all() for x in (*values, d_hidden))
+    assert best[3] == -1 and (top_ids[3] == -1).all()
+    assert values[0][5, 0] == 0 != values[0][5, 1]
+
+
+def test_a_filter_would_keep_the_mean_of_one_sign_alone() -> None:
+    """Why there is none: upstream gradients of both signs, as advantages are, lose what the compensation promises."""
+    problem = Zipf(512)(torch.Generator().manual_seed(0))
+    hidden, weight = problem.hidden.float().requires_grad_(), problem.weight.float()
+
+    def sum_of_d_hidden(grad_filter: GradFilter | None, upstream: Tensor) -> Tensor:
+        nll = linear_cross_entropy(hidden, weight, problem.labels, reduction="none", grad_filter=grad_filter)
+        return torch.autograd.grad(nll, hidden, upstream)[0].sum(0)
+
+    advantages = torch.randn(512)
+    of_one_sign, of_both = (
+        (sum_of_d_hidden(GradFilter(always=True), x) - sum_of_d_hidden(None, x)).norm()
+        / sum_of_d_hidden(None, x).norm()
+        for x in (advantages.exp(), advantages)
+    )
+    assert of_one_sign < 1e-5 and of_both > 1e-3
+
+
+def test_the_page_tells_the_defaults() -> None:
+    """Catches an argument that docs/api.md lacks, or gives another default."""
+    page = (Path(__file__).parents[2] / "docs/api.md").read_text()
+    section = page.partition("## `linear_log_probs`")[2].partition("\n## ")[0]
+    for name, parameter in inspect.signature(linear_log_probs).parameters.items():
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}".replace("'", '"')
+        assert f"`{name}{default}`" in section
+    assert all(f"`{name}`" in section for name in LogProbs._fields)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (dict(ids=torch.zeros(N, 2, 2).long()), ValueError, "ids must be"),
+    (dict(ids=torch.zeros(N, 0).long()), ValueError, "ids must be"),
+    (dict(ids=torch.zeros(N)), TypeError, "ids must be int64"),
+    (dict(ids=torch.full((N, 2), V)), IndexError, r"ids\[0\] .* is 37"),
+    (dict(batch_invariant=True, backend="torch"), ValueError, "batch_invariant needs"),
+    (dict(temperature=0.0), ValueError, "temperature must be positive"),
+    (dict(temperature="1"), TypeError, "temperature must be a number"),
+    (dict(temperature=torch.zeros(N)), ValueError, r"temperature\[0\] .* positive"),
+    (dict(temperature=torch.ones(N + 1)), ValueError, "temperature must be"),
+    (dict(temperature=torch.ones(N).long()), TypeError, "temperature must be"),
+    (dict(temperature=torch.ones(N, requires_grad=True)), TypeError, "temperature has no gradient"),
+    (dict(logit_scale=torch.full((N,), torch.inf)), ValueError, r"logit_scale\[0\] .* finite"),
+    (dict(top_k=-1), ValueError, "top_k must be"),
+    (dict(top_k=1025), ValueError, "top_k must be at most 1024"),
+    (dict(top_k=V + 1), ValueError, "the vocabulary has 37"),
+    (dict(entropy=1), TypeError, "entropy must be a bool"),
+    (dict(sequence_parallel=True, input_grad="partial"), ValueError, "input_grad"),
+    (dict(grad_filter=None), TypeError, "grad_filter"),
+]
+
+
+@pytest.mark.parametrize(("bad", "error", "message"), BAD)
+def test_bad_input_is_one_line(bad: dict[str, Any], error: type[Exception], message: str) -> None:
+    hidden, weight, ids = data()
+    with pytest.raises(error, match=message) as raised:
+        linear_log_probs(hidden, weight, **{"ids": ids, **bad})
+    assert "\n" not in str(raised.value)
+
+
+def test_compiles_as_one_graph() -> None:
+    hidden, weight, ids = data()
+    ids = torch.stack((ids, ids.flip(0), ids), 1)
+    own = torch.rand(N) + 0.5
+
+    def step(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        out = linear_log_probs(
+            hidden, weight, ids, temperature=own, entropy=True, sum_p_squared=True, argmax=True, top_k=3, softcap=5.0
+        )
+        assert out.entropy is not None
+        return (out.log_probs.sum() + out.entropy.sum(), *outputs(out))
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        objective, *values = function(hidden, weight)
+        results.append((*values, *torch.autograd.grad(objective, (hidden, weight))))
+    for ours, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(ours, compiled)
+
+
+def test_adds_into_given_buffer() -> None:
+    hidden, weight, ids = data()
+    ids = ids.repeat(2, 1).t()
+    (expected,) = torch.autograd.grad(linear_log_probs(hidden, weight, ids).log_probs.sum(), weight)
+    buffer = torch.ones(V, D)
+    linear_log_probs(hidden, weight, ids, grad_weight_out=buffer).log_probs.sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(buffer, 1 + expected)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_autocast_casts_as_linear_does(softcap: float | None) -> None:
+    hidden, weight, ids = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear_log_probs(hidden, weight, ids, softcap=softcap)
+    hidden, weight = hidden.detach().bfloat16(), weight.detach().bfloat16()
+    truth = reference.linear_log_probs(hidden.double(), weight.double(), ids, softcap=softcap)
+    baseline = reference.linear_log_probs(hidden, weight, ids, softcap=softcap)
+    assert_no_worse(out.log_probs, baseline.log_probs, truth.log_probs)

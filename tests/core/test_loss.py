@@ -1,0 +1,188 @@
+"""The public call on one process: the contract's edges. The matrix of options is in test_verify.py."""
+
+import pytest
+import torch
+
+from cce_dist import GradFilter, LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
+from cce_dist.call import AUX, Call, build, flat
+from cce_dist.kernels import Filter, ShardLogits, Spec, Want, memory
+from cce_dist.tools.verify.cases import Zipf
+from cce_dist.tools.verify.check import assert_no_worse
+
+N, D, V = 19, 16, 101
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, D, generator=generator, requires_grad=True)
+    weight = torch.randn(V, D, generator=generator, requires_grad=True)
+    return hidden, weight, torch.randint(V, (N,), generator=generator)
+
+
+@pytest.mark.parametrize("label", [-1, V, -2, 2**40])
+def test_a_label_outside_the_vocabulary_is_named(data, label):
+    hidden, weight, target = data
+    target[7] = label
+    with pytest.raises(IndexError, match=rf"target\[7\].* is {label}"):
+        linear_cross_entropy(hidden, weight, target)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("grad_filter", [None, GradFilter(always=True)], ids=["exact", "filtered"])
+def test_a_non_finite_token_stays_alone(data, value, grad_filter):
+    """Catches a non-finite loss that a maximum or a clamp hides, and dE of other tokens spoilt by it."""
+    hidden, weight, target = data
+    spoilt = hidden.detach().clone()
+    spoilt[3, 0] = value
+    spoilt.requires_grad_()
+    loss, clean = (
+        linear_cross_entropy(h, weight, target, reduction="none", grad_filter=grad_filter) for h in (spoilt, hidden)
+    )
+    others = torch.arange(N) != 3
+    assert not loss[3].isfinite() and torch.equal(loss[others], clean[others])
+    if grad_filter is None:
+        d_spoilt, d_clean = (torch.autograd.grad(x.sum(), y)[0] for x, y in ((loss, spoilt), (clean, hidden)))
+        assert torch.equal(d_spoilt[others], d_clean[others])
+
+
+def test_names_of_aux_are_the_outputs():
+    assert LinearCrossEntropyOutput._fields[1:] == AUX
+
+
+@pytest.mark.slow
+def test_compiles_as_one_graph(data):
+    """Catches a graph break. ``opcheck`` below compares the fakes with the operators, so nothing has to be generated here."""
+    hidden, _, target = data
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = torch.nn.Linear(D, D)
+            self.head = VocabParallelHead(
+                D, V, grad_filter=GradFilter(always=True), softcap=8.0, label_smoothing=0.1, return_aux=True
+            )
+
+        def forward(self, x, y):
+            return self.head(self.body(x), y)
+
+    model = Model()
+    for count in (N, N - 5):  # another number of tokens, too
+        eager = model(hidden[:count], target[:count])
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(hidden[:count], target[:count])
+        for a, b in ((eager.loss, compiled.loss), (eager.entropy, compiled.entropy)):
+            torch.testing.assert_close(a, b)
+        grads = [torch.autograd.grad(out.loss, list(model.parameters())) for out in (eager, compiled)]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("tensors", ["", "bias"])
+def test_operators_pass_torchs_own_check(data, tensors: str):
+    hidden, weight, target = data
+    head = [torch.randn(V, requires_grad=True)] if tensors else []
+    want = Want(uniform=True, entropy=True, filter_stats=True, largest=True)
+    logits = ShardLogits(0, V, tensors=tensors)
+    call = Call(Spec(logits, V, filter=Filter(2.0**-12, always=True), want=want, workspace_bytes=1 << 20))
+    assert build(Call, iter(flat(call))) == call
+    torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, head, target, None, *flat(call)))
+
+
+def test_named_outputs_alone_are_computed(data):
+    """Catches an entropy that is paid for unasked, and a token accuracy that is not that of the logits."""
+    hidden, weight, target = data
+    target = target.clone()
+    logits = hidden @ weight.T
+    target[:3] = logits[:3].argmax(1)
+    target[3:5] = -100
+    out = linear_cross_entropy(hidden, weight, target, return_aux=["label_is_max", "nll"])
+    assert out.entropy is None and out.filter_stats is None and out.label_is_max is not None
+    assert torch.equal(out.label_is_max, (target == logits.argmax(1)).float())
+    assert out.label_is_max[:3].all() and not out.label_is_max[3:5].any() and not out.label_is_max.requires_grad
+    assert out.max_logit is not None and not out.max_logit[3:5].any()
+    torch.testing.assert_close(out.max_logit[5:], logits.amax(1)[5:].detach())
+    only_nll = linear_cross_entropy(hidden, weight, target, return_aux=("nll",))
+    assert only_nll.max_logit is None and torch.equal(only_nll.loss, out.loss)
+
+
+def test_environment_overrides_auto(data, monkeypatch):
+    monkeypatch.setenv("CCE_DIST_BACKEND", "fast")
+    with pytest.raises(ValueError, match="CCE_DIST_BACKEND"):
+        linear_cross_entropy(*data)
+
+
+def test_workspace_bounds_the_blocks_of_logits():
+    for num_tokens, num_rows, workspace in ((8192, 256000, 256 << 20), (1 << 20, 32064, 256 << 20), (5, 7, 1)):
+        rows, cols = memory.dense_block(num_tokens, num_rows, workspace)
+        least = 4 * memory.BLOCK_N * memory.BLOCK_V * memory.LIVE_BLOCKS
+        assert 4 * rows * cols * memory.LIVE_BLOCKS <= max(workspace, least)
+        assert 1 <= rows <= num_tokens and 1 <= cols <= num_rows
+
+
+def test_filter_keeps_the_mean_and_reports_what_it_drops():
+    """Catches a compensation that does nothing: the plain filter's mean dE is an order of magnitude worse."""
+    problem = Zipf()(torch.Generator().manual_seed(0))
+    hidden, weight = problem.hidden.float().requires_grad_(), problem.weight.float().requires_grad_()
+
+    def grads(grad_filter):
+        out = linear_cross_entropy(hidden, weight, problem.labels, grad_filter=grad_filter, return_aux=True)
+        return *torch.autograd.grad(out.loss, (hidden, weight)), out.filter_stats
+
+    exact_hidden, exact_weight, none = grads(None)
+    assert none is None
+    plain_hidden, plain_weight, stats = grads(GradFilter(compensate=False, always=True))
+    assert stats is not None
+    ours_hidden, ours_weight, _ = grads(GradFilter(always=True))
+    assert 0 < stats.kept < 0.9 and 0 < stats.dropped_mass_mean < stats.dropped_mass_max < 0.5
+
+    def worse(a, b, truth):
+        return ((a - truth).norm() / (b - truth).norm()).item()
+
+    assert worse(plain_hidden.mean(0), ours_hidden.mean(0), exact_hidden.mean(0)) > 100
+    assert worse(plain_weight, ours_weight, exact_weight) > 1.5
+    never = torch.ones(len(weight), dtype=torch.bool).index_fill(0, problem.labels, False) & ~plain_weight.any(1)
+    assert never.any() and ours_weight[never].any(1).all()
+
+
+def test_reference_is_torchs_cross_entropy(data):
+    """The oracle itself against an independent one."""
+    hidden, weight, target = (x.double() if x.is_floating_point() else x for x in data)
+    target[::4] = -100
+    ours = reference.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1).loss
+    theirs = torch.nn.functional.cross_entropy(hidden @ weight.t(), target, label_smoothing=0.1)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_head_gives_logits_and_loss_and_ties():
+    torch.manual_seed(1)
+    embedding = torch.nn.Embedding(V, D)
+    assert isinstance(embedding.weight, torch.nn.Parameter)
+    head = VocabParallelHead(D, V, weight=embedding.weight, softcap=4.0, bias=True)
+    hidden, labels = torch.randn(2, 3, D), torch.randint(V, (2, 3))
+    logits = head(hidden)
+    assert logits.shape == (2, 3, V) and logits.abs().max() <= 4.0
+    expected = torch.nn.functional.cross_entropy(logits.view(-1, V), labels.view(-1))
+    assert_no_worse(head(hidden, labels), expected, expected.double())
+    head(hidden, labels).backward()
+    assert embedding.weight.grad is not None and head.weight is embedding.weight
+    with pytest.raises(ValueError, match="tied weight"):
+        VocabParallelHead(D + 1, V, weight=embedding.weight)
+
+
+def test_a_columns_own_row_is_in_the_specification() -> None:
+    """Where draws of tokens find nothing of dC, a multiple of the weight's own row is added. Catches a reference without it."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (scale * torch.randn(rows, 384, generator=generator) for rows, scale in ((300, 1.0), (1024, 0.02)))
+    labels = (torch.rand(300, generator=generator) ** 8 * 1024).long()
+    bias = -torch.arange(1, 1025).float().log()
+    ours = weight.clone().requires_grad_()
+    loss = linear_cross_entropy(
+        hidden, ours, labels, linear_bias=bias, reduction="sum", grad_filter=GradFilter(eps=2**-7), backend="torch"
+    )
+    truth, baseline = (
+        reference.filtered_gradients(
+            hidden.to(dtype), weight.to(dtype), labels, torch.ones(300, dtype=dtype), GradFilter(eps=2**-7), [0],
+            linear_bias=bias.to(dtype),
+        )[1]
+        for dtype in (torch.float64, torch.float32)
+    )  # fmt: skip
+    assert_no_worse(torch.autograd.grad(loss, ours)[0], baseline, truth, torch.float32, "dC")

@@ -1,0 +1,120 @@
+"""Two ranks that were called differently: under CCE_DIST_DEBUG=1 both raise and name what differs; nobody waits.
+
+Each disagreement is a row of the table, and all rows of a spawn that fail are said together.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import GradFilter, VocabShard, linear_cross_entropy
+from cce_dist.tools.ranks import run_ranks
+
+N, D, V = 6, 8, 20
+WAIT_SECONDS = 5  # of a collective that nobody else joins
+
+# Name, what rank r passes differently (a function of r), and what the error says on both ranks.
+DISAGREEMENTS: list[tuple[str, Callable[[int], dict[str, Any]], str]] = [
+    ("reduction", lambda r: dict(reduction=("mean", "sum")[r]), "disagree on reduction"),
+    ("label_smoothing", lambda r: dict(label_smoothing=0.1 + 0.1 * r), "disagree on label_smoothing"),
+    ("label_smoothing-off", lambda r: dict(label_smoothing=0.1 * r), "disagree on label_smoothing"),
+    ("z_loss_weight", lambda r: dict(z_loss_weight=1e-4 * (1 + r)), "disagree on z_loss_weight"),
+    ("num_tokens", lambda r: dict(num_tokens=10 + r), "disagree on num_tokens"),
+    ("num_tokens-none", lambda r: dict(num_tokens=10 if r else None), "disagree on num_tokens"),
+    ("num_tokens-tensor", lambda r: dict(num_tokens=torch.tensor(10 + r)), "disagree on num_tokens"),
+    ("softcap", lambda r: dict(softcap=1.0 + r), "disagree on softcap"),
+    ("logit_scale", lambda r: dict(logit_scale=1.0 + r), "disagree on logit_scale"),
+    ("ignore_index", lambda r: dict(ignore_index=-100 - r), "disagree on ignore_index"),
+    ("return_aux", lambda r: dict(return_aux=bool(r)), "disagree on return_aux"),
+    ("input_grad", lambda r: dict(input_grad=("summed", "partial")[r]), "disagree on input_grad"),
+    ("reduce_dtype", lambda r: dict(reduce_dtype=(None, torch.bfloat16)[r]), "disagree on reduce_dtype"),
+    ("grad_filter", lambda r: dict(grad_filter=(None, GradFilter())[r]), "disagree on grad_filter"),
+    ("workspace_bytes", lambda r: dict(workspace_bytes=1 << (20 + r)), "disagree on workspace_bytes"),
+    ("linear_bias", lambda r: dict(linear_bias=(None, torch.zeros(V // 2))[r]), "disagree on linear_bias"),
+    ("target-swapped", lambda r: dict(target=torch.tensor(([1, 4, 3, 0, 0, 0], [5, 2, 3, 0, 0, 0])[r])), "disagree on target"),
+    ("target-permuted", lambda r: dict(target=torch.arange(N) if r == 0 else torch.arange(N).flip(0)), "disagree on target"),
+    ("target-ignored", lambda r: dict(target=torch.arange(N).index_fill(0, torch.tensor([r]), -100)), "disagree on target"),
+    ("input-needs-gradient", lambda r: dict(input=_hidden().requires_grad_(r == 0)), "disagree on input.*gradient"),
+    ("class-weights", lambda r: dict(weight=torch.ones(V) + r), "disagree on weight"),
+    ("num-of-labels", lambda r: dict(input=_hidden()[r:], target=torch.arange(r, N)), r"disagree on .*by rank .*6.*5"),
+    ("shards", lambda r: dict(shard=VocabShard(11 * r, 10 + 11 * r, V, dist.group.WORLD)), "do not tile"),
+]  # fmt: skip
+
+
+def _hidden() -> Tensor:
+    return torch.randn(N, D, generator=torch.Generator().manual_seed(0))
+
+
+def _call(**change) -> Any:
+    """The call that all rows change: every rank alike, labels that sum to 15 with weights 1 to N in two ways."""
+    shard = VocabShard.even(V, dist.group.WORLD)
+    weight = torch.randn(shard.num_rows, D, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
+    arguments: dict[str, Any] = dict(
+        input=_hidden(), linear_weight=weight.requires_grad_(), target=torch.arange(N), shard=shard
+    )
+    return linear_cross_entropy(**(arguments | change))
+
+
+def test_two_ranks() -> None:
+    run_ranks(_two_ranks, 2, timeout_seconds=WAIT_SECONDS)
+
+
+def _two_ranks() -> None:
+    os.environ["CCE_DIST_DEBUG"] = "1"
+    wrong = [*_disagreements(), *_bad_labels(), *_agreement()]
+    assert not wrong, f"rank {dist.get_rank()}:\n" + "\n".join(wrong)
+
+
+def _disagreements() -> list[str]:
+    """Every row, on both ranks: both must be told, and at once."""
+    rank, wrong = dist.get_rank(), []
+    for name, change, says in DISAGREEMENTS:
+        started = time.monotonic()
+        got = _error(lambda change=change: _call(**change(rank)))
+        if not _matches(got, RuntimeError, says) or time.monotonic() - started > WAIT_SECONDS / 2:
+            wrong.append(f"{name}: expected {says!r}, got {got!r}")
+        dist.barrier()
+    return wrong
+
+
+def _bad_labels() -> list[str]:
+    """A label outside the vocabulary, on one rank or on all, is said by all."""
+    rank, wrong = dist.get_rank(), []
+    for bad_ranks, kind, says in (
+        ((0,), RuntimeError, "target"),
+        ((1,), RuntimeError, "target"),
+        ((0, 1), IndexError, r"target\[3\]"),
+    ):
+        labels = torch.arange(N)
+        labels[3] = V + 5 if rank in bad_ranks else 3
+        got = _error(lambda labels=labels: _call(target=labels))
+        if not _matches(got, (IndexError, kind), says):
+            wrong.append(f"bad label on ranks {bad_ranks}: got {got!r}")
+        dist.barrier()
+    return wrong
+
+
+def _agreement() -> list[str]:
+    """Catches a check that sees differences where there are none: shards and bias are each rank's own."""
+    got = _error(lambda: _call(linear_bias=torch.full((V // 2,), float(dist.get_rank())), num_tokens=torch.tensor(5)))
+    return [f"a call that agrees: got {got!r}"] if got is not None else []
+
+
+def _error(function: Callable[[], Any]) -> Exception | None:
+    try:
+        function()
+    except Exception as error:
+        return error
+    return None
+
+
+def _matches(error: Exception | None, kind: Any, says: str) -> bool:
+    return isinstance(error, kind) and re.search(says, str(error)) is not None

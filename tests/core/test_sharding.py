@@ -1,0 +1,525 @@
+"""Every way in which a weight is split, every way in which a batch is cut, and what is communicated; on four ranks."""
+
+import functools
+import itertools
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from cce_dist import GradFilter, VocabParallelHead, VocabShard, decide, linear_cross_entropy, merge, op
+from cce_dist.call import Call, Layout
+from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, dense, memory
+from cce_dist.tools.bench.collectives import Collectives, _is_kernel_of
+from cce_dist.tools.verify.check import assert_no_worse
+
+N, D = 12, 8
+VOCABULARIES = (33, 5, 1)  # over four ranks: uneven; 2, 2, 1 and 0 rows; all but one empty
+
+
+@functools.cache
+def meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    """Two by two ranks, and all four in a line."""
+    # full_tensor() of a weight that is split twice gathers in two steps, and warns of it.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return square, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+
+
+def test_groups_are_those_of_an_even_shard():
+    """Catches ranks that disagree on the sums, and more than one where all tokens are one group."""
+    for num_tokens, hidden_size, vocab_size, num_ranks, rows in (
+        (8192, 4096, 128256, 4, 8192),
+        (16384, 4096, 128256, 4, 8192),
+        (16384, 3072, 32064, 8, 0),  # exponentials are kept, of all tokens
+        (65536, 3072, 32064, 8, 10880),
+    ):
+        hidden = torch.empty(1, hidden_size, dtype=torch.bfloat16)
+        for num_valid in (0, 1, vocab_size // num_ranks, vocab_size):
+            call = Call(Spec(ShardLogits(0, num_valid), vocab_size), Layout("tp"), "triton")
+            assert op.decided(call, hidden, num_tokens, num_ranks).way.ready_rows == rows
+    filtered = call.spec._replace(filter=Filter(2.0**-12, always=True))
+    assert op.decided(call._replace(spec=filtered), hidden, 16384, 8).way.ready_rows == 10880
+
+
+def test_kernels_of_a_collective():
+    """Catches a reduce that takes the kernels of a reduce-scatter for its own, or the annotations of either."""
+    suffix = "_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    kernels = {"all_reduce": "AllReduce", "reduce_scatter": "ReduceScatter", "reduce": "Reduce"}
+    for name, (other, kernel) in itertools.product(kernels, kernels.items()):
+        assert _is_kernel_of(f"ncclDevKernel_{kernel}{suffix}", name) == (name == other)
+        assert not _is_kernel_of(f"nccl:{other}", name)
+
+
+def data(vocab_size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [N, D], weight [V, D], labels [N]; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(rows, D, generator=generator) for rows in (N, vocab_size))
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(vocab_size, (N,), generator=generator)
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_dtensors(vocab_size: int) -> None:
+    mesh, line = meshes()
+    hidden, weight, labels = data(vocab_size)
+    bias = weight.detach().sum(1).requires_grad_()
+    expected = linear_cross_entropy(hidden, weight, labels, linear_bias=bias)
+    d_hidden, *d_rows = torch.autograd.grad(expected, (hidden, weight, bias))
+    for where, placements in (
+        (line, [Shard(0)]),
+        (line, [Replicate()]),
+        (mesh, [Replicate(), Shard(0)]),
+        (mesh, [Shard(0), Replicate()]),
+    ):
+        rows, row_bias = (distribute_tensor(x.detach(), where, placements).requires_grad_() for x in (weight, bias))
+        loss = linear_cross_entropy(hidden, rows, labels, linear_bias=row_bias)
+        torch.testing.assert_close(loss, expected)
+        gradients = torch.autograd.grad(loss, (hidden, rows, row_bias))
+        torch.testing.assert_close(gradients[0], d_hidden)
+        for gradient, whole_gradient in zip(gradients[1:], d_rows, strict=True):
+            assert isinstance(gradient, DTensor) and gradient.placements == tuple(placements)
+            torch.testing.assert_close(whole(gradient), whole_gradient)
+
+
+@contextmanager
+def weights_seen(function: str):
+    """Collect the weights that reach the arithmetic of a shard."""
+    seen: list[Tensor] = []
+    original = getattr(dense, function)
+
+    def spy(x: Operands, *args: Any) -> Any:
+        seen.append(x.weight)
+        return original(x, *args)
+
+    with mock.patch.object(dense, function, spy):
+        yield seen
+
+
+def _check_fsdp(vocab_size: int, with_tp: bool) -> None:
+    """FSDP2 gathers the weight once for forward and once for backward, and frees it between; ranks hold different data."""
+    mesh, line = meshes()
+    dp, tp = (mesh["dp"], mesh["tp"]) if with_tp else (line, None)
+    torch.manual_seed(5)
+    head = VocabParallelHead(D, vocab_size, mesh=tp, bias=True, workspace_bytes=1)
+    weight, bias = (whole(p).detach().requires_grad_() for p in (head.weight, head.bias))
+    fully_shard(head, mesh=dp, reshard_after_forward=True)
+    batches = [data(vocab_size, seed) for seed in range(dp.size())]
+    mine, _, my_labels = batches[dp.get_local_rank()]
+    losses = [linear_cross_entropy(hidden, weight, labels, linear_bias=bias) for hidden, _, labels in batches]
+    expected = torch.autograd.grad(torch.stack(losses).mean(), (weight, bias, mine))  # FSDP2 averages
+
+    with weights_seen("statistics") as seen, gathers() as forward:
+        loss = head(mine, my_labels)
+    [gathered] = seen
+    assert gathered.untyped_storage().size() == 0, "the weight outlives forward"
+    with weights_seen("gradients") as seen, gathers() as backward:
+        loss.backward()
+    assert len(seen) == 1 and (forward.count, backward.count) == (1, 1)
+    torch.testing.assert_close(loss, losses[dp.get_local_rank()])
+    for parameter, gradient in zip(head.parameters(), expected, strict=False):
+        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+        assert parameter.grad.placements == parameter.placements
+        torch.testing.assert_close(whole(parameter.grad), gradient)
+    torch.testing.assert_close(mine.grad, expected[2] * dp.size())
+
+
+@contextmanager
+def gathers():
+    """Count FSDP2's all-gathers of weights."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    counted = SimpleNamespace(count=0)
+    original = _fsdp_param_group.foreach_all_gather
+
+    def spy(*args: Any, **options: Any) -> Any:
+        counted.count += 1
+        return original(*args, **options)
+
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", spy):
+        yield counted
+
+
+def _check_what_is_refused() -> None:
+    mesh, line = meshes()
+    hidden, weight, labels = data(33)
+    head = VocabParallelHead(D, 33, mesh=mesh["tp"])
+    fully_shard(head, mesh=mesh["dp"])
+    plain = VocabParallelHead(D, 33, group=mesh["tp"].get_group())
+    fully_shard(plain, mesh=mesh["dp"])
+    for split, says in (
+        (distribute_tensor(weight.detach(), line, [Shard(1)]), "sharded on dim 0"),
+        (distribute_tensor(weight.detach(), mesh, [Shard(0), Shard(0)]), "over 2 mesh dimensions"),
+        (DTensor.from_local(weight.detach(), line, [Partial()]), "sharded on dim 0"),
+        (head.weight, "over 2 mesh dimensions.*FSDP2"),
+        (weight.detach().flatten()[:100], "FSDP1"),
+        (torch.empty(0), "ZeRO-3.*VocabParallelHead"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            linear_cross_entropy(hidden, split, labels)
+    with pytest.raises(ValueError, match="leave shard out"):
+        split = distribute_tensor(weight.detach(), line, [Shard(0)])
+        linear_cross_entropy(hidden, split, labels, shard=VocabShard.even(33, line.get_group()))
+    with pytest.raises(ValueError, match="make the head with mesh="):
+        plain.state_dict()
+    split = distribute_tensor(weight.detach(), line, [Shard(0)])
+    with pytest.raises(ValueError, match=r"linear_bias is a DTensor .*Replicate.*split them alike"):
+        linear_cross_entropy(
+            hidden, split, labels, linear_bias=distribute_tensor(weight[:, 0].detach(), line, [Replicate()])
+        )
+    with pytest.raises(TypeError, match="input is a DTensor"):
+        linear_cross_entropy(distribute_tensor(hidden.detach(), line, [Replicate()]), split, labels)
+
+
+def _check_labels_tell_data_parallel_ranks() -> None:
+    """Outside its module an FSDP2 weight looks like a vocabulary-parallel one; with CCE_DIST_DEBUG=1 the labels do not."""
+    _, line = meshes()
+    head = VocabParallelHead(D, 33)
+    fully_shard(head, mesh=line)
+    hidden, _, labels = data(33, seed=dist.get_rank())
+    with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"), pytest.raises(RuntimeError, match="disagree on target"):
+        linear_cross_entropy(hidden, head.weight, labels)
+
+
+def _check_a_head_of_ones_own() -> None:
+    """Any module whose forward computes the loss will do; here an embedding tied to the head, all under one FSDP2 unit."""
+
+    mesh, _ = meshes()
+
+    class Tied(nn.Module):
+        def __init__(self, embedding: Tensor) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(distribute_tensor(embedding, mesh["tp"], [Shard(0)]))
+
+        def forward(self, labels: Tensor) -> Tensor:
+            hidden = whole(self.weight)[labels]
+            return linear_cross_entropy(hidden, self.weight, labels, reduction="sum")
+
+    weight = data(33)[1]
+    model = Tied(weight.detach().clone())
+    fully_shard(model, mesh=mesh["dp"])
+    labels = torch.arange(5) + 7 * mesh["dp"].get_local_rank()
+    model(labels).backward()
+    for start in (0, 7):
+        ids = torch.arange(5) + start
+        (linear_cross_entropy(weight[ids], weight, ids, reduction="sum") / 2).backward()
+    assert isinstance(model.weight.grad, DTensor)
+    torch.testing.assert_close(model.weight.grad.full_tensor(), weight.grad)
+
+
+def _check_born_on_meta() -> None:
+    """A head made without memory, then split, then drawn holds the same weight as one drawn whole."""
+    mesh, _ = meshes()
+    torch.manual_seed(9)
+    expected = VocabParallelHead(D, 2050).weight
+    for tp in (mesh["tp"], None):
+        head = VocabParallelHead(D, 2050, mesh=tp, device="meta", bias=True)
+        fully_shard(head, mesh=mesh["dp"])
+        head.to_empty(device="cpu")
+        torch.manual_seed(9)
+        head.reset_parameters()
+        assert torch.equal(whole(head.weight), expected)
+        assert not whole(head.bias).any()
+
+
+def _check_checkpoints() -> None:
+    """Every split loads the checkpoint that another one saved."""
+    mesh, line = meshes()
+    layouts = {"fsdp x tp": (mesh["dp"], mesh["tp"]), "tp": (None, line), "fsdp": (line, None)}
+    heads = {}
+    for seed, (name, (dp, tp)) in enumerate(layouts.items()):
+        torch.manual_seed(seed)
+        heads[name] = head = VocabParallelHead(D, 33, mesh=tp, bias=True)
+        if dp is not None:
+            fully_shard(head, mesh=dp)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    for saved, loaded in itertools.permutations(heads, 2):
+        for key in ("weight", "bias"):
+            nn.init.normal_(getattr(heads[saved], key))
+        path = f"{folder[0]}/{saved}-{loaded}"
+        dcp.save(get_model_state_dict(heads[saved]), checkpoint_id=path)
+        state = get_model_state_dict(heads[loaded])
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(heads[loaded], state)
+        for key in ("weight", "bias"):
+            assert torch.equal(whole(getattr(heads[loaded], key)), whole(getattr(heads[saved], key))), (saved, loaded)
+
+
+def _check_normalisation() -> None:
+    """One batch cut over data and context parallel ranks and microbatches: with num_tokens the gradient is the batch's.
+
+    Sequences differ in their number of valid tokens; the first quarter of the batch and the last of every sequence have none,
+    so that some ranks and microbatches have nothing to do.
+    """
+    batch, seq_len, vocab_size = 8, 8, 33
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(batch, seq_len, D, generator=generator)
+    weight = torch.randn(vocab_size, D, generator=generator)
+    labels = torch.randint(vocab_size, (batch, seq_len), generator=generator)
+    labels[:2], labels[:, 6:], labels[5, 1:4] = -100, -100, -100
+
+    def gradients(dp: int, cp: int, accumulate: int, count: Callable[[Tensor, dist.ProcessGroup | None], Any]) -> list:
+        """Whole dC and dE, from this rank's parts and those of the ranks beside it."""
+        tp = 4 // (dp * cp)
+        mesh = init_device_mesh("cpu", (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+        place = {name: mesh.get_local_rank(name) for name in ("dp", "cp", "tp")}
+        beside = mesh["dp", "cp"]._flatten("parts").get_group() if dp * cp > 1 else None
+        shard = VocabShard.even(vocab_size, mesh["tp"].get_group())
+        local = weight[shard.start : shard.stop].clone().requires_grad_()
+        my_hidden = hidden.clone().requires_grad_()
+        mine = slice(place["cp"] * seq_len // cp, (place["cp"] + 1) * seq_len // cp)
+        num_tokens = count(labels.chunk(dp)[place["dp"]][:, mine], beside)
+        for part in range(accumulate):
+            rows, columns = my_hidden.chunk(dp)[place["dp"]].chunk(accumulate)[part], slice(mine.start, mine.stop)
+            part_labels = labels.chunk(dp)[place["dp"]].chunk(accumulate)[part]
+            loss = linear_cross_entropy(
+                rows[:, columns], local, part_labels[:, columns], shard=shard, num_tokens=num_tokens
+            )
+            loss.backward()
+        d_weight: Any = local.grad
+        for gradient in (d_weight, my_hidden.grad) if beside is not None else ():
+            dist.all_reduce(gradient, group=beside)
+        parts = DTensor.from_local(d_weight, mesh["tp"], [Shard(0)], shape=weight.shape, stride=weight.stride())
+        return [parts.full_tensor(), my_hidden.grad]
+
+    def summed(labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        valid = (labels != -100).sum()
+        if group is not None:
+            dist.all_reduce(valid, group=group)
+        return valid
+
+    known = int((labels != -100).sum())
+    expected = gradients(1, 1, 1, lambda *_: known)
+    reference = weight.clone().requires_grad_()
+    linear_cross_entropy(hidden, reference, labels).backward()
+    torch.testing.assert_close(expected[0], reference.grad)
+    for dp, cp, accumulate in ((1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 4), (2, 2, 1), (2, 2, 4), (4, 1, 2)):
+        for count in (summed, lambda *_: known):
+            for ours, whole_batch in zip(gradients(dp, cp, accumulate, count), expected, strict=True):
+                torch.testing.assert_close(ours, whole_batch)
+
+
+def _check_one_collective_a_pass() -> None:
+    """One collective forward and one backward, none where a group is one rank. Catches a second one, and a sum in another dtype
+    than asked for."""
+    _, line = meshes()
+    hidden, weight, labels = data(33)
+    shard = VocabShard.even(33, line.get_group())
+    local = weight[shard.start : shard.stop].detach()
+    statistics = ("all_gather", 4 * 3 * N * 4)  # T x K x N x fp32
+    for sequence_parallel in (False, True):
+        for reduce_dtype, size in ((None, 2), (torch.bfloat16, 2), (torch.float32, 4)):
+            part = hidden.chunk(4)[dist.get_rank()] if sequence_parallel else hidden
+            my_hidden, my_weight = operands = [x.detach().bfloat16().requires_grad_() for x in (part, local)]
+            options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "reduce_dtype": reduce_dtype}
+            with Collectives(4) as forward:
+                loss = linear_cross_entropy(my_hidden, my_weight, labels, shard=shard, **options)
+            with Collectives(4) as backward:
+                d_hidden, d_weight = torch.autograd.grad(loss, operands)
+            assert (d_hidden.dtype, d_weight.dtype) == (torch.bfloat16, torch.bfloat16)
+            gathered = [("all_gather", N * D * 2)] if sequence_parallel else []
+            assert forward.sizes == [*gathered, statistics]
+            summed = ("all_reduce", N * D * size)  # gloo makes its reduce-scatter of one
+            assert backward.sizes == [*gathered, summed]
+    alone: Any = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
+    with Collectives(1) as both:
+        linear_cross_entropy(hidden, weight, labels, shard=VocabShard.even(33, alone)).backward()
+    assert both.sizes == []
+
+
+def _check_the_slice_that_is_here() -> None:
+    """Under sequence parallelism forward works on its own slice before the others have arrived, and keeps nothing of them."""
+    _, line = meshes()
+    hidden, weight, labels = data(33)
+    shard = VocabShard.even(33, line.get_group())
+    local = weight[shard.start : shard.stop].detach().requires_grad_()
+    mine = hidden.chunk(4)[dist.get_rank()].detach().requires_grad_()
+    happened: list[Any] = []
+    wait, statistics = merge.SequenceGather.wait, dense.statistics
+
+    def waits(gather: merge.SequenceGather) -> Tensor:
+        happened.append("wait")
+        return wait(gather)
+
+    def computes(x: Operands, *args: Any) -> Any:
+        happened.append(x.hidden.clone())
+        return statistics(x, *args)
+
+    kept: list[torch.Size] = []
+    with (
+        mock.patch.object(merge.SequenceGather, "wait", waits),
+        mock.patch.object(dense, "statistics", computes),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x),
+    ):
+        loss = linear_cross_entropy(mine, local, labels, shard=shard, sequence_parallel=True)
+    first, event, before, after = happened
+    assert torch.equal(first, mine) and event == "wait"
+    rank = dist.get_rank()
+    whole_hidden = hidden.detach()
+    assert torch.equal(before, whole_hidden[: rank * N // 4]) and torch.equal(
+        after, whole_hidden[(rank + 1) * N // 4 :]
+    )
+    assert torch.Size((N // 4, D)) in kept and torch.Size((N, D)) not in kept
+    torch.testing.assert_close(loss, linear_cross_entropy(hidden, weight, labels))
+    for backend in ("torch", "triton"):  # under the interpreter, where there is no GPU
+        for grad_filter in (None, GradFilter(always=True)):
+            out = linear_cross_entropy(
+                mine, local, labels, shard=shard, sequence_parallel=True, grad_filter=grad_filter, return_aux=True,
+                backend=backend,
+            )  # fmt: skip
+            torch.testing.assert_close(out.loss, loss)
+            assert grad_filter is None or out.filter_stats is not None
+
+
+@contextmanager
+def sums():
+    """Collect name and bytes of what is summed over ranks; done as soon as started, so that what comes too late is missing."""
+    started: list[tuple[str, int]] = []
+
+    def spied(owner: Any, function: str, name: str, which: int) -> Any:
+        original = getattr(owner, function)
+
+        def spy(*tensors: Tensor, **options: Any) -> Any:
+            started.append((name, tensors[which].nbytes))
+            work = original(*tensors, **options)
+            work.wait()
+            return work
+
+        return mock.patch.object(owner, function, spy)
+
+    with (
+        spied(dist, "all_reduce", "all_reduce", 0),
+        spied(dist, "reduce", "reduce", 0),
+        spied(merge, "_reduce_scatter_into", "reduce_scatter", 1),
+    ):
+        yield started
+
+
+def _check_sums_of_final_rows() -> None:
+    """The sums are the same ones on ranks that finish rows group by group, in other groups, or all at once."""
+    _, line = meshes()
+    num_tokens, rows, rank = 20, 8, dist.get_rank()
+    parts = torch.randn(4, num_tokens, D, generator=torch.Generator().manual_seed(0)).bfloat16()
+    finished = ((8, 16, 20), (20,), (3, 9, 20), (19, 20))[rank]
+    mine = slice(rank * num_tokens // 4, (rank + 1) * num_tokens // 4)
+    for scatter, dtype in itertools.product((False, True), (None, torch.float32)):
+        d_hidden = torch.zeros_like(parts[0])
+        hidden_sum = merge.HiddenGradSum(line.get_group(), scatter, dtype, num_tokens, rows)
+        with sums() as started:
+            for start, stop in zip((0, *finished), finished, strict=False):
+                d_hidden[start:stop] = parts[rank, start:stop]
+                hidden_sum.start(d_hidden[:stop])
+        result = hidden_sum.wait()
+        name, lengths = ("reduce", [5] * 4) if scatter else ("all_reduce", [8, 8, 4])
+        assert started == [(name, length * D * (4 if dtype else 2)) for length in lengths]
+        truth = parts.double().sum(0)[mine if scatter else slice(None)]
+        assert result.shape == truth.shape and result.dtype == torch.bfloat16
+        assert result.untyped_storage().nbytes() == result.nbytes, "a slice that keeps the whole"
+        # every addition rounds, of up to three parts; the sum in fp32 does once, at the end
+        most = truth.abs() * 2**-8 if dtype else parts.double().abs().sum(0).amax() * 2**-7
+        assert ((result - truth).abs() <= most).all()
+
+
+def _check_groups_of_tokens() -> None:
+    """Where tokens are split into groups, dE is summed group by group: another way to the same gradients.
+
+    Labels are ignored here and there, and in all of the last group; shards are uneven or empty. Catches: rows summed before
+    they are final, a token left out of its group, a number of sums that depends on the shard (which hangs).
+    """
+    num_tokens, rows = 48, 32
+    generator = torch.Generator().manual_seed(0)
+    ignored = torch.rand(num_tokens, generator=generator) < 0.2
+    ignored[rows:] = True
+    for size, vocab_size, dtype, reduce_dtype, grad_filter in (
+        (2, 25, torch.float32, None, None),
+        (3, 25, torch.float32, None, GradFilter(eps=0.05, always=True)),
+        (2, 25, torch.float16, torch.float32, None),
+        (3, 2, torch.float32, None, None),
+    ):
+        hidden, weight = (torch.randn(n, D, generator=generator).to(dtype) for n in (num_tokens, vocab_size))
+        labels = torch.randint(vocab_size, (num_tokens,), generator=generator).masked_fill(ignored, -100)
+        group: Any = dist.new_group(list(range(size)))
+        if dist.get_rank() >= size:
+            continue
+        shard, each = VocabShard.even(vocab_size, group), num_tokens // size
+        truth, baseline = (_dense_gradients(hidden.to(t), weight.to(t), labels) for t in (torch.float64, dtype))
+        row_bytes, rows_here = D * (reduce_dtype or dtype).itemsize, slice(shard.start, shard.stop)
+        for sequence_parallel in (False, True):
+            tokens = slice(each * dist.get_rank(), each * (dist.get_rank() + 1)) if sequence_parallel else slice(None)
+            local = hidden[tokens], weight[rows_here], labels, shard
+            options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "backend": "triton"}
+            options |= {"reduce_dtype": reduce_dtype, "grad_filter": grad_filter}
+            ours, started = _gradients_in_groups(rows, *local, **options)
+            ungrouped, at_once = _gradients_in_groups(num_tokens, *local, **options)
+            assert at_once == [("reduce_scatter" if sequence_parallel else "all_reduce", num_tokens * row_bytes)]
+            if sequence_parallel:
+                assert started == [("reduce", each * row_bytes)] * size
+            else:
+                assert started == [("all_reduce", length * row_bytes) for length in (rows, num_tokens - rows)]
+            for i, rows_of in enumerate((tokens, rows_here)):
+                assert_no_worse(ours[i], ungrouped[i] if grad_filter else baseline[i][rows_of], truth[i][rows_of])
+            if reduce_dtype is not None:  # the second run of one case, and the backend that never cuts
+                again, _ = _gradients_in_groups(rows, *local, **options)
+                assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
+                _, of_torch = _gradients_in_groups(rows, *local, **{**options, "backend": "torch"})
+                assert of_torch == at_once
+
+
+def _dense_gradients(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    operands = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = operands[0] @ operands[1].t()
+    return torch.autograd.grad(nn.functional.cross_entropy(logits, labels, reduction="sum"), operands)
+
+
+def _gradients_in_groups(
+    rows: int, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, **options: Any
+) -> tuple[tuple[Tensor, ...], list[tuple[str, int]]]:
+    """Gradients, 16 tokens at a time and ``rows`` of them final together, and the sums that were started on the way."""
+    operands = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    smaller = mock.patch.multiple(memory, most_rows=lambda *_: rows, LEAST_BYTES=8 << 10, ROWS=16)
+    with smaller, mock.patch.object(decide, "_decide_once", decide._decide):
+        loss = linear_cross_entropy(*operands, labels, shard=shard, reduction="sum", workspace_bytes=1, **options)
+        with sums() as started:
+            gradients = torch.autograd.grad(loss, operands)
+    return gradients, started
+
+
+CHECKS: list[tuple[Any, ...]] = [
+    *((_check_dtensors, size) for size in VOCABULARIES),
+    *((_check_fsdp, size, False) for size in VOCABULARIES),
+    *((_check_fsdp, size, True) for size in VOCABULARIES if size > 1),  # FSDP2 splits no empty shard
+    (_check_what_is_refused,),
+    (_check_labels_tell_data_parallel_ranks,),
+    (_check_a_head_of_ones_own,),
+    (_check_born_on_meta,),
+    (_check_checkpoints,),
+    (_check_normalisation,),
+    (_check_one_collective_a_pass,),
+    (_check_the_slice_that_is_here,),
+    (_check_sums_of_final_rows,),
+    (_check_groups_of_tokens,),
+]
+
+
+@pytest.mark.parametrize("call", CHECKS, ids=lambda call: "-".join([call[0].__name__[7:], *map(str, call[1:])]))
+@pytest.mark.slow
+def test_four_ranks(ranks4: Callable[..., None], call: tuple[Any, ...]) -> None:
+    ranks4(*call)

@@ -1,0 +1,142 @@
+"""Calls without memory and launches: bytes that are alive, and kernels compiled ahead for a GPU that is not here.
+
+tests/kernels/test_triton.py holds dry runs to calls whose launches are left out, tests/tools/test_plan.py holds them to stored
+rounds of GPUs.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from shards import DEVICE, needs_gpu
+
+from cce_dist import GradFilter, linear_cross_entropy
+from cce_dist.decide import Where, decide
+from cce_dist.kernels import Filter, ShardLogits, Spec, dry_run, exact, tokens
+from cce_dist.kernels.dry_run import Live, Peak
+from cce_dist.kernels.memory import Sizes
+from cce_dist.kernels.planned import Planned, planned_device
+
+MIB, H200 = 1 << 20, Planned(9, 132)
+
+
+def test_live_counts_storages() -> None:
+    """Catches: a view that counts again, a tensor that counts when it is gone, an input that counts."""
+    given = torch.zeros(1000, dtype=torch.uint8, device=DEVICE)
+    with Live() as live:
+        view = given[10:]
+        made = torch.empty(500, dtype=torch.uint8, device=DEVICE)
+        part = made[5:]
+        assert live.current() == live.peak == 500
+        other = torch.empty_like(view)
+        del made, part
+        assert live.current() == 990 and live.restart() == 1490
+        del other
+        assert live.peak == 990 and live.restart() == 990 and live.peak == 0
+
+
+def peak_of(backend: str, n: int, d: int, v: int, mib: int, alone: bool = True, device: Planned | None = H200) -> Peak:
+    kept = Filter(2**-10, always=True) if backend == "filter" else Filter()
+    spec = Spec(ShardLogits(0, v), v, filter=kept, workspace_bytes=mib * MIB, alone=alone)
+    return dry_run.peak(backend, Sizes(n, d, v, 2, alone=alone), spec, device)
+
+
+def test_a_planned_gpu_decides_on_the_tiles() -> None:
+    """The interpreter's tiles are small. Catches: a dry run for a GPU that takes this process's tiles or programs, and one
+    that leaves them behind."""
+    said, fewer = (peak_of("exact", 8192, 640, 262_144, 256, device=Planned(9, count)) for count in (132, 100))
+    assert said.backward // MIB == 242 and said.forward // MIB == 17 and fewer.backward != said.backward
+    assert planned_device() is None
+
+
+@pytest.mark.parametrize("backend", ["exact", "filter"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_loops_are_cut_short(backend: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a group of tokens or a chunk that allocates more than the first two and the last, which a plan goes through."""
+    given = (backend, 100_001, 768, 50_257, 64, alone)
+    short = peak_of(*given)
+    dry_run.peak.cache_clear()
+    for module in (tokens, exact):
+        monkeypatch.setattr(module, "thinned", lambda items: items)
+    assert peak_of(*given) == short
+    dry_run.peak.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["exact", "filter"])
+def test_parts_are_gone_while_d_hidden_is_summed(backend: str) -> None:
+    """Catches: parts of the last wave of d_hidden that count while ranks sum d_hidden; they are gone by then."""
+    summed, alone = (peak_of(backend, 2048, 768, 16384, 64, alone=alone) for alone in (False, True))
+    assert summed.saved < summed.summing < summed.backward - 20 * MIB
+    assert alone.summing == alone.backward
+
+
+@needs_gpu
+@pytest.mark.parametrize("mib", [64, 256, 1024])
+@pytest.mark.parametrize("grad_filter", [None, GradFilter(always=True)], ids=["exact", "filter"])
+def test_the_allocator_agrees(mib: int, grad_filter: GradFilter | None) -> None:
+    """Catches a call that allocates what its dry run does not, groups of tokens too."""
+    num_tokens, hidden_size, num_columns = 8192, 1024, 100_000
+    hidden, weight = (
+        torch.randn(rows, hidden_size, device="cuda").mul_(0.1).bfloat16().requires_grad_()
+        for rows in (num_tokens, num_columns)
+    )
+    labels = torch.randint(num_columns, (num_tokens,), device="cuda")
+    call: dict[str, Any] = {"workspace_bytes": mib * MIB, "grad_filter": grad_filter}
+    peaks = []
+    for _ in range(2):  # the first call compiles
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        grads = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, **call), (hidden, weight))
+        peaks.append(torch.cuda.max_memory_allocated() - before - sum(grad.nbytes for grad in grads))
+        del grads
+    sizes, kept = Sizes(num_tokens, hidden_size, num_columns, 2, alone=True), Filter()
+    if grad_filter is not None:
+        kept = Filter(grad_filter.eps, always=True)
+    spec = Spec(ShardLogits(0, num_columns), num_columns, filter=kept, workspace_bytes=mib * MIB, alone=True)
+    way = decide(sizes, spec, Where("triton", "torch.bfloat16", upstream="number"))
+    if way.passes == "one":
+        said = dry_run.groups_peak(sizes, way.groups, spec, None)
+    else:
+        peak = dry_run.peak(way.backend, sizes, spec, None)
+        said = max(peak.forward - hidden.nbytes - weight.nbytes, peak.backward)
+    assert abs(said - peaks[1]) <= max(0.03 * peaks[1], 16 * MIB), (said // MIB, peaks[1] // MIB)
+
+
+def compile_ahead(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).parents[1] / "compile_ahead_for_gpu.py"
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", script, *arguments], env=environment, capture_output=True, text=True
+    )
+
+
+def test_launches_find_their_kernels_compiled() -> None:
+    """Catches a dry run that misses a variant, and one that breaks off."""
+    said = compile_ahead("1")
+    assert said.returncode == 0, said.stderr
+    steps = dict(part.strip().split("\n", 1) for part in said.stdout.split("== ")[1:])
+    assert len(steps) == 14
+    assert all(line.endswith("twice 0 late") for line in steps.values()), said.stdout
+    # A call of a kind that has come before has nothing to compile.
+    assert steps["default"] == steps["default again"]
+    assert steps["scale"] == steps["another scale"], "a number is a kind of its own"
+
+
+def test_a_kernel_that_does_not_compile_is_told_by_its_launch() -> None:
+    said = compile_ahead("1", "_grad_hidden_kernel")
+    assert said.returncode == 1
+    assert "add_d_hidden" in said.stderr and "RuntimeError: _grad_hidden_kernel does not compile" in said.stderr
+
+
+@pytest.mark.slow
+def test_without_compiling_ahead_launches_compile() -> None:
+    said = compile_ahead("0")
+    assert said.returncode == 0, said.stderr
+    assert "late _labels_kernel _gather_targets_kernel" in said.stdout

@@ -1,0 +1,773 @@
+"""The Triton kernels against dense torch in float64: interpreted on the CPU, compiled on a GPU by the same command.
+
+Uninitialised memory is NaN here, so a cell that a kernel forgot to write, or reads without having written, shows.
+Each test names the mutation of the kernels that it catches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from shards import DEVICE, GPU, Problem, launch_nothing, nan_memory, needs_gpu
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import KernelInterface
+
+from cce_dist import GradFilter, op
+from cce_dist.call import Call, Layout, flat
+from cce_dist.kernels import (
+    IGNORED,
+    OUTSIDE,
+    Filter,
+    Grads,
+    Operands,
+    ShardLogits,
+    Softmax,
+    Spec,
+    Want,
+    dry_run,
+    exact,
+    memory,
+    tiles,
+    tokens,
+)
+from cce_dist.kernels import dense as dense_backend
+from cce_dist.kernels.dry_run import Live
+from cce_dist.tools.verify.check import assert_no_worse
+
+KEPT_IN = torch.bfloat16 if GPU else torch.float32
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]  # the interpreter misreads bf16
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
+
+
+class Case(NamedTuple):
+    """A shard and what is asked of it. ``cached`` columns keep their exponentials; ``budget`` is workspace_bytes."""
+
+    num_tokens: int = 37
+    hidden_size: int = 24
+    num_rows: int = 100
+    num_valid: int | None = None
+    start: int = 0
+    ids: int | None = None  # labels are below this; default: all rows
+    ignored: float = 0.3
+    spread: float = 1.0
+    offset: float = 0.0
+    bias: bool = False
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    uniform: bool = False
+    entropy: bool = False
+    cached: int = 0
+    budget: int = 1 << 40
+
+
+def sized(**fields) -> Case:
+    """A case written for the interpreter's tiles (16 x 32 x 16), at the size that meets the same edges of a GPU's."""
+    case = Case(**fields)
+    if not GPU:
+        return case
+    grow = dict.fromkeys(("num_tokens", "num_rows", "num_valid", "start", "ids", "cached"), 8)
+    grow, old = grow | {"hidden_size": 4, "budget": 64}, case._asdict()
+    return case._replace(**{name: old[name] * by for name, by in grow.items() if (old[name] or 0) > 1})
+
+
+CASES = [
+    pytest.param(sized(num_tokens=32, hidden_size=32, num_rows=128, ignored=0.0), id="whole-tiles"),
+    pytest.param(sized(), id="tails-of-all-axes"),
+    pytest.param(sized(hidden_size=19, num_rows=101), id="rows-no-descriptor-can-describe"),
+    pytest.param(sized(offset=-30.0), id="tail-negative-logits"),  # a phantom column at 0 would be the maximum
+    pytest.param(sized(num_tokens=1, ignored=0.0), id="one-token"),
+    pytest.param(sized(num_rows=1, ids=1), id="one-row"),
+    pytest.param(sized(bias=True, logit_scale=0.7, softcap=3.0), id="bias-scale-softcap"),
+    pytest.param(sized(start=50, num_valid=77, ids=300), id="padded-shard-in-the-middle"),
+    pytest.param(sized(start=50, num_valid=77, ids=300, uniform=True, entropy=True, bias=True), id="smoothing-entropy"),
+    pytest.param(sized(softcap=5.0, uniform=True, entropy=True, num_valid=90), id="softcap-smoothing-entropy"),
+    pytest.param(sized(softcap=1e4), id="softcap-1e4"),  # 1 - exp(-2 u / softcap) would cancel
+    pytest.param(sized(softcap=1e6), id="softcap-1e6"),
+    pytest.param(sized(softcap=1e38), id="softcap-1e38"),
+    pytest.param(sized(spread=100.0), id="gaps-of-hundreds"),
+    pytest.param(sized(offset=1e4, bias=True), id="all-at-1e4"),
+    pytest.param(sized(offset=-1e4, bias=True, entropy=True), id="all-at-minus-1e4"),
+    pytest.param(sized(budget=6000), id="chunks-of-the-vocabulary"),
+    pytest.param(sized(num_tokens=300, ignored=0.7, budget=2000), id="groups-of-tokens"),
+    pytest.param(sized(num_tokens=300, ignored=0.7, budget=2000, bias=True, entropy=True), id="groups-with-bias"),
+]
+CACHED = [
+    pytest.param(sized(cached=128), id="all"),
+    pytest.param(sized(cached=64, budget=12000, bias=True), id="a-part"),
+    pytest.param(sized(cached=128, start=50, num_valid=77, ids=300, bias=True), id="padded-shard-in-the-middle"),
+    pytest.param(sized(cached=128, bias=True, logit_scale=0.5, softcap=3.0), id="bias-scale-softcap"),
+    pytest.param(sized(cached=128, spread=300.0), id="references-to-level"),
+    pytest.param(sized(cached=128, offset=-1e4, bias=True), id="all-at-minus-1e4"),
+    pytest.param(sized(cached=128, uniform=True, bias=True, logit_scale=0.5), id="smoothing"),
+    pytest.param(
+        sized(cached=64, budget=12000, bias=True, uniform=True, entropy=True), id="smoothing-entropy-of-a-part"
+    ),
+    pytest.param(sized(cached=128, start=50, num_valid=77, ids=300, uniform=True), id="smoothing-of-a-padded-shard"),
+    pytest.param(sized(cached=128, entropy=True), id="entropy"),
+    pytest.param(sized(cached=64, budget=12000, bias=True, logit_scale=0.5, entropy=True), id="entropy-of-a-part"),
+    pytest.param(sized(cached=128, spread=100.0, entropy=True), id="entropy-with-references-to-level"),
+    pytest.param(
+        sized(cached=128, start=50, num_valid=77, ids=300, offset=-1e4, bias=True, entropy=True),
+        id="entropy-of-a-padded-shard",
+    ),
+]
+
+
+class Truth(NamedTuple):
+    stats: Tensor
+    merged: tuple[Tensor, Tensor, Tensor]
+    d_hidden: Tensor
+    d_weight: Tensor
+    d_bias: Tensor
+
+
+def problem(case: Case, dtype: torch.dtype) -> Problem:
+    hidden = torch.randn(case.num_tokens, case.hidden_size)
+    weight = torch.randn(case.num_rows, case.hidden_size) * case.spread / case.hidden_size**0.5
+    bias = torch.randn(case.num_rows) if case.bias else None
+    if bias is not None:
+        bias += case.offset
+    elif case.offset:
+        hidden[:, 0], weight[:, 0] = 8.0, case.offset / 8
+    labels = torch.randint(0, case.ids or case.num_rows, (case.num_tokens,))
+    labels[torch.rand(case.num_tokens) < case.ignored] = -100
+    coef = torch.rand(4, case.num_tokens) / case.num_tokens
+    coef[1] = -coef[0]
+    coef[2] *= -0.1 / case.num_rows if case.uniform else 0.0
+    coef[3] *= 1.0 if case.entropy else 0.0
+    coef[:, labels < 0] = 0.0
+    num_valid = case.num_rows if case.num_valid is None else case.num_valid
+    logits = ShardLogits(case.start, num_valid, case.logit_scale, case.softcap)
+    # a bias beyond fp16's integers cannot be rounded to it without changing the case
+    bias = None if bias is None else bias.to(DEVICE, torch.float32 if case.offset else dtype)
+    return Problem(hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), bias, labels.to(DEVICE), logits, coef.to(DEVICE))
+
+
+def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
+    """The same in plain torch: products in ``dtype``, everything between them in at least fp32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    hidden, weight = p.hidden.to(dtype), p.weight.to(dtype)
+    u = (hidden @ weight.T).to(wide)
+    u = p.logits.logit_scale * (u if p.bias is None else u + p.bias.to(wide))
+    z = p.logits.softcap * torch.tanh(u / p.logits.softcap) if p.logits.softcap else u
+    valid = torch.arange(len(weight), device=DEVICE) < p.logits.num_valid
+    column = p.labels - p.logits.start
+    here = (p.labels >= 0) & (column >= 0) & (column < p.logits.num_valid)
+    is_label = here[:, None] & (column[:, None] == torch.arange(len(weight), device=DEVICE))
+    z = z.masked_fill(~valid, -torch.inf)
+
+    maximum = z.amax(1)
+    below = (z - maximum[:, None]).masked_fill(~valid, 0.0)
+    exp = below.exp().masked_fill(~valid, 0.0)
+    rows = [maximum, exp.sum(1), torch.where(is_label, z, 0.0).sum(1)]
+    rows += [-below.sum(1), torch.full_like(maximum, p.logits.num_valid)] if case.uniform else []
+    rows += [(exp * below).sum(1)] if case.entropy else []
+    log_sum = exp.sum(1).log()
+    log_p = (below - log_sum[:, None]).masked_fill(~valid, 0.0)
+    prob = log_p.exp().masked_fill(~valid, 0.0)
+    entropy = -(prob * log_p).sum(1)
+    coef_p, coef_label, coef_uniform, coef_entropy = p.coef.to(wide)[:, :, None].unbind()
+    grad = coef_p * prob + coef_label * is_label + coef_uniform - coef_entropy * prob * (log_p + entropy[:, None])
+    grad = grad.masked_fill(~valid, 0.0) * p.logits.logit_scale
+    if p.logits.softcap:
+        grad = grad * (1 - (z.masked_fill(~valid, 0.0) / p.logits.softcap).square())
+    rounded = grad.to(dtype)
+    merged = (maximum.float(), log_sum.float(), entropy.float())
+    return Truth(torch.stack(rows), merged, rounded @ weight, rounded.T @ hidden, grad.sum(0))
+
+
+def operands(p: Problem) -> Operands:
+    return Operands.of(p.hidden, p.weight, p.labels, p.logits, bias=p.bias)
+
+
+def spec_of(p: Problem, case: Case) -> Spec:
+    want = Want(uniform=case.uniform, entropy=case.entropy)
+    return Spec(p.logits, case.ids or case.num_rows, want=want, workspace_bytes=case.budget, alone=True)
+
+
+def local_stats(p: Problem, case: Case) -> tuple[Tensor, ...]:
+    """The statistics, and what is saved; ``case`` says how many columns keep their exponentials, in any dtype."""
+    with mock.patch.object(exact, "columns_kept", lambda *_: case.cached):
+        stats, saved = exact.statistics(operands(p), spec_of(p, case))
+    return stats, *saved
+
+
+def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], saved: Sequence[Tensor], **how: Any) -> Any:
+    softmax = Softmax(merged[0], merged[1], merged[2] if case.entropy else None)
+    grads = Grads(want_bias=p.bias is not None)._replace(**how)
+    return exact.gradients(operands(p), softmax, p.coef, list(saved), grads, spec_of(p, case))
+
+
+def prepared(case: Case, dtype: torch.dtype = KEPT_IN) -> tuple[Problem, tuple[Tensor, ...], list[Tensor]]:
+    """A problem, its softmax's numbers by dense torch, and what forward saves for backward."""
+    p = problem(case, dtype)
+    return p, dense(p, case, torch.float64).merged, list(local_stats(p, case)[1:])
+
+
+def both(p: Problem, case: Case, merged: tuple[Tensor, ...] | None = None) -> list[Tensor]:
+    """The statistics, d_hidden, d_weight, and d_bias if there is one; without ``merged`` from the statistics themselves."""
+    stats, *cache = local_stats(p, case)
+    grads = gradients(p, case, merged or (stats[0], stats[1].log()), cache)
+    return [stats, *(grad for grad in grads if grad is not None)]
+
+
+def same_bits(ours: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, other, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fill what torch.empty returns, and let budgets of a few kilobytes count."""
+    monkeypatch.setattr(memory, "LEAST_BYTES", 1 << 10)
+    with nan_memory():
+        yield
+
+
+def check(case: Case, dtype: torch.dtype) -> None:
+    p = problem(case, dtype)
+    truth, baseline = dense(p, case, torch.float64), dense(p, case, dtype)
+    stats, *cache = local_stats(p, case)
+    kept = p.labels >= 0
+    for row in range(len(stats)):
+        # products of 16-bit numbers are exact in fp32, whatever the dtype: so are the statistics
+        exact = dense(p, case, torch.float32)
+        assert_no_worse(stats[row, kept], exact.stats[row, kept], truth.stats[row, kept], torch.float32, f"row {row}")
+    assert stats.isfinite().all()
+    # the shard is the whole vocabulary: its own statistics are the merged ones
+    d_hidden, d_weight, d_bias = gradients(p, case, (stats[0], stats[1].log(), truth.merged[2]), cache)
+    assert_no_worse(d_hidden, baseline.d_hidden, truth.d_hidden, dtype, "d_hidden")
+    assert_no_worse(d_weight, baseline.d_weight, truth.d_weight, dtype, "d_weight")
+    if d_bias is not None:
+        # sums of dlogits as they were rounded for the products
+        assert_no_worse(d_bias, baseline.d_bias.to(dtype), truth.d_bias, dtype, "d_bias")
+    assert (d_hidden[~kept] == 0).all()
+    assert (d_weight[p.logits.num_valid :] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_matches_dense(case: Case, dtype: torch.dtype) -> None:
+    """Catches: the vocabulary mask removed, a bias or scale left out or added per chunk, a chunk's edge off by a tile, the
+    softcap's slope left out, sums not moved when the maximum moves, the maximum floored at 0."""
+    if dtype == torch.float16 and case.offset and case.offset > -100 and not case.bias:
+        pytest.skip("logits of this offset are beyond fp16's products")
+    check(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", [KEPT_IN], ids=str)
+@pytest.mark.parametrize("case", CACHED)
+def test_cached_matches_dense(case: Case, dtype: torch.dtype) -> None:
+    """Catches: rows left with two references, the label's cell or its slope not written, the scale put on the rows of the
+    recomputed part, the remainder of d_hidden dropped between the two parts; 0 times the logarithm of 0, an entropy whose
+    logarithm is relative to another number than log p, a label's cell written before the others."""
+    check(case, dtype)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_cached_label_beside_no_probability(with_entropy: bool) -> None:
+    """A label's gradient where P p is nothing: P = 0, or another shard far above this one. Catches: the least scale removed,
+    0 by 0 where neither P nor the entropy has a gradient."""
+    case = sized(cached=128, ignored=0.0, entropy=with_entropy)
+    p, (maximum, log_sum, entropy), cache = prepared(case)
+    p.coef[0, ::2] = p.coef[3, ::4] = 0.0
+    d_hidden, d_weight, _ = gradients(p, case, (maximum + 1e4, log_sum, entropy), cache)
+    label_only = torch.zeros(len(p.hidden), len(p.weight), dtype=torch.float64, device=DEVICE)
+    label_only[torch.arange(len(p.hidden)), p.labels] = p.coef[1].double()
+    for ours, truth, other in (
+        (d_hidden, label_only @ p.weight.double(), label_only.to(p.weight.dtype) @ p.weight),
+        (d_weight, label_only.T @ p.hidden.double(), label_only.T.to(p.hidden.dtype) @ p.hidden),
+    ):
+        assert_no_worse(ours, other, truth, p.hidden.dtype)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("cached", [0, 64, 128])
+def test_second_backward_has_the_same_bits(cached: int, entropy: bool) -> None:
+    """Also after one with other coefficients, and one that differentiates no entropy. Catches: the cache turned into gradients
+    in place, and not made anew."""
+    case = sized(cached=cached, budget=12000, entropy=entropy)
+    p, merged, cache = prepared(case)
+
+    def without_entropy() -> Any:
+        softmax = Softmax(merged[0], merged[1])
+        return exact.gradients(operands(p), softmax, p.coef, cache, Grads(want_bias=False), spec_of(p, case))
+
+    results = [(gradients(p, case, merged, cache), without_entropy()) for p in (p, p._replace(coef=3 * p.coef), p)]
+    for first, again in zip(results[0], results[2], strict=True):
+        assert same_bits(first[:2], again[:2])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"bias": True}, id="plain"),
+        pytest.param({"spread": 300.0}, id="references-to-level"),
+        pytest.param({"entropy": True, "spread": 100.0}, id="entropy"),
+        pytest.param({"start": 50, "num_valid": 77, "ids": 300, "logit_scale": 0.5, "softcap": 3.0}, id="padded-shard"),
+    ],
+)
+def test_exponentials_of_groups_have_the_same_bits(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that has room for the hidden states of some tokens alone. Catches: exponentials or references of a group that
+    are written where another's are, a group left out, or made anew in others than forward's."""
+    monkeypatch.setattr(memory, "KEPT_ROWS", 512 if GPU else 64)
+    whole = sized(num_tokens=150, cached=128, **options)
+    p, groups = problem(whole, KEPT_IN), whole._replace(budget=1)
+    seen = set()
+    made = exact._keep_exponentials
+    monkeypatch.setattr(
+        exact, "_keep_exponentials", lambda x, rows, *rest: (seen.add(len(rows.index)), made(x, rows, *rest))
+    )
+    merged, results = dense(p, whole, torch.float64).merged, []
+    for case in (whole, groups):
+        stats, *cache = local_stats(p, case)
+        results.append([stats, *(grad for _ in range(2) for grad in gradients(p, case, merged, cache)[:2])])
+    assert len(seen) == 3, "all tokens, whole groups and a last one"
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("options", [{"bias": True}, {"entropy": True}, {"num_valid": 90, "spread": 300.0}], ids=str)
+@pytest.mark.parametrize("into", [False, True])
+def test_nobody_sees_where_scaled_rows_lie(options: dict[str, Any], into: bool) -> None:
+    """The same bits whether somebody waits for d_hidden, which then comes first, or its storage has the rows that d_weight is
+    made of. Catches: d_weight made of rows that are overwritten, and such a row left to a token without a label."""
+    case = sized(num_tokens=70, ignored=0.5, cached=128, **options)
+    p, merged, cache = prepared(case)
+    results, seen = [], []
+    for ready in (None, lambda d_hidden: seen.append(d_hidden.clone())):
+        buffer = torch.ones_like(p.weight, dtype=torch.float32) if into else None
+        found = gradients(p, case, merged, cache, hidden_ready=ready, weight_out=buffer)
+        results.append([grad for grad in (*found, buffer) if grad is not None])
+    assert same_bits(*results)
+    assert torch.equal(results[0][0], seen[0]) and (results[0][0][p.labels < 0] == 0).all()
+    for wanted in ({"want_weight": False}, {"want_hidden": False}, {"want_hidden": False, "want_weight": False}):
+        alone = [grad for grad in gradients(p, case, merged, cache, **wanted) if grad is not None]
+        assert all(any(torch.equal(grad, whole) for whole in results[0]) for grad in alone) or into
+
+
+@pytest.mark.parametrize("cached", [0, 128])
+def test_ignored_tokens_do_not_matter(cached: int) -> None:
+    """Wherever they stand and whatever they hold, bit for bit. Catches: an ignored row that enters a product, a gather in
+    another order."""
+    case = sized(num_tokens=70, ignored=0.6, cached=cached)
+    p = problem(case, KEPT_IN)
+    p.hidden[p.labels < 0] = torch.nan
+    kept = p.labels >= 0
+    order = torch.cat((kept.nonzero()[:, 0], (~kept).nonzero()[:, 0]))
+    last = p._replace(
+        hidden=p.hidden[order].nan_to_num(1.0), labels=p.labels[order], coef=p.coef[:, order].contiguous()
+    )
+    results = [both(q, case, dense(q, case, torch.float64).merged) for q in (p, last)]
+    stats, d_hidden, d_weight = results[0]
+    assert same_bits((stats[:, order], d_hidden[order], d_weight), results[1])
+    assert (d_hidden[~kept] == 0).all()
+    assert stats[:, ~kept].isfinite().all()
+
+
+@pytest.mark.parametrize("cached", [0, 128])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_non_finite_token_stays_alone(value: float, cached: int) -> None:
+    """Catches: a row's values used for another, a non-finite row hidden by the running maximum."""
+    case = sized(ignored=0.0, cached=cached)
+    p = problem(case, KEPT_IN)
+    broken = p._replace(hidden=p.hidden.clone())
+    broken.hidden[5, 3] = value
+    others = torch.arange(len(p.hidden), device=DEVICE) != 5
+    merged = dense(p, case, torch.float64).merged
+    results = []
+    for q in (p, broken):
+        stats, *cache = local_stats(q, case)
+        max_N, log_sum_N = torch.where(others, merged[0], stats[0]), torch.where(others, merged[1], stats[1].log())
+        results.append((stats, gradients(q, case, (max_N, log_sum_N, merged[2]), cache)[0]))
+    (stats, d_hidden), (stats_broken, d_hidden_broken) = results
+    assert torch.equal(stats[:, others], stats_broken[:, others])
+    assert torch.equal(d_hidden[others], d_hidden_broken[others])
+    assert not stats_broken[:2, 5].isfinite().all()
+    assert not d_hidden_broken[5].isfinite().any()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(sized(num_tokens=0, bias=True), id="no-tokens"),
+        pytest.param(sized(num_rows=0, ids=5, bias=True), id="no-rows"),
+        pytest.param(sized(num_valid=0, bias=True, uniform=True, entropy=True), id="only-padding"),
+        pytest.param(sized(ignored=2.0, bias=True), id="all-ignored"),
+        pytest.param(sized(ignored=2.0, cached=128), id="all-ignored-cached"),
+    ],
+)
+def test_nothing_to_do(case: Case) -> None:
+    """Catches: outputs left unwritten where no tile exists."""
+    p = problem(case, torch.float32)
+    stats, *cache = local_stats(p, case)
+    assert stats.shape == (3 + 2 * case.uniform + case.entropy, case.num_tokens)
+    if p.logits.num_valid == 0:
+        assert (stats[0] == -torch.inf).all()
+        assert (stats[1:] == 0).all()
+    zeros = torch.zeros(case.num_tokens, device=DEVICE)
+    seen = []
+    grads = gradients(p, case, (zeros, zeros, zeros), cache, hidden_ready=seen.append)
+    assert len(seen) == 1
+    for grad, like in zip(grads, (p.hidden, p.weight, p.bias), strict=True):
+        if like is not None:
+            assert grad.shape == like.shape
+            assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("case", [sized(), sized(budget=6000), sized(cached=128)], ids=["whole", "chunks", "cached"])
+def test_adds_into_given_buffer(case: Case) -> None:
+    """weight_out gets the sum in its own dtype. Catches: setting instead of adding, rounding to the weight's dtype first."""
+    p, merged, cache = prepared(case)
+    before = torch.randn(p.weight.shape, device=DEVICE) * 1e-3
+    buffer = before.clone()
+    _, d_weight, _ = gradients(p, case, merged, cache, weight_out=buffer)
+    assert d_weight is None
+    baseline = before + dense(p, case, p.hidden.dtype).d_weight.float()
+    truth = before.double() + dense(p, case, torch.float64).d_weight
+    assert_no_worse(buffer, baseline, truth, torch.float32)
+
+
+def test_only_what_is_wanted_and_hidden_first() -> None:
+    """Catches: hidden_ready called per chunk, or before the last chunk's part is in."""
+    case = sized(budget=6000, bias=True)
+    p, merged, cache = prepared(case, torch.float32)
+    seen: list[Tensor] = []
+    whole = gradients(p, case, merged, cache, hidden_ready=lambda d_hidden: seen.append(d_hidden.clone()))
+    assert len(seen) == 1
+    assert torch.equal(seen[0], whole[0])
+    for wanted in range(3):
+        flags = {f"want_{name}": i == wanted for i, name in enumerate(("hidden", "weight", "bias"))}
+        part = gradients(p, case, merged, cache, **flags)
+        assert [grad is not None for grad in part] == list(flags.values())
+        assert torch.equal(part[wanted], whole[wanted])
+
+
+def test_fp16_keeps_gradients_of_a_mean_over_many_tokens() -> None:
+    """Coefficients of 1e-7 times probabilities of 1e-2 are 0 in fp16. Catches: coefficients used as they come."""
+    case = sized(ignored=0.0)
+    p = problem(case, torch.float16)
+    p = p._replace(coef=p.coef * 1e-6, weight=p.weight * 64, logits=p.logits._replace(logit_scale=1 / 64))
+    truth = dense(p, case, torch.float64)
+    _, *cache = local_stats(p, case)
+    buffer = torch.zeros(p.weight.shape, device=DEVICE)
+    gradients(p, case, truth.merged, cache, weight_out=buffer)
+    larger = p._replace(coef=p.coef * 1e6)
+    baseline = dense(larger, case, torch.float16).d_weight.double() * 1e-6
+    assert_no_worse(buffer, baseline, truth.d_weight, torch.float16)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2048, 8192, 65536])
+@pytest.mark.parametrize("num_columns", [0, 1, 16384, 32064, 128256, 256000])
+def test_the_budget_that_is_chosen(num_tokens, num_columns):
+    """Catches a default that keeps less than it could, one that grows without bound, and one that a dtype cannot use."""
+    sizes = memory.Sizes(num_tokens, 4096, num_columns, 2)
+    chosen = memory.default_workspace(sizes, True)
+    assert 256 << 20 <= chosen <= 2100 << 20 and memory.default_workspace(sizes, False) == 256 << 20
+    if memory.bytes_of_all(sizes) <= 2100 << 20:
+        assert memory.columns_kept(sizes, chosen) >= num_columns * (num_tokens > 0)
+    else:
+        assert chosen == 2100 << 20
+    assert memory.columns_kept(sizes, chosen) >= memory.columns_kept(sizes, 256 << 20)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden_size", "num_columns", "rows"),
+    [
+        pytest.param(8192, 4096, 128_256, 8192, id="llama-3-8b"),
+        pytest.param(8192, 8192, 128_256, 4096, id="llama-3-70b"),
+        pytest.param(4096, 4096, 128_256, 4096, id="llama-3-8b-that-fits"),
+        pytest.param(65536, 4096, 15_872, 14336, id="many-tokens"),
+        pytest.param(8192, 768, 134_144, None, id="parts-of-the-last-wave-do-not-fit"),
+        pytest.param(8192, 4096, 134_400, None, id="exponentials-take-all"),
+    ],
+)
+def test_the_default_keeps_all_that_fits(num_tokens: int, hidden_size: int, num_columns: int, rows: int | None):
+    """Catches a default that keeps a part where 2,100 MiB hold all beside a group's hidden states, groups where all tokens fit,
+    and a default that counts on d_hidden's storage where ranks sum d_hidden."""
+    sizes = memory.Sizes(num_tokens, hidden_size, num_columns, 2, alone=True)
+    chosen = memory.default_workspace(sizes, True)
+    kept = memory.columns_kept(sizes, chosen)
+    assert (kept >= num_columns) == (rows is not None)
+    if rows is not None:
+        assert memory.forward_rows(sizes, chosen, kept) == rows
+    summed = sizes._replace(alone=False)
+    assert memory.default_workspace(summed, True) == chosen
+    of_part = memory.columns_kept(summed, chosen)
+    assert (of_part >= num_columns) == (memory.bytes_of_all(summed) <= 2100 << 20) == (rows == num_tokens)
+    assert of_part == 0 or memory.forward_rows(summed, chosen, of_part) == num_tokens
+
+
+@pytest.mark.parametrize("num_columns", [262_144, 262_208, 262_400])
+@pytest.mark.parametrize("hidden_size", [640, 1152, 2048, 2560, 3840, 5376, 8192])
+def test_the_default_halves_8192_tokens_of_a_large_vocabulary(hidden_size: int, num_columns: int) -> None:
+    """Gemma 3 and 3n have such heads. Catches a default that misses two even groups by a few MiB."""
+    sizes = memory.Sizes(8192, hidden_size, num_columns, 2, alone=True)
+    assert memory.groups_of(sizes, memory.default_workspace(sizes, True)) == (4096, False)
+    assert memory.columns_kept(sizes._replace(num_tokens=4096), 2100 << 20) >= num_columns
+
+
+def test_who_waits_for_d_hidden() -> None:
+    """Catches: room that is counted on where a group sums d_hidden, or not where each rank's part is returned or there is one
+    rank. Under sequence parallelism that rank takes its slice, too."""
+    hidden, spec = torch.zeros(8, 16, dtype=torch.bfloat16), Spec(ShardLogits(0, 8), 8)
+    plain, partial, sliced = Layout("tp"), Layout("tp", partial=True), Layout("tp", sequence_parallel=True)
+    for layout, num_ranks, alone in (
+        (Layout(), 1, True), (plain, 1, True), (plain, 2, False), (partial, 2, True), (sliced, 1, False),
+        (sliced, 2, False),
+    ):  # fmt: skip
+        assert op.decided(Call(spec, layout, "triton"), hidden, 8, num_ranks).spec.alone == alone
+
+
+def test_where_exponentials_are_kept() -> None:
+    """Catches: kept where they do not say the gradient, or where 16 bits are too few."""
+    rows = torch.zeros(8, 16, dtype=torch.bfloat16)
+    logits = ShardLogits(0, 8)
+    x, spec = Operands.of(rows, rows, torch.zeros(8), logits), Spec(logits, 8)
+    assert exact.columns_kept(x, spec) == 256
+    assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
+    assert exact.columns_kept(x, spec._replace(want=Want(grad=False))) == 0
+    for want in (Want(entropy=True), Want(uniform=True)):
+        assert exact.columns_kept(x, spec._replace(want=want)) == 256
+        assert exact.columns_kept(x, spec._replace(want=want, logits=ShardLogits(0, 8, softcap=30.0))) == 0
+    assert exact.columns_kept(x, Spec(logits._replace(tensors="factors"), 8, want=Want(uniform=True))) == 0
+
+
+class Seen(NamedTuple):
+    """Bytes of a step whose launches are left out, outputs and gradients not counted."""
+
+    saved: list[Tensor]
+    forward: int  # at most, what is saved not counted
+    backward: int  # likewise, at most in any of the backwards
+
+    @staticmethod
+    def of(spec: Spec, num_tokens: int, needs: tuple[bool, bool], into: bool = False, backwards: int = 1) -> Seen:
+        hidden = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16, device=DEVICE)
+        weight, labels = hidden[:3000].clone(), torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
+        buffer = torch.zeros_like(weight, dtype=torch.float32) if into else None
+        call, peaks = flat(Call(spec, backend="triton")), []
+        with Live() as live:
+            losses = op._forward(hidden, weight, [], labels, buffer, *call)
+            kept = sum(x.nbytes for x in tree_leaves(losses))
+            forward, saved = live.peak - kept, losses[-1]
+            for _ in range(backwards):
+                live.peak = 0
+                upstream = [losses[0], None, None, None, losses[4] if spec.want.entropy else None, None]
+                grads = op._backward(upstream, hidden, weight, [], saved, buffer, [*needs], *call)
+                peaks.append(live.peak - kept - sum(x.nbytes for x in grads))
+                del grads
+        return Seen(saved, forward, max(peaks))
+
+
+@pytest.mark.parametrize("grad_filter", [Filter(), Filter(GradFilter().eps, always=True)], ids=["exact", "filtered"])
+@pytest.mark.parametrize(
+    ("mib", "num_tokens"),
+    [(32, 65536), (64, 65536), (256, 65536), (448, 65536), (1024, 65536), (64, 4096), (128, 2048)],
+)
+def test_what_is_alive_keeps_the_budget(
+    mib: int, num_tokens: int, grad_filter: Filter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: rows of one group of tokens that live on while those of the next are gathered, a cache that leaves no room to
+    recompute the rest, and a dry run that goes another way than the call."""
+    spec = Spec(ShardLogits(0, 3000), 3000, filter=grad_filter, workspace_bytes=mib << 20)
+    sizes = memory.Sizes(num_tokens, 2048, 3000, 2, alone=True)
+    said = dry_run.peak("filter" if grad_filter.eps else "exact", sizes, spec._replace(alone=True), None)
+    launch_nothing(monkeypatch)
+    seen, workspace = Seen.of(spec, num_tokens, (True, True)), mib << 20
+    kept = sum(x.nbytes for x in tree_leaves(seen.saved))
+    for name, ours, true in (("forward", said.forward, seen.forward), ("backward", said.backward, seen.backward)):
+        assert abs(ours - true - kept) <= 2 << 20, f"{name}: said {ours >> 20} MiB, seen {true + kept >> 20}"
+    if not grad_filter.eps:
+        workspace = max(0, workspace - sum(x.nbytes for x in seen.saved[2:]))
+    few = 16 << 20  # a few numbers for each token and each column, and the rows of a filter's head
+    assert max(seen.forward, seen.backward) <= workspace + few
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("what", ["plain", "entropy", "main_grad"])
+def test_all_kept_in_the_least_budget(what: str, needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exponentials of all columns, in the least budget that keeps them; a second backward too. Catches: hidden states of all
+    tokens in forward, in backward or where exponentials are made anew. Where d_hidden is not asked for, hidden states take the
+    room that it would have had."""
+    launch_nothing(monkeypatch)
+    num_tokens, hidden_bytes = 32768, 32768 * 2048 * 2
+    least = memory.bytes_of_all(memory.Sizes(num_tokens, 2048, 3000, 2, alone=True))
+    spec = Spec(ShardLogits(0, 3000), 3000, want=Want(entropy=what == "entropy"), workspace_bytes=least)
+    seen = Seen.of(spec, num_tokens, needs, what == "main_grad", backwards=2)
+    exponentials = max(x.nbytes for x in seen.saved)
+    assert exponentials == 2 * num_tokens * 3072
+    room, few = least - exponentials, 12 << 20  # a few numbers for each token and each column
+    assert room < 0.3 * hidden_bytes and seen.forward <= room + few
+    assert seen.backward <= max(room, 0 if needs[0] else hidden_bytes) + few
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize(("uniform", "entropy"), [(False, False), (True, False), (False, True), (True, True)])
+def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy: bool):
+    """Catches a wrong plane, order of shards forgotten, NaN from -inf - -inf, tokens that should be 0 or NaN."""
+    num_tokens, vocab_size = 300, 1000
+    labels = torch.randint(vocab_size, (num_tokens,), device=DEVICE)
+    labels[::7], labels[3::11], labels[5::11] = -100, vocab_size, -1
+    ids = tokens.label_ids(labels, -100, vocab_size)
+    assert torch.equal(ids, dense_backend.label_ids(labels, -100, vocab_size))
+    assert (ids == IGNORED).any() and (ids == OUTSIDE).any()
+    assert torch.equal(tokens.label_ids(labels, 5, vocab_size), dense_backend.label_ids(labels, 5, vocab_size))
+    for some in (labels, torch.full_like(labels, -100), labels.repeat(60), labels[:0]):
+        ordered, order = tokens.ordered_ids(some, -100, vocab_size)
+        assert torch.equal(ordered, dense_backend.label_ids(some, -100, vocab_size))
+        kept = (ordered >= 0).nonzero().view(-1)
+        assert torch.equal(order[0][: len(kept)], kept.int()) and (order[1] == len(kept) or len(some) == 0)
+        assert torch.equal(order[0].sort().values, torch.arange(len(some), device=DEVICE).int())
+        nll = torch.rand(len(some), device=DEVICE)
+        for ours, theirs in zip(tokens.mean(nll, some, -100), dense_backend.mean(nll, some, -100), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+    stats = torch.rand(num_shards, 3 + 2 * uniform + entropy, num_tokens, device=DEVICE) * 50 + 1
+    stats[:, 0] -= 30
+    if uniform:
+        stats[:, 4] = torch.tensor([700.0, 300.0, 0.0], device=DEVICE)[:num_shards, None]
+    if num_shards == 3:  # the last one is empty
+        stats[2] = 0
+        stats[2, 0] = -torch.inf
+    stats[0, 1, 8], stats[0, 0, 9], stats[:, 0, 10] = torch.nan, torch.inf, -torch.inf
+    spec = Spec(ShardLogits(0, 0), vocab_size, want=Want(uniform=uniform, entropy=entropy))
+    got = tokens.token_losses(stats, ids, spec)
+    want = dense_backend.token_losses(stats, ids, spec)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(
+        torch.where(ids >= 0, tokens.merged_lse(stats), 0), torch.where(ids >= 0, want[1], 0), equal_nan=True
+    )
+
+    one = torch.randn((), device=DEVICE).expand(num_tokens)  # what a mean sends back: stride 0
+    strided = list(torch.randn(num_tokens, 5, device=DEVICE).unbind(1))
+    of_mean = torch.tensor(2.5, device=DEVICE), torch.tensor(37, device=DEVICE)
+    for *given, mean in (
+        [one, *[None] * 4, None],
+        [*[None] * 5, of_mean],
+        [None, *strided[1:], None],
+        [*strided, of_mean],
+    ):
+        ours, theirs = (backend.coefficients(given, ids, vocab_size, mean) for backend in (tokens, dense_backend))
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+        assert (ours[:, ids < 0] == 0).all()
+
+
+def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens,
+    and an integer inside a tuple, which Triton always specializes on: the kernel would compile in the middle of training."""
+    launch_nothing(monkeypatch)
+    seen: list[dict[str, set[tuple[Any, ...]]]] = []
+
+    def kind(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            assert not any(isinstance(item, int) for item in arg)
+            return tuple(map(kind, arg))
+        return getattr(arg, "dtype", arg is None)
+
+    def launch(kernel: Any, _: Any) -> Any:
+        def record(*args: Any, **options: Any) -> None:
+            given = map(kind, args)
+            seen[-1].setdefault(kernel.fn.__name__, set()).add((*given, *options.items()))
+
+        return record
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", launch)
+    monkeypatch.setattr(exact, "columns_kept", lambda *_: 0)
+    for num_tokens in (1024, 1000, 30000):
+        seen.append({})
+        hidden = torch.zeros(num_tokens, 256, dtype=torch.bfloat16, device=DEVICE)
+        labels = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
+        logits = ShardLogits(0, 1000)
+        x = Operands.of(hidden, hidden[:1000], labels, logits)
+        spec = Spec(logits, 1000, workspace_bytes=64 << 20)
+        stats, saved = exact.statistics(x, spec)
+        exact.gradients(x, Softmax(stats[0], stats[1]), torch.zeros(4, num_tokens, device=DEVICE), saved, Grads(), spec)
+    assert seen[0].keys() >= {"_lse_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel"}
+    sizes = [memory.Sizes(n, 256, 1000, 2) for n in (1024, 30000)]
+    on = tiles.choose_tiles(torch.bfloat16, torch.device(DEVICE)), tiles.num_programs(torch.device(DEVICE))
+    assert [memory.exact_chunks(each, 64 << 20, 0, *on).cols < 1000 for each in sizes] == [False, True]
+    for other in seen[1:]:
+        assert all(other[name] <= variants for name, variants in seen[0].items() if name in other)
+
+
+BIG = Case(num_tokens=1000, hidden_size=512, num_rows=5000, budget=16 << 20)
+
+
+@needs_gpu
+@pytest.mark.parametrize("cached", [0, 2560, 5120])
+def test_same_bits_every_run(cached: int) -> None:
+    """Catches: atomics, locks, a race between programs."""
+    case = BIG._replace(cached=cached)
+    p = problem(case, torch.bfloat16)
+    merged = dense(p, case, torch.float64).merged
+    first, *others = (both(p, case, merged) for _ in range(5))
+    assert all(same_bits(first, other) for other in others)
+
+
+@needs_gpu
+@pytest.mark.parametrize("cached", [0, 5120])
+def test_cuda_graph(cached: int) -> None:
+    """Captured once, replayed with other labels, more of them ignored. Catches: any wait for the device, a count read back."""
+    torch.use_deterministic_algorithms(False)
+    case = BIG._replace(cached=cached)
+    p = problem(case, torch.bfloat16)
+    other = p._replace(labels=p.labels.roll(7).masked_fill(torch.rand(len(p.labels), device=DEVICE) < 0.5, -1))
+
+    expected = both(other, case)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both(p, case)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both(p, case)
+    p.labels.copy_(other.labels)
+    graph.replay()
+    assert same_bits(captured, expected)
+
+
+@needs_gpu
+def test_other_token_counts_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a size or an address that a kernel is specialised on."""
+    from triton import knobs
+
+    compiled = []
+    for num_tokens in (1024, 1000, 999, 17, 1, 4096):
+        for cached in (0, 5120):
+            case = BIG._replace(num_tokens=num_tokens, cached=cached, ignored=0.0)
+            p = problem(case, torch.bfloat16)
+            stats, *cache = local_stats(p, case)
+            gradients(p, case, (stats[0].clone(), stats[1].log()), cache)
+        if num_tokens == 1024:
+            monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda *, fn, **_: bool(compiled.append(fn.name)))
+    assert compiled == []
+
+
+@needs_gpu
+@pytest.mark.skipif(bool(os.environ.get("CI")), reason="needs 25 GB of GPU memory")
+@pytest.mark.parametrize("cached", [False, True])
+def test_more_than_2_to_31_elements(cached: bool) -> None:
+    """The last token and the last row of a shard with N V > 2^31. Catches: 32-bit offsets."""
+    torch.use_deterministic_algorithms(False)
+    num_tokens, num_rows = 20000, 120000
+    case = Case(
+        num_tokens, 64, num_rows, ignored=0.0, cached=-(-num_rows // 256) * 256 if cached else 0, budget=8 << 30
+    )
+    p = problem(case, torch.bfloat16)
+    p.labels[-1] = num_rows - 1
+    stats, d_hidden, d_weight = both(p, case)
+    tail = p._replace(hidden=p.hidden[-300:], labels=p.labels[-300:], coef=p.coef[:, -300:].contiguous())
+    truth, baseline = dense(tail, case, torch.float64), dense(tail, case, torch.bfloat16)
+    assert_no_worse(stats[1, -300:], truth.stats[1].float(), truth.stats[1], torch.float32)
+    assert_no_worse(d_hidden[-300:], baseline.d_hidden, truth.d_hidden)
+    rows = (p.weight[-300:].float() @ p.hidden.float().T).double()
+    grad = p.coef[0].double() * (rows - stats[0].double() - stats[1].double().log()).exp()
+    ids = torch.arange(num_rows - 300, num_rows, device=DEVICE)
+    grad += p.coef[1].double() * (p.labels == ids[:, None])
+    assert_no_worse(d_weight[-300:], grad.bfloat16() @ p.hidden, grad @ p.hidden.double())

@@ -1,0 +1,233 @@
+"""From a folder of files to ids: linear time, bounded memory, a cache that is checked and shared, and odd files in one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+
+from commands import Command, kill
+from toy_runs import pretrain
+
+from cce_dist.tools.pretrain import corpus, data
+from cce_dist.tools.pretrain.data import Corpus, CorpusError, prepare
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "abcd":
+        (folder / f"{name}.txt").write_text(f"{name} stands here, and here.\r\n\n  It is a text.\n" * 50)
+    return folder
+
+
+def ids(folder: Path) -> list[int]:
+    whole = Corpus(folder)
+    return [*whole.train.tolist(), *whole.held_out.tolist()]
+
+
+def tokenizer_of(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def decode(folder: Path, tokens: list[int]) -> str:
+    return tokenizer_of(folder).decode(tokens, skip_special_tokens=False)
+
+
+def test_a_line_without_spaces_takes_linear_time(tmp_path: Path, texts: Path) -> None:
+    """Took a minute for 400 KB."""
+    rng = np.random.default_rng(0)
+    line = rng.choice(np.frombuffer(b"abcdefgh", dtype=np.uint8), 400_000).tobytes()
+    (texts / "line.txt").write_bytes(line)
+    start = time.monotonic()
+    folder = prepare(texts, "*.txt", 384, tmp_path / "cache")
+    assert time.monotonic() - start < 20
+    assert line.decode() in decode(folder, ids(folder))
+    # The time for one word grows faster than its length.
+    words = tokenizer_of(folder).pre_tokenizer.pre_tokenize_str(line.decode())
+    assert max(len(word) for word, _ in words) <= corpus.WORD
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
+    """A file of 4 MiB took 1.1 GB."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "large.txt").write_text("words of a line, one after another\n" * (4 << 20 >> 5))
+    code = (
+        "import resource, sys; from pathlib import Path; from cce_dist.tools.pretrain import corpus; import tokenizers\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "corpus.prepare(Path(sys.argv[1]), '*.txt', 384, Path(sys.argv[2]))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    argv = [sys.executable, "-c", code, tmp_path / "texts", tmp_path / "cache"]
+    taken = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert int(taken) < 200 << 10  # KiB
+
+
+def test_pieces_are_encoded_as_the_whole_is(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a cut inside a word or a run of spaces, and a newline that Python reads otherwise."""
+    (texts / "code.txt").write_text("def f(x):\n\n    return x  \n\n\n# done\r\nnext = 'é'\n" * 200)
+    whole = prepare(texts, "*.txt", 300, tmp_path / "whole")
+    monkeypatch.setattr(corpus, "PIECE", 64)
+    monkeypatch.setattr(corpus, "BATCH", 256)
+    pieces = prepare(texts, "*.txt", 300, tmp_path / "pieces")
+    assert ids(whole) == ids(pieces)
+    assert "\r" not in decode(whole, ids(whole))
+
+
+def test_tokenizing_can_be_stopped(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    rng = np.random.default_rng(0)
+    words = [bytes(rng.integers(97, 123, 8, dtype=np.uint8)).decode() for _ in range(60_000)]
+    (tmp_path / "texts" / "words.txt").write_text("\n".join(words * 4))
+    argv = ["pretrain", "--preset", "toy", "--vocab-size", "30000", "--device", "cpu"]
+    argv += [
+        "--corpus",
+        str(tmp_path / "texts"),
+        "--cache",
+        str(tmp_path / "cache"),
+        "--out",
+        str(tmp_path / "out"),
+        "--tp",
+        "2",
+    ]
+    with Command(argv, tmp_path / "log") as command:
+        command.wait_until(lambda: any((tmp_path / "cache").glob("bpe-*.[0-9]*")))
+        time.sleep(0.5)
+        start = time.monotonic()
+        kill(command.pid, signal.SIGINT)
+        assert command.wait() == 75 and time.monotonic() - start < 15, command.text
+    assert len(command.lines) == 1 and "stopped by SIGINT before the first step" in command.text
+    assert not list((tmp_path / "cache").glob("*/meta.json"))  # the next start deletes what is half written
+
+
+def test_a_touch_changes_no_key_and_a_change_does(tmp_path: Path, texts: Path) -> None:
+    cache = tmp_path / "cache"
+    first = prepare(texts, "*.txt", 300, cache)
+    os.utime(texts / "a.txt", (1, 1))
+    assert prepare(texts, "*.txt", 300, cache) == first
+    (texts / "a.txt").write_text((texts / "a.txt").read_text().replace("text", "next"))
+    assert prepare(texts, "*.txt", 300, cache) != first
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda ids: os.truncate(ids, ids.stat().st_size - 2), id="cut"),
+        pytest.param(lambda ids: ids.write_bytes(bytes(ids.stat().st_size)), id="zeros"),
+        pytest.param(lambda ids: ids.with_name("meta.json").write_text("{}"), id="meta"),
+    ],
+)
+def test_a_damaged_cache_is_made_anew(
+    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None]
+) -> None:
+    folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
+    before = ids(folder)
+    spoil(folder / "ids.bin")
+    assert prepare(texts, "*.txt", 300, tmp_path / "cache") == folder and ids(folder) == before
+    assert "is damaged, and made anew" in capsys.readouterr().err
+
+
+def test_a_cache_serves_all_users(tmp_path: Path, texts: Path) -> None:
+    """Made by one user, read by another: folders that mkdtemp closes, and locks that only their maker may take."""
+    cache = tmp_path / "cache"
+    folder = prepare(texts, "*.txt", 300, cache)
+    assert stat.S_IMODE(folder.stat().st_mode) & 0o055 == 0o055
+    lock = folder.with_name(folder.name + ".lock")
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o666
+    if os.geteuid() != 0:
+        return
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_mode & 0o005 != 0o005:
+            path.chmod(path.stat().st_mode | 0o055)
+    lock.chmod(0o644)
+    os.utime(texts / "a.txt", (1, 1))  # nobody has seen this state: it cannot be noted by the other user
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        os._exit(0 if prepare(texts, "*.txt", 300, cache) == folder else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        pytest.param(lambda path: os.mkfifo(path), "odd.txt is no regular file", id="fifo"),
+        pytest.param(lambda path: path.symlink_to("/dev/zero"), "odd.txt is no regular file", id="endless"),
+        pytest.param(lambda path: path.symlink_to("nowhere"), "odd.txt: No such file", id="dangling-link"),
+        pytest.param(lambda path: path.write_bytes(b"x" * 300_000 + b"\xe2\x82"), "unexpected end", id="cut-character"),
+        pytest.param(
+            lambda path: path.with_name(os.fsdecode(b"odd\xff.txt")).write_bytes(b"\xff"),
+            "not UTF-8",
+            id="name-and-text",
+        ),
+    ],
+)
+def test_an_odd_file_is_one_line(
+    tmp_path: Path, texts: Path, capfd: pytest.CaptureFixture[str], spoil: Callable[[Path], None], reason: str
+) -> None:
+    spoil(texts / "odd.txt")
+    assert pretrain(tmp_path / "cache", tmp_path / "out", "--corpus", str(texts), "--pattern", "*.txt") == 1
+    [line] = capfd.readouterr().err.splitlines()
+    assert reason in line
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock"]
+
+
+def test_a_name_need_not_be_utf8(tmp_path: Path, texts: Path) -> None:
+    (texts / os.fsdecode(b"odd\xff.txt")).write_text("good text")
+    folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
+    assert "good text" in decode(folder, ids(folder))
+
+
+def test_an_unreadable_folder_is_told(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root reads everything, so the system's refusal is played."""
+    (texts / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path):
+        if os.fspath(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(CorpusError, match=r"closed: Permission denied"):
+        prepare(texts, "*.txt", 300, tmp_path / "cache")
+
+
+def test_the_text_of_the_special_token_is_text(tmp_path: Path, texts: Path) -> None:
+    """Catches documents that end where somebody wrote <eos>."""
+    (texts / "a.txt").write_text("before<eos>after")
+    folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
+    assert ids(folder).count(data.EOS) == 4
+    assert "before<eos>after" in decode(folder, ids(folder))
+
+
+@pytest.mark.parametrize("change", [4, -4], ids=["grows", "shrinks"])
+def test_a_file_that_changes_is_told(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, change: int) -> None:
+    found = corpus._find(texts, "*.txt", None)
+    os.truncate(texts / "a.txt", (texts / "a.txt").stat().st_size + change)
+    monkeypatch.setattr(corpus, "_find", lambda *_: found)
+    with pytest.raises(CorpusError, match=r"a\.txt changed while it was read"):
+        prepare(texts, "*.txt", 300, tmp_path / "cache")
+
+
+def test_scratch_folders_of_a_killed_process_go(tmp_path: Path, texts: Path) -> None:
+    folder = prepare(texts, "*.txt", 300, tmp_path / "elsewhere")
+    left = tmp_path / "cache" / f"{folder.name}.123"
+    left.mkdir(parents=True)
+    prepare(texts, "*.txt", 300, tmp_path / "cache")
+    assert not left.exists()

@@ -1,0 +1,391 @@
+"""What is stored is whole, finite and safe to read, by all three engines: NaN, full disks, damage, other people's files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import json
+import math
+import os
+import pickle
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("tokenizers")
+
+from toy_runs import ALONE, go_back, losses, newest, options, prepared, pretrain, records
+
+from cce_dist.tools.pretrain import checkpoint, engines, exits, launch, log
+from cce_dist.tools.pretrain.engines.torch import TorchEngine
+from cce_dist.tools.pretrain.exits import CheckpointError, Stopped, UsageError
+from cce_dist.tools.pretrain.launch import train_on
+from cce_dist.tools.pretrain.ranks import Ranks
+from cce_dist.tools.ranks import run_ranks
+
+pytestmark = pytest.mark.xdist_group("damage")
+
+EIGHT = "step-00000008"
+
+
+@pytest.fixture(scope="module")
+def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps with checkpoints after four and eight."""
+    out = tmp_path_factory.mktemp("finished")
+    go_on(cache, out)
+    return out
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of that run, to be spoiled."""
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def go_on(cache: Path, out: Path, *more: str) -> None:
+    train_on(options(cache, out, *more), ALONE, prepared(cache))
+
+
+def step_that(
+    engine: type,
+    number: int,
+    before: Callable[[], Any] = lambda: None,
+    after: Callable[[Any, engines.Step], engines.Step] = lambda engine, done: done,
+    rank: int = 0,
+) -> Any:
+    """Have something happen before a step of an engine, on one rank, or to its outcome, on all."""
+    original: Any = getattr(engine, "step")  # noqa: B009 - a type of any engine
+
+    def step(self: Any, given: int, *batch: Any) -> engines.Step:
+        if given == number and self.ranks.rank == rank:
+            before()
+        done = original(self, given, *batch)
+        return after(self, done) if given == number else done
+
+    return mock.patch.object(engine, "step", step)
+
+
+def not_finite(engine: Any, done: engines.Step) -> engines.Step:
+    return done._replace(grad_norm=done.grad_norm * math.nan)
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Have torch's writers meet a full disk."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(torch, "save", side_effect=full), mock.patch.object(os, "fsync", side_effect=full):
+        yield
+
+
+@contextlib.contextmanager
+def no_file_beyond(num_bytes: int) -> Iterator[None]:
+    """Make writes past ``num_bytes`` of any file fail, as those to a full disk do."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def _engine_loses_nothing(name: str, cache: Path, out: Path) -> None:
+    """The body of two ranks."""
+    ranks = Ranks(torch.device("cpu"), dist.get_rank(), 2, tp=2)
+    if name == "megatron":
+        from megatron_on_cpu import use_cpu
+
+        use_cpu()
+    engine = getattr(__import__(f"cce_dist.tools.pretrain.engines.{name}", fromlist=["x"]), launch.ENGINES[name])
+
+    def train(folder: str, *more: str) -> Path:
+        _forget_groups(name)
+        recipe = options(cache, out / folder, "--engine", name, "--log-every", "100", *more)
+        try:
+            train_on(recipe, ranks, prepared(cache))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return out / folder
+
+    whole = train("whole", "--log-every", "1")
+
+    # The last rank alone hears a signal in its third step.
+    signalled = step_that(engine, 3, before=lambda: os.kill(os.getpid(), signal.SIGUSR1), rank=1)
+    with signalled, pytest.raises(Stopped, match=r"after step [45]:"):
+        train("stopped", "--log-every", "1", "--checkpoint-every", "100")
+    assert losses(train("stopped", "--log-every", "1")) == losses(whole)
+
+    # Not a number in the sixth step, between two records and two checkpoints.
+    message = r"not finite at step 6.*newest checkpoint is of step 4"
+    with step_that(engine, 6, after=not_finite), pytest.raises(UsageError, match=message):
+        train("nan", "--eval-every", "100")
+    assert newest(out / "nan") == 4 and not (out / "nan" / "checkpoints" / EIGHT).exists()
+
+    # The newest checkpoint is damaged.
+    dist.barrier()
+    if ranks.rank == 0:
+        _flip(max((whole / "checkpoints" / EIGHT).rglob("*"), key=lambda path: path.stat().st_size))
+    dist.barrier()
+    before = losses(whole)
+    assert losses(train("whole", "--log-every", "1")) == before
+
+    # One rank's disk is full.
+    full = full_disk() if ranks.rank == 1 else contextlib.nullcontext()
+    with full, pytest.raises(CheckpointError, match="No space left on device"):
+        train("full")
+    dist.barrier()
+    assert not list((out / "full" / "checkpoints").glob("step-*"))
+
+
+def _forget_groups(name: str) -> None:
+    """Frameworks keep the groups of one model for the next."""
+    if name == "deepspeed":
+        from deepspeed.utils import groups
+
+        groups._release_process_group_references()
+    elif name == "megatron":
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("engine", ["torch", "deepspeed", "megatron"])
+@pytest.mark.timeout(280)
+@pytest.mark.slow
+def test_every_engine_loses_nothing(tmp_path: Path, cache: Path, engine: str) -> None:
+    if engine != "torch" and importlib.util.find_spec(engine) is None:
+        pytest.skip(f"{engine} is not installed")
+    prepared(cache)
+    run_ranks(_engine_loses_nothing, 2, engine, cache, tmp_path)
+
+
+def test_no_checkpoint_of_weights_that_are_not_finite(cache: Path, tmp_path: Path) -> None:
+    """Loss and gradient of the fourth step are finite; its update is not."""
+
+    def spoil(engine: Any, done: engines.Step) -> engines.Step:
+        with torch.no_grad():
+            engine.model.embedding.weight.mul_(math.nan)
+        return done
+
+    asked = pytest.raises(UsageError, match=r"weights after step 4 give a loss of nan.*there is no checkpoint")
+    with step_that(TorchEngine, 4, after=spoil), asked:
+        go_on(cache, tmp_path, "--log-every", "100", "--eval-every", "100", "--keep", "9")
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_a_stop_stores_no_step_that_was_not_finite(cache: Path, tmp_path: Path) -> None:
+    """The third step is not finite, and a signal asks to stop before anybody has looked."""
+    spoiled = step_that(TorchEngine, 3, lambda: os.kill(os.getpid(), signal.SIGTERM), not_finite)
+    with spoiled, pytest.raises(UsageError, match=r"not finite at step 3: .*no checkpoint"):
+        go_on(cache, tmp_path, "--log-every", "100", "--checkpoint-every", "100")
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "state.pt", ".metadata", "manifest.json"])
+@pytest.mark.parametrize(
+    "spoil", [_flip, lambda path: os.truncate(path, 100), Path.unlink], ids=["flip", "cut", "drop"]
+)
+def test_damage_is_one_line_and_the_older_checkpoint_is_taken(
+    cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str], name: str, spoil: Callable[[Path], Any]
+) -> None:
+    spoil(run / "checkpoints" / EIGHT / name)
+    go_on(cache, run)
+    output = capsys.readouterr()
+    assert "resumed after step 4" in output.out
+    [line] = output.err.splitlines()
+    assert EIGHT in line and "is damaged and passed over" in line
+    assert losses(run) == losses(finished)
+
+
+def _spoil_metrics(run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[3:3] = [b'{"step": 3, "spl\n', b"\xff\xfe\n", b"[1]\n", b"\n"]
+    lines[3:3] = [b'{"step": "four", "split": "train", "loss": 1}\n']
+    (run / "metrics.jsonl").write_bytes(b"".join(lines))
+    assert len(log.read(run / "metrics.jsonl")) == 10
+
+
+def _leave_scratch(run: Path) -> None:
+    """As a run that was killed does."""
+    shutil.copytree(run / "checkpoints" / EIGHT, run / "checkpoints" / "step-00000012.tmp")
+    (run / "checkpoints" / "latest.tmp").touch()
+
+
+HARMLESS = {
+    "no latest": lambda run: (run / "checkpoints" / "latest").unlink(),
+    "bad lines in metrics": _spoil_metrics,
+    "scratch folders": _leave_scratch,
+}
+
+
+@pytest.mark.parametrize("spoil", HARMLESS.values(), ids=list(HARMLESS))
+def test_what_does_no_harm_is_no_new_run(
+    cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], Any]
+) -> None:
+    spoil(run)
+    go_on(cache, run)
+    assert "resumed after step 8" in capsys.readouterr().out and losses(run) == losses(finished)
+
+
+def test_if_none_is_whole_nothing_begins_anew(cache: Path, run: Path) -> None:
+    for step in (4, 8):
+        _flip(run / "checkpoints" / f"step-{step:08d}" / "__0_0.distcp")
+    with pytest.raises(UsageError, match=r"no checkpoint in .* is whole: --no-resume starts anew"):
+        go_on(cache, run)
+    assert len(records(run)) == 8
+
+
+def test_no_resume_deletes_its_own_and_nothing_else(cache: Path, run: Path) -> None:
+    folder = run / "checkpoints"
+    others = ["step-by-step.txt", "step-00000099/notes.txt", "step-1/weights.bin", "step-00000004.kept/state.pt"]
+    for name in others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    go_on(cache, run, "--no-resume", "--steps", "4")
+    assert [(folder / name).read_text() for name in others] == ["mine"] * 4
+    assert not (folder / EIGHT).exists() and (folder / "step-00000004").exists()
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the line that was said."""
+    [line] = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_checkpoint_that_finds_the_disk_full_loses_nothing(
+    cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go_back(run)
+    with no_file_beyond(16 << 10):  # metrics fit, a checkpoint does not
+        assert pretrain(cache, run) == exits.HOPELESS
+    line = one_line(capsys)
+    assert "cannot write checkpoint" in line and ("File too large" in line or "is the disk full?" in line)
+    assert newest(run) == 4 and not list((run / "checkpoints").glob("*.tmp"))
+    go_on(cache, run)
+    assert losses(run) == losses(finished)
+
+
+def test_metrics_that_find_the_disk_full_are_one_line(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(cache)
+    with no_file_beyond(420):
+        assert pretrain(cache, tmp_path) == exits.HOPELESS
+    assert "metrics.jsonl" in one_line(capsys)
+    assert [record["step"] for record in log.read(tmp_path / "metrics.jsonl")] == [1, 2]  # 160 to 185 bytes each
+
+
+def test_a_corpus_that_finds_the_disk_full_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with no_file_beyond(16 << 10):
+        assert pretrain(tmp_path / "cache", tmp_path / "out") == exits.HOPELESS
+    line = one_line(capsys)
+    assert "cannot write the tokenized corpus" in line and "File too large" in line
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock"]
+
+
+class _Spy:
+    """A pickle that touches a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_state_runs_no_code(cache: Path, run: Path, tmp_path: Path) -> None:
+    """A folder whose manifest is that of the evil file: only torch's loader can refuse it."""
+    folder = run / "checkpoints" / EIGHT
+    (folder / "state.pt").write_bytes(pickle.dumps(_Spy(tmp_path / "ran")))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"] = {each: checkpoint.checksum(folder / each) for each in manifest["files"]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UsageError, match="cannot read checkpoint"):
+        go_on(cache, run)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_latest_that_names_nothing_is_one_line(cache: Path, run: Path) -> None:
+    """Catches a run that begins anew, and cuts its metrics, because its checkpoints were moved away."""
+    for step in (run / "checkpoints").glob("step-*"):
+        shutil.rmtree(step)
+    with pytest.raises(UsageError, match="names 'step-00000008', which is gone"):
+        go_on(cache, run)
+    assert len(records(run)) == 8
+
+
+def test_records_tell_the_share_of_the_peak_and_the_end_says_where_all_is(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go_on(cache, tmp_path, "--peak-tflops", "0.001", "--steps", "4")
+    [record] = records(tmp_path)[-1:]
+    # Weights of the toy's matrices: two layers of 4 x 32 x 32 and 3 x 32 x 96, and a head of 32 x 384.
+    flops = 6 * (2 * (4096 + 9216) + 12288) + 6 * 2 * 32 * 32
+    assert record["mfu"] == pytest.approx(record["tokens_per_s"] * flops / 1e9)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"finished: {tmp_path} holds metrics.jsonl, curves.png, checkpoints/step-00000004"
+
+
+@pytest.mark.parametrize("writer", [["--tensorboard"], ["--wandb", "project"]], ids=lambda writer: writer[0])
+def test_writers_that_are_missing_are_said(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, writer: list[str]
+) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    assert pretrain(cache, tmp_path / "run", *writer) == 1
+    assert "which is not installed: pip install" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_weights_and_biases_get_every_record(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package, which notes what it is given."""
+    board = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=lambda **said: board, Error=OSError))
+    go_on(cache, tmp_path, "--wandb", "project", "--steps", "2")
+    given = [(call.kwargs["step"], *call.args[0]) for call in board.log.call_args_list]
+    assert [(step, first) for step, first, *_ in given] == [(1, "train/loss"), (2, "train/loss"), (2, "val/loss")]
+    board.finish.assert_called_once()
+
+
+def test_tensorboard_reads_one_clean_history(cache: Path, run: Path) -> None:
+    """The real package. Catches records past the checkpoint, of a run that was killed, that stand beside those that follow."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    go_back(run)
+    board = log._tensorboard(run, 0)
+    for step in range(1, 7):
+        board.add_scalar("train/loss", 100.0 + step, step)
+    board.close()
+    go_on(cache, run, "--tensorboard")
+    events = reader.EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    history = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    ours = [(record["step"], pytest.approx(record["loss"])) for record in records(run)]
+    assert history == [(step, 100.0 + step) for step in range(1, 5)] + ours[4:]
+
+
+def test_a_refusal_of_weights_and_biases_is_one_line(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real package, without a key."""
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert pretrain(cache, tmp_path / "run", "--wandb", "project") == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cce-dist")]
+    assert len(lines) == 1 and "cannot write to Weights & Biases: No API key" in lines[0]

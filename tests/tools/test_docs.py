@@ -1,0 +1,143 @@
+"""The pages: short where they must be, links that lead somewhere, tables and code that are the code's."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_table
+import pytest
+
+import cce_dist
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+# Sorted: test processes that run side by side must agree on the order of tests.
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+}
+CODE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+MOST_LINES, MOST_WORDS = 150, 1200
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [text for name, text in CODE.findall(PAGES[page]) if name == language]
+
+
+def rows(page: str, first_cell: str) -> list[list[str]]:
+    """The cells of every table row of a page whose first cell matches."""
+    lines = [line for line in PAGES[page].splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if re.fullmatch(first_cell, row[0])]
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", CODE.sub("", PAGES[page]), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= MOST_LINES
+    assert len(README.split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """Catches a page, a picture or a heading that was renamed."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", PAGES[page])):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.resolve().relative_to(ROOT).as_posix()), link
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    linked = set(re.findall(r"\]\(([^)#\s]+)", README))
+    assert {page for page in PAGES if page != "README.md"} <= linked
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))
+def test_files_that_pages_name_are_there(page: str) -> None:
+    """Catches a source file that moved."""
+    for name in re.findall(r"`((?:cce_dist|kernels|integrations|launch|tests|docs)/[\w./]*)`", PAGES[page]):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.slow
+def test_the_readmes_example_runs(tmp_path: Path) -> None:
+    """On two ranks; the same loss on both, and each its own rows."""
+    (example,) = blocks("README.md", "python")
+    (tmp_path / "head.py").write_text(example)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "head.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    said = re.findall(r"rank (\d): loss (\d+\.\d{6}), weight.grad (\(\d+, \d+\))", ran.stdout)
+    (_, loss, shape), (_, other_loss, other_shape) = sorted(said)
+    assert loss == other_loss and shape == other_shape == "(16000, 256)"
+
+
+def test_the_example_of_reinforcement_learning_learns(tmp_path: Path) -> None:
+    """It samples even ids by chance half of the time at first."""
+    (example,) = blocks("docs/rl.md", "python")
+    (tmp_path / "grpo.py").write_text(example)
+    ran = subprocess.run([sys.executable, "grpo.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    first, last = (float(share) for share in re.findall(r"step \d+: (\d\.\d\d)", ran.stdout))
+    assert first < 0.7 and last > 0.9
+
+
+def test_the_readmes_numbers_are_the_results() -> None:
+    """Catches a number of the README that docs/results.md, which is held to the raw rounds, does not have."""
+    measured = {row[0]: row[1:] for row in reversed(rows("docs/results.md", r"[\w, /:@+-]+"))}  # the first table wins
+    shown = rows("README.md", "`(?:stock|torch|cce-dist)[^`]*`.*")
+    assert len(shown) == 4 + 4
+    for name, *cells in shown:
+        told = measured[re.findall("`(.*)`", name)[0]]
+        assert cells == [re.sub(r" \([\d.]+\)", "", cell) for cell in told]
+    (floor,) = rows("README.md", "three plain matrix products")
+    assert floor[1:] == [cell.split(" / ")[1] for cell in measured["plain GEMMs, ms: 1 / 3 / 4"]]
+
+
+def test_the_table_of_kernels_is_that_of_the_source() -> None:
+    """Catches a kernel that the page lacks, one that is gone or that nobody launches, and a file under another name."""
+    page = PAGES["docs/kernels.md"]
+    assert kernel_table.with_table(page) == page, "run python tests/kernel_table.py"
+    assert all((ROOT / "tests" / file).is_file() for file in kernel_table.TESTS.values())
+
+
+def test_public_names_are_all_there() -> None:
+    """Catches a public name that the page of the API lacks, and one on any page that cannot be imported."""
+    page = PAGES["docs/api.md"]
+    headings = " ".join(re.findall(r"^## (.*)$", page, re.MULTILINE))
+    # The output's fields stand with the function that returns it.
+    assert set(re.findall(r"`(\w+)`", headings)) == set(cce_dist.__all__) - {"LinearCrossEntropyOutput"}
+    for field in cce_dist.LinearCrossEntropyOutput._fields + cce_dist.FilterStats._fields:
+        assert f"`{field}`" in page
+    for other in PAGES:
+        for block in blocks(other, "python"):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cce_dist"):
+                    exec(ast.unparse(node), {})
+
+
+def test_arguments_and_defaults_are_the_functions() -> None:
+    """Catches an argument that the page lacks, invents, or gives another default."""
+    parameters = inspect.signature(cce_dist.linear_cross_entropy).parameters
+    table = [row for row in rows("docs/api.md", r"`\w+`") if len(row) == 3]
+    told = {name.strip("`"): default.strip("`") for name, default, _ in reversed(table)}  # the first table wins
+    empty = inspect.Parameter.empty
+    assert told == {
+        name: "" if parameter.default is empty else repr(parameter.default).replace("'", '"')
+        for name, parameter in parameters.items()
+    }
+    (head,) = [block for block in blocks("docs/api.md", "python") if block.startswith("VocabParallelHead(")]
+    call = ast.parse(head, mode="eval").body
+    assert isinstance(call, ast.Call)
+    names = [arg.id for arg in call.args if isinstance(arg, ast.Name)] + [k.arg for k in call.keywords if k.arg]
+    assert names == list(inspect.signature(cce_dist.VocabParallelHead).parameters)[:-1]

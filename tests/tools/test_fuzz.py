@@ -1,0 +1,143 @@
+"""The fuzzer: some random calls on each backend and on two ranks, and that it sees what is wrong."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cce_dist import reference
+from cce_dist.kernels import dense, extras
+from cce_dist.kernels.divergence import dense as dense_heads
+from cce_dist.tools import cli
+from cce_dist.tools.ranks import run_ranks
+from cce_dist.tools.verify import FUNCTIONS
+from cce_dist.tools.verify.cases import CASES, PER_TOKEN, Gaussian
+from cce_dist.tools.verify.check import assert_no_worse, run_case
+from cce_dist.tools.verify.fuzz import SOURCES, Setting, draw_loss, run_many
+from cce_dist.tools.verify.loss import LOSS
+from cce_dist.tools.verify.oracle import truth
+
+GPU = torch.cuda.is_available()
+OTHERS = ("log-probs", "kept", "divergence")
+
+
+def failures(setting: Setting, count: int, first: int = 0) -> str:
+    return "\n".join(run_many(setting, first, count, lambda line: None))
+
+
+def test_torch():
+    assert failures(Setting(seed=1, backend="torch"), 500) == ""
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
+def test_triton():
+    setting = Setting(seed=1, backend="triton", device="cuda" if GPU else "cpu")
+    assert failures(setting, 300 if GPU else 30) == ""
+
+
+def test_two_ranks():
+    run_ranks(_on_ranks, 2, 80)
+
+
+def _on_ranks(count: int) -> None:
+    assert failures(Setting(seed=1, backend="torch", group=dist.group.WORLD), count) == ""
+    for function in OTHERS:
+        assert failures(Setting(1, "cpu", "torch", dist.group.WORLD, function=function), count // 4) == ""
+
+
+@pytest.mark.parametrize("function", OTHERS)
+def test_torch_of(function: str):
+    assert FUNCTIONS == tuple(SOURCES) == ("loss", *OTHERS)
+    assert cli.main(["verify", "--fuzz", "1", "--device", "cpu", "--function", function]) == 0
+    assert failures(Setting(1, backend="torch", function=function), 150) == ""
+    # One token whose logits all reach the softcap: the dense baseline has hardly an error there, by luck.
+    assert failures(Setting(31, backend="torch", function=function), 1, 442) == ""
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as above
+@pytest.mark.parametrize("function", OTHERS)
+@pytest.mark.slow
+def test_triton_of(function: str):
+    setting = Setting(1, "cuda" if GPU else "cpu", "triton", function=function)
+    assert failures(setting, 100 if GPU else 2) == ""
+
+
+def test_a_mutation_of_the_log_probs_is_seen(monkeypatch: pytest.MonkeyPatch):
+    off = lambda *args, merged=extras.merge_cells: (1.001 * merged(*args)[0], merged(*args)[1])  # noqa: E731
+    monkeypatch.setattr("cce_dist.op.merge_cells", off)
+    found = failures(Setting(1, backend="torch", function="log-probs"), 30)
+    for said in ("verify --fuzz 1 --seed 1 --case", "--function log-probs", "log_probs: error"):
+        assert said in found
+
+
+def test_a_mutation_of_the_divergence_is_seen(monkeypatch: pytest.MonkeyPatch):
+    off = lambda *args, gradients=dense_heads._block_gradients: 1.001 * gradients(*args)  # noqa: E731
+    monkeypatch.setattr(dense_heads, "_block_gradients", off)
+    found = failures(Setting(1, backend="torch", function="divergence"), 30)
+    assert "--function divergence" in found and "dE: error" in found and "divergence: error" not in found
+
+
+MUTATIONS = [  # a field of the merged statistics, what becomes of it, what random cases say, which case of the matrix says so
+    pytest.param("target", lambda x: x + 1e-3, "nll: error", "plain", id="target-logit-off"),
+    pytest.param("mean_below", lambda x: x * 1.01, "loss: error", "label-smoothing", id="mean-off"),
+    pytest.param("entropy", lambda x: x + 1e-2, "entropy: error", "aux", id="entropy-off"),
+    pytest.param("log_sum", lambda x: x * (1 + 1e-4), "lse: error", "plain", id="log-sum-off"),
+    pytest.param("max", lambda x: x.clamp(min=0), "lse: error", "logits-at-minus-1e4", id="maximum-floored"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "says", "case"), MUTATIONS)
+def test_a_mutation_of_the_loss_is_seen(name, change, says, case, monkeypatch):
+    """Catches a bound so wide that nothing fails, and options that are never drawn; in random cases and in the matrix."""
+
+    def off(*args, merge=dense.merge):
+        merged = merge(*args)
+        return merged._replace(**{name: change(getattr(merged, name))})
+
+    monkeypatch.setattr(dense, "merge", off)
+    found = failures(Setting(seed=1, backend="torch"), 60)
+    assert "cce-dist verify --fuzz 1 --seed 1 --case" in found and says in found
+    (line,) = [line for line in CASES if line.name == case]
+    assert not all(result.ok for result in run_case(LOSS, line, None, "cpu"))
+
+
+def test_a_mutation_of_the_reference_is_seen(monkeypatch):
+    """Catches a baseline that is wrong, and so makes every bound wide."""
+
+    def off(*args, loss_of=reference._loss_of, **options):
+        out = loss_of(*args, **options)
+        return out._replace(loss=1.01 * out.loss)
+
+    monkeypatch.setattr(reference, "_loss_of", off)
+    assert "the reference's own loss" in failures(Setting(seed=1, backend="torch"), 60)
+
+
+def test_a_case_is_a_function_of_its_number():
+    setting = Setting(seed=3, backend="torch")
+    assert str(draw_loss(setting, 17)) == str(draw_loss(setting, 17)) != str(draw_loss(setting, 18))
+    assert str(draw_loss(setting._replace(seed=4), 17)) != str(draw_loss(setting, 17))
+
+
+def test_command_line(capsys):
+    argv = ["verify", "--fuzz", "3", "--seed", "1", "--case", "5", "--backend", "torch", "--device", "cpu"]
+    assert cli.main(argv) == 0
+    assert "3 of 3 random cases hold, seed 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_oracle_agrees_with_the_reference(softcap):
+    """Formulas by hand, and autograd of the definition, which test_loss.py holds to torch's; the scale's gradient too."""
+    problem = Gaussian(bias=True)(torch.Generator().manual_seed(1))
+    problem.labels[::4] = -100
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    options = {"label_smoothing": 0.1, "softcap": softcap, "z_loss_weight": 0.02, "reduction": "none"}
+    assert problem.bias is not None
+    inputs = [x.clone().requires_grad_() for x in (problem.hidden, problem.weight, problem.bias)]
+    out = reference.linear_cross_entropy(
+        inputs[0], inputs[1], problem.labels, linear_bias=inputs[2], logit_scale=scale, **options  # type: ignore[arg-type]
+    )  # fmt: skip
+    outputs = {name: getattr(out, name) for name in ("loss", *PER_TOKEN)}
+    upstream = {name: torch.randn(x.shape, dtype=torch.float64) for name, x in outputs.items()}
+    gradients = torch.autograd.grad(list(outputs.values()), [*inputs, scale], list(upstream.values()))
+    values = truth(problem, options | {"logit_scale": 0.7}, upstream).values
+    for name, right in [*outputs.items(), *zip(("dE", "dC", "dbias", "dscale"), gradients, strict=True)]:
+        assert_no_worse(values[name].float(), right.float(), right.detach(), quantity=name)

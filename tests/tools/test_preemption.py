@@ -1,0 +1,385 @@
+"""Two ranks that are asked to stop, killed, hung, started twice or unlike: nothing is lost, nobody is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+pytest.importorskip("tokenizers")
+
+from commands import Command, Program, descendants, has_taken, is_running, kill
+from toy_runs import TEXT, history, newest
+
+from cce_dist.tools import cli
+from cce_dist.tools.pretrain import exits, launch, stop, torchrun
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc"),
+    pytest.mark.slow,
+    pytest.mark.xdist_group("preemption"),
+]
+AGAIN, HOPELESS = exits.AGAIN, exits.HOPELESS
+RUN = ["pretrain", "--preset", "toy", "--device", "cpu", *TEXT, "--tp", "2", "--batch-size", "32", "--steps", "12"]
+RUN += ["--warmup", "4", "--eval-every", "6", "--eval-batches", "2", "--checkpoint-every", "5", "--timeout", "60"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN += ["--max-restarts", "3", "-m", "cce_dist"]
+
+
+@pytest.fixture(scope="module")
+def run(cache: Path) -> list[str]:
+    """The arguments of a run of two ranks, but for ``--out``."""
+    return [*RUN, "--cache", str(cache)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, run: list[str]) -> list[tuple]:
+    """The records of a run that nothing happens to."""
+    out = tmp_path_factory.mktemp("whole")
+    go_on(run, out)
+    return history(out)
+
+
+def go_on(run: list[str], out: Path) -> None:
+    with Command([*run, "--out", str(out)], out / "log") as command:
+        assert command.wait() == 0, command.text
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("number", "whom"),
+    [
+        pytest.param(signal.SIGTERM, "agent", id="kubernetes"),
+        pytest.param(signal.SIGUSR1, "all", id="slurm"),
+        pytest.param(signal.SIGINT, "last-rank", id="one-rank"),
+        pytest.param(signal.SIGHUP, "agent", id="terminal-closed"),
+    ],
+)
+def test_a_signal_stores_the_step_and_costs_no_bit(
+    tmp_path: Path, run: list[str], whole: list[tuple], number: signal.Signals, whom: str
+) -> None:
+    """Catches ranks that stop after different steps, a checkpoint that is not written, and two signals where one was meant."""
+    with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 6))
+        everyone = [command.pid, *command.ranks()]
+        for pid in {"agent": everyone[:1], "all": everyone, "last-rank": everyone[-1:]}[whom]:
+            kill(pid, number)
+        assert command.wait() == AGAIN, command.text
+    said = [line for line in command.lines if "cce-dist pretrain" in line]
+    assert len(said) == 1 and "after step" in said[0] and "Traceback" not in command.text
+    taken = history(tmp_path)
+    assert newest(tmp_path) == taken[-1][0] >= 6 and newest(tmp_path) < 12 and taken == whole[: len(taken)]
+    if whom == "all":
+        go_on(run, tmp_path)
+        assert history(tmp_path) == whole
+
+
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+    with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(lambda: len(command.ranks()) == 2)
+        kill(command.pid, signal.SIGTERM)
+        assert command.wait() == AGAIN
+    # One rank may hear of the other's end first.
+    when = "stopped by SIGTERM before the first step|lost a peer"
+    assert re.search(when, command.text) and "Traceback" not in command.text
+    assert not (tmp_path / "checkpoints" / "latest").exists()
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path, run: list[str]) -> None:
+    """A rank that hangs keeps the others from agreeing: the second signal does not wait for it."""
+    with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 2))
+        kill(command.ranks()[1], signal.SIGSTOP)
+        kill(command.pid, signal.SIGTERM)
+        time.sleep(2.5)
+        assert is_running(command.pid)
+        start = time.monotonic()
+        kill(command.pid, signal.SIGTERM)
+        assert command.wait(20) == 128 + signal.SIGTERM and time.monotonic() - start < 10
+
+
+def test_a_second_signal_ends_a_rank_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "SAME_SECONDS", 0.2)
+
+    def rank() -> None:
+        heard: list[int] = []
+        with stop.hearing(stop.SIGNALS, heard.append):
+            for pause in (0.0, 0.0, 0.4):
+                time.sleep(pause)
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert heard == [signal.SIGTERM]
+
+    assert in_child(rank) == 128 + signal.SIGTERM
+
+
+def test_a_signal_ends_a_rank_that_waits_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step a rank may wait for one that has left already, where no Python code runs."""
+
+    def wait(recipe: object) -> int:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        store.wait(["never"], timedelta(seconds=30))
+        return 0
+
+    monkeypatch.setattr(launch, "run_rank", wait)
+    start = time.monotonic()
+    code = in_child(lambda: launch._rank_process(None, os.getpid()))  # pyright: ignore[reportArgumentType]
+    assert code == -signal.SIGTERM and time.monotonic() - start < 20
+
+
+def test_a_signal_ends_a_run_of_one_rank_before_its_first_step(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Catches a code that a scheduler takes for a failure."""
+    monkeypatch.setattr(launch, "join", lambda recipe: os.kill(os.getpid(), signal.SIGUSR1))
+    assert in_child(lambda: os._exit(launch.run_rank(None))) == AGAIN  # pyright: ignore[reportArgumentType]
+    assert "stopped by SIGUSR1 before the first step" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_second_signal_within_a_second_is_the_first_one(tmp_path: Path, run: list[str], ranks: str) -> None:
+    """Catches a process that says what happened and meanwhile dies of the same wish, which schedulers pass on twice."""
+    with Command([*run, "--tp", ranks, "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 3))
+        kill(command.pid, signal.SIGINT)
+        while is_running(command.pid):
+            time.sleep(0.001)
+            if len(command.lines) > 1 or "stopped by" in command.text or random.random() < 0.01:
+                kill(command.pid, signal.SIGINT)
+        assert command.wait() == AGAIN, command.text
+    assert newest(tmp_path) == history(tmp_path)[-1][0] >= 3
+
+
+def test_a_rank_whose_agent_has_ended_meanwhile_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an agent that dies before its rank has asked the system to die with it."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    monkeypatch.setenv(exits.AGENT, str(os.getpid()))
+    assert in_child(launch._end_with_agent) == 0
+    monkeypatch.setenv(exits.AGENT, "1")
+    assert in_child(launch._end_with_agent) == exits.LOST
+
+
+def in_child(act: Callable[[], None]) -> int:
+    """Do something in a forked process, and return its exit code."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+        except BaseException:
+            os._exit(99)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.timeout(200)
+def test_torchrun_too_lets_the_ranks_store_their_step(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+    with Program([*TORCHRUN, *run, "--out", str(tmp_path)], tmp_path / "log") as program:
+        program.wait_until(has_taken(tmp_path, 3))
+        kill(program.pid, signal.SIGTERM)
+        assert program.wait(60) != 0
+    assert newest(tmp_path) == history(tmp_path)[-1][0] >= 3
+    go_on(run, tmp_path)
+    assert history(tmp_path) == whole
+
+
+@pytest.mark.timeout(120)
+def test_torchrun_too_does_not_restart_what_cannot_be_mended(tmp_path: Path, run: list[str]) -> None:
+    argv = [*TORCHRUN, *run, "--out", str(tmp_path), "--batch-size", "9", "--accumulate", "2"]
+    with Program(argv, tmp_path / "log") as program:
+        assert program.wait(100) != 0
+    assert program.text.count("batch size 9 cannot be split 2 ways") == 1
+
+
+@pytest.mark.timeout(280)
+def test_a_killed_node_that_comes_back_costs_no_bit(
+    tmp_path: Path, run: list[str], whole: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of one rank each, started by launch/pretrain.sh; they meet on the loopback interface."""
+    port = free_port()
+    settings = "keep_alive_interval=1,keep_alive_max_attempt=8"  # seconds until a silent node is given up
+    meeting = {"NNODES": "2", "NPROC_PER_NODE": "1", "RDZV": f"127.0.0.1:{port}", "RDZV_CONF": settings}
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+    def node(name: str) -> Program:
+        script = Path(__file__).parents[2] / "launch" / "pretrain.sh"
+        argv = [str(script), *run[1:], "--out", str(tmp_path)]
+        return stack.enter_context(Program(argv, tmp_path / name, meeting))
+
+    def is_met_at() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    with ExitStack() as stack:
+        first = node("node0.log")
+        first.wait_until(is_met_at)  # or the second would be the one where they meet
+        second = node("node1.log")
+        first.wait_until(has_taken(tmp_path, 7))
+        second.end()
+        for each in (first, node("node1.log")):
+            assert each.wait(120) == 0, each.text
+    assert "resumed after step 5" in first.text
+    assert history(tmp_path) == whole
+
+
+def test_a_node_leaves_with_its_last_sign_of_life() -> None:
+    """Catches a thread that waits for the store of another node when the interpreter ends, which aborts the agent."""
+    meeting = torchrun.Meeting(1, f"127.0.0.1:{free_port()}", "id", {"keep_alive_interval": "1"})
+    sending, handler = threading.Event(), torchrun._rendezvous(meeting)
+    handler.next_rendezvous()
+    handler._op_executor.run = lambda *_: (sending.set(), time.sleep(1))  # pyright: ignore[reportAttributeAccessIssue]
+    assert sending.wait(10)
+    (sender,) = [thread for thread in threading.enumerate() if thread.name.startswith("RendezvousKeepAlive")]
+    torchrun._leave(handler)
+    assert not sender.is_alive()
+
+
+def test_a_hung_rank_ends_in_a_time_out(tmp_path: Path, run: list[str]) -> None:
+    with Command([*run, "--timeout", "12", "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 2))
+        kill(hung := command.ranks()[1], signal.SIGSTOP)
+        command.wait_until(lambda: "time-out" in command.text)
+        kill(hung, signal.SIGKILL)  # the agent would do it, half a minute later
+        assert command.wait() == HOPELESS
+    [line] = [line for line in command.lines if "time-out" in line]
+    assert line.startswith("cce-dist pretrain: rank 0: time-out in a collective: ")
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+    argv = [*run, "--out", str(tmp_path)]
+    with ExitStack() as stack:
+        first = stack.enter_context(Command(argv, tmp_path / "log"))
+        first.wait_until(has_taken(tmp_path, 1))
+        holder = json.loads((tmp_path / "lock").read_text())["pid"]
+        assert holder in first.ranks()
+        for rank in first.ranks():
+            kill(rank, signal.SIGSTOP)  # so that it does not end before its time
+        second = stack.enter_context(Command([*argv, "--max-restarts", "3"], tmp_path / "second"))
+        assert second.wait() == HOPELESS
+        assert len(second.lines) == 1 and f"process {holder} on {socket.gethostname()}" in second.text
+        for rank in first.ranks():
+            kill(rank, signal.SIGCONT)
+        assert first.wait() == 0, first.text
+    assert history(tmp_path) == whole
+
+
+def test_ranks_die_with_their_agent(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+    with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 6))
+        for rank in command.ranks():
+            kill(rank, signal.SIGSTOP)  # so that it cannot end by itself, because its store has gone
+        kill(command.pid, signal.SIGKILL)
+        command.wait()  # which looks for anybody left behind
+    go_on(run, tmp_path)
+    assert history(tmp_path) == whole
+
+
+def test_ranks_that_were_started_unlike_say_how(tmp_path: Path, run: list[str]) -> None:
+    """Two ranks of a launcher of another make; no step is taken."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ExitStack() as stack:
+        commands = []
+        for rank, more in enumerate((["--lr", "0.5"], ["--lr", "0.25", "--seed", "3"])):
+            argv = [*run, "--out", f"{tmp_path}/out", *more]
+            environment = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = Command(argv, tmp_path / f"log{rank}", environment=environment)
+            commands.append(stack.enter_context(command))
+        for command in commands:
+            assert command.wait() == HOPELESS, command.text
+    [line] = commands[0].lines
+    assert "rank 1 has seed 3 in place of 0, lr 0.25 in place of 0.5" in line
+    assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("more", "file_limit", "reason"),
+    [
+        pytest.param(["--lr", "1e38"], None, "not finite", id="nan"),
+        pytest.param(["--checkpoint-every", "2"], 300_000, "cannot write checkpoint", id="full-disk"),
+        pytest.param(["--corpus", "/dev", "--pattern", "null"], None, "no regular file", id="corpus"),
+    ],
+)
+def test_what_a_restart_cannot_mend_is_not_restarted(
+    tmp_path: Path, run: list[str], whole: list[tuple], more: list[str], file_limit: int | None, reason: str
+) -> None:
+    argv = [*run, "--out", str(tmp_path / "out"), "--max-restarts", "5", *more]
+    with Command(argv, tmp_path / "log", file_limit=file_limit) as command:
+        assert command.wait() == HOPELESS, command.text
+    assert len([line for line in command.lines if "cce-dist pretrain" in line]) == 1 and reason in command.text
+
+
+def test_a_lost_rank_is_restarted_and_one_machine_listens_on_loopback_alone(
+    tmp_path: Path, run: list[str], whole: list[tuple]
+) -> None:
+    """Catches the rendezvous of torch, which listens on every address, and gloo on the address of the host's name."""
+    with Command([*run, "--out", str(tmp_path), "--max-restarts", "1"], tmp_path / "log") as command:
+        command.wait_until(has_taken(tmp_path, 6))
+        addresses = listening({command.pid, *descendants(command.pid)})
+        kill(command.ranks()[1], signal.SIGKILL)
+        assert command.wait() == 0, command.text
+    assert "resumed after step 5" in command.text and history(tmp_path) == whole
+    assert addresses and addresses <= {"0100007F", "0" * 24 + "01000000"}, addresses
+
+
+REQUEUED = {  # environment of the first run and of the second, and whether the second goes on
+    "same run": ({"RUN_ID": "a"}, {"RUN_ID": "a"}, True),
+    "another run": ({"RUN_ID": "a"}, {"RUN_ID": "b"}, False),
+    "requeued": ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
+    "same allocation": ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),
+    "by hand": ({}, {}, False),
+}
+
+
+@pytest.mark.parametrize("case", REQUEUED)
+def test_a_requeued_run_goes_on_in_spite_of_no_resume(
+    tmp_path: Path, run: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, case: str
+) -> None:
+    argv = [*run, "--tp", "1", "--batch-size", "2", "--out", str(tmp_path), "--no-resume", "--steps"]
+    first, second, goes_on = REQUEUED[case]
+    for steps, environment in (("5", first), ("6", second)):
+        for name in ("RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert cli.main([*argv, steps]) == 0
+    assert ("resumed after step 5" in capsys.readouterr().out) is goes_on
+
+
+def test_ranks_of_one_machine_talk_over_loopback(
+    tmp_path: Path, run: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches gloo and NCCL at the address of the host's name, on a machine whose name is none of loopback too."""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torchrun, "run", lambda *_: 0)
+    assert cli.main([*run, "--out", str(tmp_path)]) == 0
+    assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def listening(pids: set[int]) -> set[str]:
+    """The addresses, in hexadecimal, at which processes listen."""
+    sockets = {os.readlink(f"/proc/{pid}/fd/{each}") for pid in pids for each in os.listdir(f"/proc/{pid}/fd")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1].split(":")[0])
+    return found

@@ -1,0 +1,264 @@
+"""The main job on toy sizes: data, model and loop, alone and on two ranks. Faults have a file of their own."""
+
+import dataclasses
+import datetime
+import functools
+import math
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("tokenizers")
+
+from toy_runs import (
+    ALONE,
+    CORPUS,
+    go_back,
+    largest_difference,
+    losses,
+    newest,
+    options,
+    prepared,
+    pretrain,
+    records,
+)  # fmt: skip
+
+from cce_dist.tools import cli
+from cce_dist.tools.pretrain import corpus, data
+from cce_dist.tools.pretrain.build import build_model
+from cce_dist.tools.pretrain.engines.torch import clip_gradients
+from cce_dist.tools.pretrain.launch import train_on
+from cce_dist.tools.pretrain.ranks import Ranks, make_mesh
+from cce_dist.tools.pretrain.recipe import PRESETS
+
+pytestmark = pytest.mark.xdist_group("pretrain")
+
+
+@pytest.fixture(scope="module")
+def exact_run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exact")
+    assert pretrain(cache, out) == 0
+    return out
+
+
+def test_a_run_leaves_falling_losses_a_figure_and_a_checkpoint(exact_run: Path) -> None:
+    train_losses = [record["loss"] for record in records(exact_run)]
+    assert [record["step"] for record in records(exact_run)] == list(range(1, 9))
+    assert [record["step"] for record in records(exact_run, "val")] == [4, 8]
+    assert train_losses[0] == pytest.approx(math.log(PRESETS["toy"].vocab_size), abs=0.1)
+    assert train_losses[-1] < train_losses[0] - 0.1
+    assert (exact_run / "curves.png").stat().st_size > 1000
+    assert newest(exact_run) == 8
+
+
+@pytest.mark.parametrize("loss", [["dense"], ["filtered", "--filter-eps", "1e-30"]], ids=["dense", "no-op-filter"])
+def test_losses_that_are_exact_differ_in_rounding_alone(
+    cache: Path, tmp_path: Path, exact_run: Path, loss: list[str]
+) -> None:
+    """All logits, and a filter that drops nothing."""
+    train_on(options(cache, tmp_path, "--checkpoint-every", "0", "--loss", *loss), ALONE, prepared(cache))
+    assert largest_difference(exact_run, tmp_path) < 1e-5
+    assert records(tmp_path)[-1].get("kept_tiles", 1) == 1
+
+
+@pytest.mark.parametrize("loss", ["dense", "filtered", "filtered-plain"])
+def test_the_loss_changes_no_weight(cache: Path, tmp_path: Path, loss: str) -> None:
+    weights = []
+    for name in ("exact", loss):
+        torch.manual_seed(0)
+        model = build_model(options(cache, tmp_path, "--loss", name), ALONE)
+        weights.append(model.state_dict())
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("loss", ["dense", "exact", "filtered"])
+def test_only_a_filtered_run_asks_for_more_than_the_loss(cache: Path, tmp_path: Path, loss: str) -> None:
+    model = build_model(options(cache, tmp_path, "--loss", loss), ALONE)
+    returned = []
+    model.head.register_forward_hook(lambda head, inputs, output: returned.append(output))
+    ids = torch.zeros(PRESETS["toy"].seq_len, 2, dtype=torch.long)
+    _, stats = model(ids, ids, num_tokens=ids.numel())
+    assert isinstance(returned[0], torch.Tensor) is (stats is None) is (loss != "filtered")
+
+
+def test_a_resumed_run_repeats_the_bits(cache: Path, tmp_path: Path, exact_run: Path) -> None:
+    recipe = options(cache, tmp_path)
+    train_on(recipe, ALONE, prepared(cache))
+    # As if the run had been cut after step 6: two steps past a checkpoint, and a record half written.
+    go_back(tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "spl')
+    torch.manual_seed(1)
+    train_on(recipe, ALONE, prepared(cache))
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 9))
+    assert losses(tmp_path) == losses(exact_run)
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    cache: Path, exact_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain(cache, exact_run, "--num-layers", "1") == 1
+    assert "num_layers 2 there, 1 here" in capsys.readouterr().err
+
+
+@functools.cache
+def _place(tp: int, dp: int) -> Ranks:
+    return make_mesh(torch.device("cpu"), tp, dp, datetime.timedelta(seconds=120))
+
+
+def _train_on_two_ranks(tp: int, cache: Path, out: Path, *more: str) -> None:
+    train_on(options(cache, out, *more), _place(tp, 2 // tp), prepared(cache))
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("tp", "more"),
+    [
+        pytest.param(2, [], id="tp"),
+        pytest.param(2, ["--sequence-parallel"], id="sp"),
+        pytest.param(2, ["--sequence-parallel", "--loss", "dense"], id="dense-sp"),
+        pytest.param(1, ["--accumulate", "2"], id="dp"),
+    ],
+)
+def test_two_ranks_repeat_one(
+    ranks2: Callable[..., None], cache: Path, tmp_path: Path, exact_run: Path, tp: int, more: list[str]
+) -> None:
+    ranks2(_train_on_two_ranks, tp, cache, tmp_path, *more)
+    assert largest_difference(exact_run, tmp_path) < 1e-5
+
+
+def test_two_ranks_go_on_from_a_checkpoint_of_one(
+    ranks2: Callable[..., None], cache: Path, tmp_path: Path, exact_run: Path
+) -> None:
+    shutil.copytree(exact_run, tmp_path / "run")
+    go_back(tmp_path / "run")
+    ranks2(_train_on_two_ranks, 2, cache, tmp_path / "run")
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 9))
+    assert largest_difference(exact_run, tmp_path / "run") < 1e-5
+
+
+def test_slices_add_to_the_same_bits(ranks2: Callable[..., None], cache: Path, tmp_path: Path) -> None:
+    """Slices change where sums are made, not their order: two ranks' parts add to the same bits either way."""
+    once = ("--steps", "1", "--checkpoint-every", "0")
+    ranks2(_train_on_two_ranks, 2, cache, tmp_path / "tp", *once)
+    ranks2(_train_on_two_ranks, 2, cache, tmp_path / "sp", "--sequence-parallel", *once)
+    assert records(tmp_path / "tp")[0]["loss"] == records(tmp_path / "sp")[0]["loss"]
+
+
+def test_a_recipe_is_read_from_the_command_line(cache: Path, tmp_path: Path) -> None:
+    """Catches a flag that is dropped on its way, or a default that is not the recipe's."""
+    recipe = options(cache, tmp_path, "--vocab-size", "500", "--lr", "0.5", "--loss", "full-c", "--filter-eps", "0.25")
+    assert recipe.shape == dataclasses.replace(PRESETS["toy"], vocab_size=500)
+    assert (recipe.lr, recipe.steps, recipe.clip, recipe.out) == (0.5, 8, 1.0, tmp_path)
+    assert recipe.grad_filter is not None and (recipe.grad_filter.eps, recipe.grad_filter.weight) == (0.25, False)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.lr = 1.0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_labels_stop_at_the_joints_of_documents() -> None:
+    ids = np.array([5, 6, data.EOS, 7, 8, 9, data.EOS, 4, 3], dtype=np.uint16)
+    rows, labels = data.Batches(ids, seq_len=8, seed=0).at(0, 1)
+    assert rows.tolist() == [[5, 6, 0, 7, 8, 9, 0, 4]]
+    assert labels.tolist() == [[6, 0, data.IGNORED, 8, 9, 0, data.IGNORED, 3]]
+
+
+def test_an_epoch_holds_every_sequence_once_in_an_order_of_its_own() -> None:
+    batches = data.Batches(np.arange(1, 42, dtype=np.uint32), seq_len=4, seed=3)
+    first, second = (batches.at(position, 10)[0][:, 0].tolist() for position in (0, 10))
+    assert sorted(first) == sorted(second) == list(range(1, 41, 4))
+    assert first != second
+    assert batches.at(7, 6)[0][:, 0].tolist() == first[7:] + second[:3]
+
+
+def test_a_corpus_is_tokenized_once_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    tokenize = corpus._tokenize
+    monkeypatch.setattr(corpus, "_tokenize", lambda *args: (calls.append(args), tokenize(*args)))
+    with ThreadPoolExecutor(4) as pool:
+        folders = list(pool.map(lambda _: data.prepare(CORPUS, "*.py", 300, tmp_path), range(4)))
+    assert len(calls) == 1 and len(set(folders)) == 1
+    assert data.prepare(CORPUS, "*.py", 301, tmp_path) != folders[0]
+    ids = data.Corpus(folders[0])
+    assert len(ids.held_out) == (len(ids.train) + len(ids.held_out)) // 20
+    assert int(ids.train.max()) < 300
+
+
+def test_a_corpus_is_cut_to_whole_files_of_a_size(tmp_path: Path) -> None:
+    for name in "abcdef":
+        (tmp_path / f"{name}.txt").write_text("x" * (400 << 10))
+    names = list(corpus._find(tmp_path, "*.txt", None))
+    assert list(corpus._find(tmp_path, "*.txt", 1)) == names[:2]  # two of 400 KiB are less than a MiB, three are more
+    (tmp_path / names[0]).write_text("x" * (2 << 20))
+    assert list(corpus._find(tmp_path, "*.txt", 1)) == names[:1]  # one file there is in any case
+
+
+def test_clipping_is_torchs() -> None:
+    ours, theirs = (nn.Linear(5, 3) for _ in range(2))
+    for model in (ours, theirs):
+        for parameter in model.parameters():
+            parameter.grad = torch.arange(parameter.numel(), dtype=torch.float32).view_as(parameter)
+    norm = clip_gradients(ours, 1.0, ALONE)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 1.0))
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+
+
+def test_the_learning_rate_warms_up_and_decays_to_a_tenth(tmp_path: Path) -> None:
+    recipe = options(tmp_path, tmp_path, "--lr", "1", "--warmup", "10", "--steps", "100")
+    assert [recipe.learning_rate(step) for step in (1, 10, 55, 100)] == pytest.approx([0.1, 1, 0.55, 0.1])
+
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        pytest.param(["--batch-size", "9", "--accumulate", "2"], "batch size 9 cannot be split 2 ways", id="batch"),
+        pytest.param(["--seq-len", "1000000"], "tokens in a split, one sequence needs 1000001", id="corpus-too-small"),
+        pytest.param(["--vocab-size", "100"], "100 is too few", id="fewer-ids-than-bytes"),
+        pytest.param(["--tp", "3"], "heads 4 cannot be split 3 ways", id="heads"),
+        pytest.param(["--engine", "deepspeed", "--pp", "3"], "2 layers cannot be split into 3 stages", id="stages"),
+        pytest.param(["--device", "cuda"], "torch sees no GPU", id="no-gpu", marks=without_gpu),
+        pytest.param(["--pp", "2"], "--pp needs --engine megatron", id="pipeline-of-torch"),
+        pytest.param(["--loss", "megatron-fused"], "needs --engine megatron", id="megatrons-loss-in-torch"),
+        pytest.param(["--engine", "megatron"], "--engine megatron needs GPUs", id="megatron-on-cpu"),
+        pytest.param(
+            ["--filter-eps", "0.1"], "--filter-eps and --filter-always need a --loss that filters", id="no-filter"
+        ),
+        pytest.param(["--layers-per-stage", "1,1"], "--layers-per-stage needs --pp", id="no-stages"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    """Catches sizes that are looked at after the corpus was tokenized."""
+    assert pretrain(tmp_path / "cache", tmp_path / "out", *more) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line and ("token" in message or not list(tmp_path.iterdir()))
+
+
+def test_an_out_that_cannot_be_made_is_one_line(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names that are too long each are a mistake of the command line, a path that is too long is found when it is made."""
+    assert pretrain(cache, Path(*["o" * 200] * 30)) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "File name too long" in line
+    with pytest.raises(SystemExit, match="2"):
+        pretrain(cache, Path("o" * 300))
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--out" in line and "more than 255 bytes" in line
+
+
+def test_plot_overlays_runs(exact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figure = tmp_path / "both.png"
+    assert cli.main(["plot", str(exact_run), str(exact_run / "metrics.jsonl"), "-o", str(figure)]) == 0
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "empty.jsonl").touch()
+    assert cli.main(["plot", str(tmp_path / "empty.jsonl"), "-o", str(figure)]) == 1
+    assert "no records" in capsys.readouterr().err
