@@ -113,6 +113,8 @@ def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
         return leaf(value)
     if isinstance(value, tuple | list):
         inner = [mapped(item, leaf) for item in value]
+        if hasattr(value, "_fields"):  # a record that a kernel takes as one argument
+            return type(value)(*inner)
         return inner if isinstance(value, list) else tuple(inner)
     if isinstance(value, dict):
         return {name: mapped(item, leaf) for name, item in value.items()}

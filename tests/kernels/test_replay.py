@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -47,39 +47,40 @@ class Interpreted:
         self.kernel = kernel
         self.options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
         values = [*args, *(kwargs[name] for name in kernel.arg_names[len(args) :])]
-        self.like = [_like(value.base if isinstance(value, TensorDescriptor) else value) for value in values]
+        self.arguments = [_argument(value) for value in values]
 
     def run(self, *given: Any) -> None:
         grid, values = given[:3], given[9:]
-        args = [_given(value, like) for value, like in zip(values, self.like, strict=True)]
+        args = [argument(value) for argument, value in zip(self.arguments, values, strict=True)]
         type(self.kernel).run(self.kernel, *args, grid=grid, warmup=False, **self.options)
 
 
-class Record(NamedTuple):
-    """A record among a kernel's arguments: its class, and what each field is like."""
+def _argument(recorded: Any) -> Callable[[Any], Any]:
+    """Return what makes a kernel's argument of the value that a launcher gets, like the argument that was recorded."""
+    if isinstance(recorded, TensorDescriptor):
+        like = _like(recorded.base)
 
-    kind: Any
-    fields: list[Any]
+        def described(value: Any) -> TensorDescriptor:
+            value = copy.copy(value)
+            value.base = _at(value.base.data_ptr(), like)
+            return value
+
+        return described
+    if isinstance(recorded, Tensor):
+        like_ = _like(recorded)
+
+        def at(address: Any) -> Tensor:
+            assert type(address) is int
+            return _at(address, like_)
+
+        return at
+    if hasattr(recorded, "_fields"):  # a record that a kernel takes as one argument
+        fields = [_argument(field) for field in recorded]
+        return lambda values: type(recorded)(*(field(v) for field, v in zip(fields, values, strict=True)))
+    return lambda value: value
 
 
-def _given(value: Any, like: Any) -> Any:
-    """Return the argument that a launcher's value stands for."""
-    if isinstance(value, TensorDescriptor):
-        value = copy.copy(value)
-        value.base = _at(value.base.data_ptr(), like)
-    elif isinstance(like, Record):
-        value = like.kind._make(map(_given, value, like.fields))
-    elif like is not None:
-        assert type(value) is int
-        value = _at(value, like)
-    return value
-
-
-def _like(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return Record(type(value), [_like(field) for field in value])
-    if not isinstance(value, Tensor):
-        return None
+def _like(value: Tensor) -> tuple[Any, ...]:
     room = value.untyped_storage().nbytes() - value.storage_offset() * value.itemsize
     return value.dtype, tuple(value.shape), value.stride(), room
 

@@ -27,7 +27,7 @@ _LOG = logging.getLogger("cce_dist")
 
 
 class Ahead(contextlib.ExitStack):
-    """Compiles what calls launch, in as many threads as this rank has cores. Calls do not compile ahead by themselves meanwhile."""
+    """Compiles what calls launch, in a thread for each core of this rank. Meanwhile no call compiles ahead by itself."""
 
     def __init__(self) -> None:
         import triton

@@ -6,6 +6,7 @@ First what cases are made of: data, how the vocabulary is split over ranks, and 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -191,7 +192,7 @@ class Case:
         """The fields that do not have their default."""
         values = [(each, getattr(self, each.name)) for each in fields(self) if each.name not in ("name", "catches")]
         changed = (f"{each.name}={value}" for each, value in values if value != each.default)
-        return " ".join(changed).replace("torch.", "")
+        return re.sub(r"torch\.|<function (\S+) at \w+>", r"\1", " ".join(changed))
 
 
 @dataclass(frozen=True)
