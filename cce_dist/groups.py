@@ -5,10 +5,11 @@ do not fit the budget, one group of tokens is finished before the next begins: i
 statistics merged over the ranks, its dE, and its part of dC, which is added to the groups before. Nothing is computed twice.
 More groups cost one more read and write of dC each. Where they are many, dC has 8 bits more while it is added up.
 
-The upstream gradient is not known in forward. That of one number is a number: backward multiplies by it, and a launch that
-finds 1 ends at once. That of a loss for each token is expected to be in proportion to weights. dE of a token is multiplied by
-the token's own in any case. dC is multiplied by the common factor if the device finds one; else it becomes 0, and the logits'
-gradients are computed again for dC alone, by launches that otherwise end at once. A second backward makes all gradients anew.
+The upstream gradient is not known in forward. The upstream gradient of a reduced loss is a scalar. Backward multiplies by it,
+and the kernel returns early if it is 1. The upstream gradients of per-token losses are expected to be proportional to weights.
+Backward multiplies d_hidden of each token by the token's own upstream gradient. It multiplies d_weight by the common factor if
+the device finds one. Otherwise it sets d_weight to 0 and computes the logits' gradients again for d_weight alone, with launches
+that return early in the first case. A second backward makes all gradients again.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def decided_now(call: Call, x: Operands, num_ranks: int, where: Where) -> Call:
 class Terms(NamedTuple):
     """What a token's nll becomes its loss by.
 
-    That of a token is ``weight_N * ((1 - label_smoothing) * nll + label_smoothing * uniform_nll + z_loss_weight * lse^2)``. One
+    A token's loss is ``weight_N * ((1 - label_smoothing) * nll + label_smoothing * uniform_nll + z_loss_weight * lse^2)``. One
     number is their sum over the divisor.
     """
 
@@ -90,7 +91,7 @@ class Terms(NamedTuple):
         return nll_N if self.weight_N is None else nll_N * self.weight_N
 
     def gradients(self, upstream_N: Tensor, lse_N: Tensor) -> list[Tensor | None]:
-        """Return the gradients by nll, lse, target logit, uniform nll and entropy from those of the tokens' losses."""
+        """Turn the gradients of per-token losses into gradients of nll, lse, target logit, uniform nll and entropy."""
         d_loss_N = upstream_N if self.weight_N is None else upstream_N * self.weight_N
         d_lse_N = d_uniform_N = None
         if isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight:
@@ -188,7 +189,7 @@ def _times_upstream(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _common_factor(upstream_N: Tensor, made: _Made) -> tuple[Tensor, Tensor]:
-    """Return what upstream gradients are of what was expected, and whether they differ from that: then the first is 0."""
+    """Return the common factor of the upstream gradients, and whether they differ from it; the factor is 0 if they do."""
     size_N = torch.where(made.ids_N >= 0, made.expected_N.abs(), -1.0)
     largest = size_N.argmax(0, keepdim=True)
     factor = upstream_N.index_select(0, largest) / made.expected_N.index_select(0, largest)

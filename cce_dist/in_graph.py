@@ -20,7 +20,7 @@ from cce_dist.kernels import Operands
 def loss(x: Operands, terms: groups.Terms, call: Call) -> Tensor:
     """Return what ``groups.loss`` does of one number, by an operator that torch.compile takes into its graph.
 
-    Its gradients are made in forward also where they are not made in groups. Arguments are those of ``groups.loss``.
+    Its gradients are made in forward also where they are not made in groups. The arguments are described at ``groups.loss``.
     """
     divisor, z_loss_weight, label_smoothing, weight_N = terms
     assert divisor is not None

@@ -36,7 +36,7 @@ class Saved(NamedTuple):
 
 
 def _backend(call: Call) -> ModuleType:
-    """The backend's arithmetic of lists; that of Triton is imported by its first use."""
+    """Return the module that computes with lists; Triton's is imported at its first use."""
     if call.backend == "torch":
         return dense_lists
     from cce_dist.kernels import kept_rows

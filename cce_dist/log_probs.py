@@ -1,6 +1,6 @@
 """linear_log_probs: log-probabilities of given ids and statistics of the softmax, with gradients, without the logits.
 
-The operator is that of the loss (``op``): several ids a token, factors of each token, and more statistics are options of it.
+It calls the operator of the loss (``op``), which takes several ids per token, per-token factors and more statistics as options.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def linear_cross_entropy(
 
     The logits are ``softcap * tanh(u / softcap)`` with ``u = logit_scale * (input @ linear_weight.T + linear_bias)``,
     and the loss of a token is ``(1 - label_smoothing) * nll + label_smoothing * mean_j(lse - logit_j) +
-    z_loss_weight * lse**2``, in nats. Argument names are those of ``torch.nn.functional.linear_cross_entropy``. Numbers may be
-    0-d tensors that need no gradient: one that is on a GPU is read, which waits for it (``num_tokens`` is not). Under
+    z_loss_weight * lse**2``, in nats. Arguments are named as in ``torch.nn.functional.linear_cross_entropy``. Numbers may be
+    0-d tensors that need no gradient. A tensor on a GPU is read, which waits for the device (``num_tokens`` is not read). Under
     ``torch.compile(fullgraph=True)``, which reads none, only ``num_tokens``, ``z_loss_weight`` and, without a filter,
     ``logit_scale`` may be tensors.
 
@@ -132,7 +132,7 @@ def linear_cross_entropy(
         softcap: Positive bound of the logits, or None.
         z_loss_weight: Weight of lse**2.
         num_tokens: Divisor of "mean", int or 0-d tensor: the global count over data and context parallel ranks and
-            microbatches, so that the sum of all parts' gradients is that of the whole batch. A tensor may hold 0 where all
+            microbatches, so that the parts' gradients sum to the whole batch's gradient. A tensor may hold 0 where all
             labels are ignored.
         shard: Which rows of the vocabulary ``linear_weight`` is; None means all of them.
         sequence_parallel: input is this rank's slice of dim 0 (slices in group-rank order), target is whole.
@@ -241,7 +241,7 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
         input: [..., D] hidden states.
         linear_weight: [V_r, D] this rank's rows of the head weight.
         target: [...] labels.
-        options: Those of ``linear_cross_entropy``.
+        options: The same as for ``linear_cross_entropy``.
 
     Returns:
         A sentence such as "exact, one pass in 3 groups of 2,816 tokens, 2,100 MiB; the filter is off because exact is faster

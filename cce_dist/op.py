@@ -168,7 +168,7 @@ def _run_backward(
     of_mean = None if count is None or d_mean is None else (d_mean, count)
     cells = None
     if ids_NI is not None and target_NI is not None:
-        # The gradient of a log-sum-exp is that of all ids together; cells hold each id's own.
+        # The log-sum-exp gets the sum of all ids' gradients; cells hold the gradient of each id.
         cells, d_sum = cell_gradients(d_losses[0], target_NI, ids_NI)
         d_losses = [None, d_sum if d_losses[1] is None else d_sum + d_losses[1], *d_losses[2:]]
     want_hidden, want_weight, *want_head = want

@@ -164,7 +164,7 @@ def filtered_gradients(
     is_label = (F.one_hot(target.clamp(min=0), z.shape[1]) * valid).bool()
     rest = -(1 - label_smoothing) * upstream * is_label - label_smoothing / z.shape[1] * upstream
     softmax_part = d_logits - rest
-    # Where the label's coefficient is 0, that of the softmax takes its place: its sum over the vocabulary.
+    # Where the label's coefficient is 0, the softmax's coefficient takes its place: its sum over the vocabulary.
     at_label = (1 - label_smoothing) * upstream
     size = torch.where(at_label != 0, at_label, softmax_part.sum(1, keepdim=True)).abs()
     kept = (softmax_part.abs() >= grad_filter.eps * size) | is_label

@@ -171,7 +171,7 @@ class Rows:
             hidden: [..., D] of this rank's tokens.
             weight: [V_r, D] as ``operands`` returns it.
             target: [...] labels of this rank's tokens.
-            shard: Its ``vocab_size`` is that of the logits.
+            shard: Its ``vocab_size`` is the logits' last dimension.
             reduction: Over this rank's tokens. A mean of none is 0.
             num_tokens: What a mean divides by; None: this rank's labels.
             ignore_index, return_aux: As in ``linear_cross_entropy``.
@@ -237,7 +237,7 @@ class Rows:
 
 
 def _distributed(rows: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
-    """Say of rows [V_r, ...] that they are those of a tensor [V, ...] that is split over the last dimension of a mesh."""
+    """Wrap rows [V_r, ...] as a DTensor [V, ...] that is split over the last dimension of a mesh."""
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 

@@ -24,7 +24,7 @@ class Place:
 
     Args:
         module: The module that defines the function, "verl.utils.kernel.linear_cross_entropy" say.
-        name: The function's name; that of a method has its class before it, "SFTTrainer.__init__".
+        name: The function's name; a method's has its class before it, "SFTTrainer.__init__".
     """
 
     module: str

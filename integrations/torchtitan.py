@@ -6,7 +6,7 @@ torchtitan's trainers give the head to a ``ChunkedLossWrapper`` and have the mod
 the head once, through the head's own call, so that FSDP2's hooks gather the weight. ``pred`` [B, S, D] is replicated over
 tensor-parallel ranks, and its gradient is left as this rank's part: the norm before the head sums it. Rows of the head are
 split over them as ``VocabShard.even`` splits. Labels [B, S] are this rank's of data and context parallelism, and
-``global_valid_tokens`` counts those of all.
+``global_valid_tokens`` counts the tokens of all ranks.
 
 With ``shard_over`` nobody gathers the weight of an untied head (``cce_dist/integrations/fsdp.py``). torchtitan shards a model
 after it has made the loss and before the loss gets the head, so the loss stands in for torchtitan's ``fully_shard`` meanwhile.

@@ -44,7 +44,7 @@ last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wante
 ====  ===========  ====================================================================================
 
 ``linear_log_probs`` has up to four more kinds of rows behind these (``extras.py`` merges them), in this order: SUM_SQUARE, the
-sum of exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows of logits, those of each token's
+sum of exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows with the logits of each token's
 ids, 0 where the id is no valid row of this shard; and 2 k rows of bits, the keys of the k largest logits. TARGET is of no use
 beside several ids.
 
@@ -221,7 +221,7 @@ class Spec(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """K, the number of statistics of a token, those of ``linear_log_probs`` counted."""
+        """K, the number of statistics per token, including the rows that ``linear_log_probs`` adds."""
         return self.first_top + 2 * self.want.top_k
 
 
@@ -272,7 +272,7 @@ class Operands(NamedTuple):
         return any(x.requires_grad for x in (self.hidden, self.weight, *self.head.tensors.values()))
 
     def of_tokens(self, rows: slice, hidden: torch.Tensor) -> Operands:
-        """Return those of some of the tokens, whose hidden states are given."""
+        """Return the operands of some of the tokens, whose hidden states are given."""
         cells = self.cells
         return self._replace(
             hidden=hidden, head=self.head.of_tokens(rows), ids=self.ids[rows],

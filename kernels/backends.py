@@ -15,7 +15,7 @@ from cce_dist.kernels import Gradients, Grads, Operands, Softmax, Spec, dense
 
 
 class Backend(Protocol):
-    """One shard's arithmetic. Letters and records are those of ``cce_dist.kernels``."""
+    """One shard's arithmetic. ``cce_dist.kernels`` defines the letters and records."""
 
     # Each token's numbers, before, between and after the passes over the vocabulary.
 

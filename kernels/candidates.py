@@ -40,7 +40,7 @@ class Candidates(NamedTuple):
 
     threshold_R: torch.Tensor  # in: fp32; a place is listed unless all of its logits are below
     # out: the listed places of a row. First their logits, fp32, ``TOGETHER`` of a place side by side; then for each place
-    # the column of its first logit, int32. Those of the others are 1, 8 and 9 more.
+    # the column of its first logit, int32. The other logits' columns are 1, 8 and 9 more.
     list_RM: torch.Tensor
     count_R: torch.Tensor  # in, out: int32, how many places there are, also of those that found no room
 

@@ -44,7 +44,7 @@ from torch import Tensor
 
 # Factors below it are 0: such samples would leave more than three quarters of the error.
 LEAST_SIGNAL = 0.25
-# Least square of what is corrected of d_hidden, over that of d_hidden: less than bf16's rounding pays for no product.
+# d_hidden is corrected if the correction's square exceeds this share of d_hidden's: bf16 rounds away anything smaller.
 LEAST_CORRECTED = 4e-6
 # Least square of what a column's own row adds to its gradient, over that of the rank-1 matrix: less does not pay for reading
 # the weight.

@@ -169,7 +169,7 @@ def _write_piece(
 
 @kernel("scale_ptr", "of_column_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
 def _add_parts_kernel(
-    index_ptr,  # This and the next pointers are those of _grad_hidden_kernel.
+    index_ptr,  # this and the next pointers are described at _grad_hidden_kernel
     num_kept_ptr,
     scale_ptr,
     gain_ptr,
@@ -177,7 +177,7 @@ def _add_parts_kernel(
     of_column_ptr,
     d_hidden_ptr,
     low_ptr,
-    parts_ptr,  # in: [parts, BLOCK_N, BLOCK_D] fp32, those of one tile after one another
+    parts_ptr,  # in: [parts, BLOCK_N, BLOCK_D] fp32, the parts of a tile one after another
     hidden_size,
     first,
     num_whole,

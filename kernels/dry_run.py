@@ -187,7 +187,7 @@ def _backward(backend: Backend, spec: Spec, kept: _Kept, grads: Grads) -> Any:
 
 
 def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None) -> None:
-    """Compile the kernels of a call side by side, those of its backward too, unless a call of its kind has come before.
+    """Compile the kernels of a call side by side, its backward included, unless a call of its kind has come before.
 
     Args:
         backend: The one that the call has.

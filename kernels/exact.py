@@ -303,7 +303,7 @@ def gradients(
             total, d_weight, d_bias, gain, grads.hidden_ready, grads.often_empty, grads.weight_low, weight_first
         )
 
-        # Rows of kept exponentials are those of all tokens, in order: no group is finished before another.
+        # Kept exponentials have rows of all tokens in order, so no group of tokens is finished before another.
         ready_rows = None if num_kept else grads.ready_rows
         for group, (*compact_order, num_final) in enumerate(finished_groups(x.ids, kept.order, at_once, ready_rows)):
             num_rows = compact_order[0].shape[0]

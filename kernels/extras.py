@@ -67,7 +67,7 @@ def listed(want: Want, num_tokens: int) -> dict[str, tuple[tuple[int, ...], torc
 
 
 def merge_listed(stats_TKN: Tensor, softmax: Softmax, ids_N: Tensor, spec: Spec) -> dict[str, Tensor]:
-    """Merge what the shards' statistics have beside those of the loss."""
+    """Merge the shards' statistics that the loss itself does not need."""
     max_N, log_sum_N, want = softmax.max, softmax.log_sum, spec.want
     found = {}
     if want.largest:
@@ -112,7 +112,7 @@ def masked(values: Tensor, ids: Tensor) -> Tensor:
 def distinct(ids_NI: Tensor, target_NI: Tensor, grad_NI: Tensor) -> Cells:
     """Sort each token's ids and give all of the gradient of equal ids to one of them; the others become IGNORED.
 
-    The sums are those of a segmented scan (Hillis and Steele, 1986): as many steps as I has bits.
+    The sums are made by a segmented scan (Hillis and Steele, 1986): as many steps as I has bits.
     """
     ids, order = ids_NI.sort(dim=1, stable=True)
     target, grad = target_NI.gather(1, order), grad_NI.gather(1, order)
@@ -128,7 +128,7 @@ def distinct(ids_NI: Tensor, target_NI: Tensor, grad_NI: Tensor) -> Cells:
 
 
 def cell_gradients(d_nll_NI: Tensor | None, target_NI: Tensor, ids_NI: Tensor) -> tuple[Cells, Tensor]:
-    """Return the cells of backward, and what the gradients of all ids of a token add to that of its log-sum-exp, [N]."""
+    """Return the cells of backward, and what all ids of a token add to the gradient of its log-sum-exp, [N]."""
     grad_NI = torch.zeros_like(target_NI) if d_nll_NI is None else d_nll_NI.masked_fill(ids_NI < 0, 0.0)
     return distinct(ids_NI, target_NI, -grad_NI), grad_NI.sum(1)
 

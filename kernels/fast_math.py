@@ -32,7 +32,7 @@ def fast_exp2(x, FAST: tl.constexpr):
 
 @triton.jit
 def fast_log2(x, FAST: tl.constexpr):
-    """The logarithm to base 2; with FAST within 2^-22, and that of numbers below 2^-126 is that of 0."""
+    """Return the logarithm to base 2. With FAST it is within 2^-22, and numbers below 2^-126 count as 0."""
     if FAST:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

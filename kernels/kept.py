@@ -99,7 +99,7 @@ def _level_kernel(
 def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:
     """Return scale_R, and write each label's cell of the exponentials so that scale * cell is the label's gradient.
 
-    Where the entropy is differentiated all cells become such, and ``cells.py`` writes those of labels, as of several ids.
+    Where the entropy is differentiated all cells become such, and ``cells.py`` writes the labels' cells, as for several ids.
     """
     num_rows = rows.index.shape[0]
     factor_2R = None if softmax.entropy is None else coef_4N.new_empty(2, num_rows)
@@ -225,7 +225,7 @@ def _with_entropy_kernel(
     b = tl.load(row_factor_ptr + num_rows.to(tl.int64) + row)
     cells = exp_ptr + row.to(tl.int64) * exp_cols + offs_v
     e = tl.load(cells, mask=offs_v < exp_cols, other=0).to(tl.float32)
-    # 0 times a logarithm is 0. A subnormal number, whose logarithm a GPU takes for that of 0, is next to nothing; so is what a
+    # 0 times a logarithm is 0. A subnormal number, whose logarithm a GPU computes as log 0, is next to nothing; so is what a
     # label's gradient left in a cell that will be written anew.
     log_e = fast_log2(tl.maximum(e, SMALLEST), FAST)
     grad = tl.where(e < SMALLEST, 0.0, e * (a + b * log_e))

@@ -35,7 +35,7 @@ class KeptLists(NamedTuple):
         begin_N1: [N + 1] int32: where each token's list begins; the last is L.
         token_M: [M] int32.
         column_M: [M] int32: the column of the shard; -1 where it has none, or where the id stands before.
-        order_M: [M] int64: the entries by column, then by token; those of no column last.
+        order_M: [M] int64: the entries by column, then by token; entries without a column come last.
         first_V1: [columns + 1] int32: where each column's entries begin in that order.
     """
 

@@ -50,7 +50,7 @@ NUM_PLANES = 7  # of the partials, but for the last two
 # Planes of the partials: running maximum, what the sums are relative to, sum of exp, then the optional sums; the last two, sum
 # of squares and bits of the best column, are there where they are wanted.
 MAX, SHIFT, SUM, MOMENT, BELOW, COUNT, SLOPED, SQUARE, BEST = (tl.constexpr(i) for i in range(9))
-# Kept exponentials reach exp(40), and their squares exp(80): sums of 2^-64 of those stay in fp32, and so does that of 1.
+# Kept exponentials reach exp(40), and their squares exp(80). Scaled by 2^-64 their sums stay within fp32, as do sums of ones.
 SMALLER = tl.constexpr(2.0**-32)
 NOTHING_MORE = Want()
 
@@ -83,7 +83,7 @@ class Keep(NamedTuple):
 
     reference_R: torch.Tensor  # in: the value that a row's exponentials are first relative to, fp32; more may follow
     exp_RV: torch.Tensor  # out: the exponentials
-    tile_reference_BR: torch.Tensor  # out: the value that those of each tile are relative to, fp32
+    tile_reference_BR: torch.Tensor  # out: the value that each tile's exponentials are relative to, fp32
 
 
 class Marks(NamedTuple):
@@ -332,7 +332,7 @@ def _exp(x, FAST: tl.constexpr):
 def _mark(
     words_ptr, e, limit, tile, offs_n, in_n, num_words, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, FAST: tl.constexpr
 ):
-    """Store one bit per logit of a tile, 0 where its exponential is below that of ``limit``."""
+    """Store one bit per logit of a tile, 0 where its exponential is below exp(``limit``)."""
     # Compare exponentials, not logits: z may then leave its registers. NaN counts as kept; if the limit underflows, the whole
     # row is kept.
     dropped = e < _exp(limit, FAST)[:, None]

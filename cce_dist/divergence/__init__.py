@@ -57,7 +57,7 @@ def linear_kl_divergence(
 ) -> Tensor:
     """Divergence of a student's head from a teacher's over the whole vocabulary, from hidden states, without any logits.
 
-    Each head's logits are those of ``linear_cross_entropy``: ``softcap * tanh(u / softcap)`` with
+    Each head's logits are computed as in ``linear_cross_entropy``: ``softcap * tanh(u / softcap)`` with
     ``u = logit_scale * (input @ linear_weight.T + linear_bias)``. With t the teacher's softmax, p the student's, and
     ``m = beta * t + (1 - beta) * p``, the divergence of a token is, in nats,
 

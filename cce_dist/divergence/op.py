@@ -27,7 +27,7 @@ PUBLIC_NAME = "linear_kl_divergence"
 
 
 class DivergenceCall(NamedTuple):
-    """As ``Call``; sequence parallelism is that of both heads' hidden states."""
+    """The options of a divergence, as in ``Call``. Sequence parallelism applies to the hidden states of both heads."""
 
     spec: Divergence
     vocab_size: int

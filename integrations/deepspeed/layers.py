@@ -24,7 +24,7 @@ class CCEHead(nn.Linear):
     Args:
         hidden_size, vocab_size: D, V. Shards have equal sizes, but the last ones are smaller where the ranks do not divide V.
         tp_rank, tp_size: This is shard tp_rank of tp_size.
-        bias, device, dtype: Those of ``nn.Linear``.
+        bias, device, dtype: As for ``nn.Linear``.
     """
 
     def __init__(

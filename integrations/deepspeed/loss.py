@@ -19,7 +19,7 @@ class Options(ModelOptions):
     """The section ``"cce_dist"`` of ds_config, checked. Its key ``enabled`` is required.
 
     Args:
-        grad_filter, label_smoothing, z_loss_weight, reduce_dtype, head, backend, workspace_bytes: Those of ``ModelOptions``.
+        grad_filter, label_smoothing, z_loss_weight, reduce_dtype, head, backend, workspace_bytes: As in ``ModelOptions``.
         sequence_mean: A "mean" is over the tokens of the sequence-parallel group (Ulysses, ALST), and the loss is the same
             on its ranks. False: over this rank's tokens, DeepSpeed's convention, for code that weighs the ranks' losses.
         report: ``engine.get_additional_losses()`` says what the loss was made of: "nll", "z_loss" and "entropy", means over

@@ -22,7 +22,7 @@ class Options(shared.ScoreOptions):
     """How a converted model computes its loss.
 
     Args:
-        grad_filter, backend, workspace_bytes: Those of every adapter.
+        grad_filter, backend, workspace_bytes: As in every adapter.
         batch_invariant: Of log-probabilities, as in ``linear_log_probs``; the loss does not look at it.
         vocab_size: True size of the vocabulary. Rows behind it, with which Megatron pads, then count as -inf and get no
             gradient. None is Megatron's own loss: padding rows take part in the softmax as any other.

@@ -43,7 +43,7 @@ def log_probs_processor(*, temperature: float = 1.0, options: Options | None = N
     Args:
         temperature: Divides the logits. A call of the model may name another, a number or a [b, s] tensor:
             ``output_processor_context={"temperature": ...}``.
-        options: Backend, memory and true size of the vocabulary; None: those of a converted model, or the defaults.
+        options: Backend, memory and true size of the vocabulary; None: the converted model's options, or the defaults.
         **wanted: ``entropy``, ``sum_p_squared``, ``argmax``, ``top_k`` of ``linear_log_probs``.
 
     Returns:
@@ -137,7 +137,7 @@ def _check(function: str, wanted: dict[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Processor:
-    """The processor: its arguments are those of ``log_probs_processor``."""
+    """The processor; ``log_probs_processor`` describes its arguments."""
 
     temperature: float
     options: Options | None

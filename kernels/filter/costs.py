@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cce_dist.kernels import memory
 from cce_dist.kernels.memory import COLUMNS_PER_ENTRY, LEAST_DEFAULT, SAMPLE, Sizes
 
-# What exact gradients take, for ``filter_pays``: one H200, bf16, N 8,192; 2026-11. Products are those of the logits' size.
+# What exact gradients take, for ``filter_pays``: one H200, bf16, N 8,192; 2026-11. Products have the size of the logits'.
 EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
 RECOMPUTED = 1.1  # products more where none is kept
 USUAL_LIST = 40  # columns of a token that a filter lists: 34 where a model trains, 25 to 59 where the softmax is flat

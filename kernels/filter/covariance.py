@@ -63,7 +63,7 @@ def covariance_of(
 
 @kernel("mean_ptr", "covariance_ptr", "shared_ptr", "hidden_size")
 def _take_mean_off_kernel(
-    mean_ptr,  # in: [2, D] fp32: the mean hidden state of all tokens, and that of the sample less it
+    mean_ptr,  # in: [2, D] fp32: the mean hidden state of all tokens, and the sample's mean less it
     covariance_ptr,  # in: [D, D]
     factors_ptr,  # in: [5] fp32; LINEAR is read
     shared_ptr,  # in, out: [D] fp32
@@ -86,7 +86,7 @@ def _take_mean_off_kernel(
         row = tl.load(where, mask=in_r[:, None] & in_d[None, :], other=0).to(tl.float32)
         of_mean += tl.load(mean_ptr + offs_r, mask=in_r, other=0)[:, None] * row
         of_shift += tl.load(mean_ptr + hidden_size + offs_r, mask=in_r, other=0)[:, None] * row
-    # REWEIGHTING moved the shares from the sample's mean to that of all tokens. LINEAR is the estimate of the right factor.
+    # REWEIGHTING moved the shares from the sample's mean to the mean of all tokens. LINEAR is the estimate of the right factor.
     more = tl.maximum(linear - reweighting, 0.0)
     taken_off = linear * tl.sum(of_mean, 0) + more * tl.sum(of_shift, 0)
     shared = tl.load(shared_ptr + offs_d, mask=in_d, other=0)

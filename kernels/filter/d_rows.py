@@ -316,7 +316,7 @@ def compensated_weight(
         d_weight_VD: in, out: may have more rows than there are columns; those are left alone.
         tokens: The sampled tokens.
         factors: GAIN is the factor on what they add; where it is 0, nothing is written.
-        tile: Of a long product. Half of it is taken: this one is short, so most of its time is that of stores, which another
+        tile: Of a long product. Half of it is taken: this one is short, so stores take most of its time, which another
             program of the same multiprocessor then hides.
         slot_V, frequent_FD, shares_2V, shared_2D, how, add: As in ``listed_weight``.
     """

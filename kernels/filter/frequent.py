@@ -27,7 +27,7 @@ class Frequent(NamedTuple):
         slot_V: Each column's place among them, from 1 on, or 0; int32, as many as the words have bits. Behind them stand W
             words: the frequent columns as bits, like a row of the marks of ``lse.py``.
         num_words: W.
-        x: Frequent columns as a shard of their own. Its labels are those of the call, not slots.
+        x: Frequent columns as a shard of their own. Its labels are the call's labels, not slots.
     """
 
     ids_F: torch.Tensor

@@ -51,7 +51,7 @@ class Lists(NamedTuple):
     Attributes:
         bound_3N: [3, N] fp32: the bound of the log-sum-exp; the sum of exp outside the frequent columns, times the softcap's
             slopes, relative to the shard's maximum; that maximum.
-        columns_M: [M] int32: the columns of all tokens. Those of a token stand together, ascending.
+        columns_M: [M] int32: the columns of all tokens. A token's columns stand together, ascending.
         begin_N: [N] int32: where a token's columns begin. Tokens may stand in any order, which may differ from run to run.
         count_N: [N] int32: how many there are, also where they overflowed.
         ids_F: [F] int64: the frequent columns.
@@ -92,7 +92,7 @@ def _bits_set(word):
 
 @triton.jit
 def _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W: tl.constexpr):
-    """Read some words of a row's marks, with the label's bit and without those of frequent columns."""
+    """Read some words of a row's marks, with the label's bit and without the frequent columns' bits."""
     offs_w = first + tl.arange(0, BLOCK_W)
     in_w = offs_w < num_words
     word = tl.load(words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
@@ -507,7 +507,7 @@ def _listed_gradients_kernel(
     block = tl.program_id(0)
     num_blocks = tl.load(num_blocks_ptr)
     if block >= num_blocks:
-        if WANT_ENTRIES:  # The entries behind those of the last token are unused.
+        if WANT_ENTRIES: # Entries behind the last token's are unused.
             end = tl.load(ends_ptr + num_tokens - 1)
             step = (tl.num_programs(0) - num_blocks) * ENTRIES
             for first in range(end + (block - num_blocks) * ENTRIES, capacity, step):

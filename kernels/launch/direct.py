@@ -69,7 +69,7 @@ def knobs() -> Any:
 
 
 class Direct:
-    """The launches of one kernel of ``triton.jit``: those of a kind that has come before pass Triton by."""
+    """Launches one kernel of ``triton.jit``. Arguments of a known kind go to the compiled kernel without Triton's Python."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.known = kernel, dict[tuple, _Known]()
