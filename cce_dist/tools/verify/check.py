@@ -88,8 +88,7 @@ def run_case(
     drawn = drawn._replace(before=truth.noise.get("dC", drawn.before))
     baseline = function.reference(drawn, case.dtype, device)
     if function.outputs_in not in (None, case.dtype):
-        wider = function.reference(drawn, function.outputs_in, device)
-        baseline |= {name: value for name, value in wider.items() if name not in GRADIENTS}
+        baseline |= function.reference(drawn._replace(upstream={}), function.outputs_in, device)  # without gradients
 
     run = partial(function.call, drawn, shard, backend, device)
     first, errors = run(), []
@@ -143,7 +142,7 @@ def found(
         gradient = upstream[name].to(root).view(root.shape)
         above.append(gradient if case is None else view_of(gradient, case.layout(name)))
     twice = case is not None and case.twice and not elsewhere
-    for suffix in ("", AGAIN)[: (1 + twice) * bool(inputs)]:
+    for suffix in ("", AGAIN)[: (1 + twice) * bool(inputs and roots)]:
         again = twice and not suffix
         grads = torch.autograd.grad(roots, list(inputs.values()), above, retain_graph=again, allow_unused=True)
         for (name, leaf), grad in zip(inputs.items(), grads, strict=True):
