@@ -21,8 +21,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     """Call ``deepspeed.initialize``; where ds_config enables it, compute the model's loss from hidden states.
 
     Arguments and result are the same as for ``deepspeed.initialize``. Without ``"cce_dist": {"enabled": true}`` nothing else
-    happens. With it the model's loss code finds ``DeferredLogits`` where it found logits, and the loss is fp32. One rank says so
-    in a line, as in ``convert``. The section's z-loss and label smoothing apply to training losses, never to evaluation losses.
+    happens. With it the model's loss code finds ``DeferredLogits`` where it found logits, and the loss is fp32. One rank says
+    so in a line, as in ``convert``. The section's z-loss and label smoothing apply to training losses alone.
 
     Sharding: The weight stays as DeepSpeed or the model keeps it; hidden states are replicated over the model axis.
     Communication: That of ``linear_cross_entropy`` over the model axis; ``sequence_mean`` adds two all-reduces of a number.

@@ -32,9 +32,9 @@ from cce_dist.kernels.divergence.pair_logits import fill_logits, new_pair_logits
 from cce_dist.kernels.dry_run import Live
 from cce_dist.kernels.tiles import choose_tiles, table_tiles
 from cce_dist.kernels.tokens import compact, gathered
-from cce_dist.tools.verify.cases import Gaussian, even, uneven
-from cce_dist.tools.verify.check import assert_no_worse
-from cce_dist.tools.verify.divergence import DIVERGENCE_CASES, DivergenceCase, run_case
+from cce_dist.tools.verify.cases import DIVERGENCE_CASES, DivergenceCase, Gaussian, even, uneven
+from cce_dist.tools.verify.check import assert_no_worse, run_case
+from cce_dist.tools.verify.divergence import DIVERGENCE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 any_call: Any = linear_kl_divergence  # options by name, and some that a type checker would refuse
@@ -537,7 +537,7 @@ def test_bad_input_is_one_line(change: dict, error: type, says: str) -> None:
 @pytest.mark.parametrize("case", DIVERGENCE_CASES, ids=lambda case: case.name)
 def test_one_process_of_the_matrix(case: DivergenceCase) -> None:
     """What ``cce-dist verify`` runs; ``test_verify.py`` runs it on ranks."""
-    for result in run_case(case, None, "cpu"):
+    for result in run_case(DIVERGENCE, case, None, "cpu"):
         assert result.ok, f"{result} <- {case.catches}?"
 
 
@@ -562,7 +562,7 @@ def _kernels_on_two_ranks() -> None:
         for case in DIVERGENCE_CASES:
             if case.name in OF_KERNELS:
                 smaller = replace(case, shards=uneven, problem=Gaussian(12, 24, 75))
-                errors = run_case(smaller, dist.group.WORLD, "cpu", "triton")
+                errors = run_case(DIVERGENCE, smaller, dist.group.WORLD, "cpu", "triton")
                 assert all(error.ok for error in errors), f"{case.name} <- {case.catches}? {errors}"
 
 

@@ -95,7 +95,8 @@ class Gaussian:
         y = torch.randint(self.vocab_size, (self.num_tokens,), generator=generator)
         b = torch.randn(self.vocab_size, generator=generator, dtype=torch.float64) if self.bias else None
         if self.grid:
-            hidden, weight, b = (x if x is None else (x * 8).round() / 8 for x in (hidden, weight, b))
+            hidden, weight = ((x * 8).round() / 8 for x in (hidden, weight))
+            b = None if b is None else (b * 8).round() / 8
         if self.shift or self.spike:  # through two directions of their own
             hidden[:, 0], weight[:, 0] = 1.0, self.shift
             hidden[:, 1], weight[:, 1] = 0.0, 0.0
@@ -327,7 +328,8 @@ def trap(name: str, catches: str, options: Options = None, problem: Recipe | Non
     """A line of the table: bf16 unless it says otherwise, and all auxiliary outputs, which calls in groups cannot have."""
     in_groups = others.setdefault("low", "in_groups" in others)
     options = ({} if in_groups else {"return_aux": True}) | (options or {})
-    return LossCase(name, catches, options, problem or small(), **{"dtype": BF16} | others)
+    others.setdefault("dtype", BF16)
+    return LossCase(name, catches, options, problem or small(), **others)
 
 
 def filter_trap(name: str, catches: str, options: Options = None, problem: Recipe | None = None, **others: Any) -> LossCase:

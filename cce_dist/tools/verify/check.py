@@ -110,7 +110,8 @@ def shard_of(drawn: Drawn, group: dist.ProcessGroup | None) -> tuple[Bounds, Voc
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     vocab_size = len(drawn.problem.weight)
     bounds = drawn.case.shards(vocab_size, ranks)
-    return bounds, VocabShard(*bounds[rank], vocab_size, group)
+    start, stop = bounds[rank]
+    return bounds, VocabShard(start, stop, vocab_size, group)
 
 
 def further_runs(device: str) -> int:

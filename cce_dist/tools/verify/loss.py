@@ -115,7 +115,7 @@ def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str
     out = _as_record(out, labels.shape)
     leaves["dscale"] = scale
     values = found(out, upstream, leaves, case, elsewhere="" if buffer is None else "dC")
-    if buffer is not None:
+    if buffer is not None and held_before is not None:
         values["dC"] = buffer.double() - held_before
     return values
 
@@ -123,7 +123,8 @@ def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str
 def _as_record(out: Any, shape: torch.Size) -> LinearCrossEntropyOutput:
     """Return the call's result as a record of tensors, after checking the shapes."""
     if isinstance(out, Tensor):
-        return LinearCrossEntropyOutput(out, *[None] * (len(LinearCrossEntropyOutput._fields) - 1))
+        nothing: list[Any] = [None] * (len(LinearCrossEntropyOutput._fields) - 1)
+        return LinearCrossEntropyOutput(out, *nothing)
     if any(getattr(out, name).shape != shape for name in PER_TOKEN):
         raise AssertionError(f"an auxiliary output has another shape than {tuple(shape)}: {out}")
     return out if out.filter_stats is None else out._replace(filter_stats=torch.stack(tuple(out.filter_stats)))
@@ -166,7 +167,8 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
         size = EPS[FP32] * right[right.isfinite()].abs().sum().item() + floor
         errors += [Error(f"the reference's own {name}", wrong.max().item(), UNSAFE * size)] if len(wrong) else []
     if name in truth.defined:
-        errors.append(compare(f"{name} as defined", ours, *map(part, truth.defined[name]), dtype))
+        dense, exact = map(part, truth.defined[name])
+        errors.append(compare(f"{name} as defined", ours, dense, exact, dtype))
     if name in truth.plain and "grad_filter" in case.options:
         return errors + _filter_errors(case, name, (ours, rough, right, plain), floor)
     return [*errors, compare(name, ours, rough, right, dtype).plus(floor)]
