@@ -155,8 +155,8 @@ def _gather_frequent_kernel(
     row = tl.load(weight_ptr + column[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
     tl.store(weight_out_ptr + offs_f.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], row, mask=mask)
     if bias_ptr is not None:
-        if tl.program_id(1) == 0:
-            tl.store(bias_out_ptr + offs_f, tl.load(bias_ptr + column, mask=in_f, other=0), mask=in_f)
+        once = tl.where(tl.program_id(1) == 0, in_f, False)
+        tl.store(bias_out_ptr + offs_f, tl.load(bias_ptr + column, mask=once, other=0), mask=once)
 
     # All programs together write the slots: bisection finds how many frequent columns stand before a column.
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
