@@ -962,7 +962,7 @@ def test_the_launcher_converts_what_a_script_builds(tmp_path: Path) -> None:
     rest = ["--cce-filter", "compensated", "../Megatron-LM/pretrain_gpt.py", *behind]
     paths = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run([*line, *rest], cwd=elsewhere, env=paths, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
