@@ -1,8 +1,8 @@
 """How a call goes: on which backend, in one pass or two, in which groups of tokens, within which memory budget.
 
-This is the only file that decides. ``decide`` is a function of integers and strings, so its test is a table. Sizes are those of
-an even shard of the vocabulary, so that all ranks of a group decide alike however uneven their shards are. Rates are an H200's
-and waves are counted for 132 programs on every device, for the same reason.
+This is the only file that decides. ``decide`` is a function of integers and strings, so its test is a table. It gets the sizes
+of an even shard of the vocabulary, so that all ranks of a group decide alike however uneven their shards are. For the same
+reason rates are an H200's, and waves are counted for 132 programs, on every device.
 
 A public function decides once and hands the ``Way`` down in its ``Call``. An operator inside a graph of ``torch.compile``
 decides when it runs: sizes may be symbols while the graph is traced. ``cce_dist.explain`` says a way in words.
@@ -93,7 +93,7 @@ def choose_backend(backend: str, forced: str, device_type: str, dtype: torch.dty
 
 
 def decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
-    """Return the way of a loss or of log-probabilities. ``sizes`` are those of an even shard; answers are remembered."""
+    """Return the way of a loss or of log-probabilities, for the sizes of an even shard. Answers are remembered."""
     # A symbol of torch.compile has no hash.
     return _decide_once(sizes, spec, where) if all(isinstance(n, int) for n in sizes) else _decide(sizes, spec, where)
 
@@ -207,7 +207,7 @@ def _groups_of(sizes: Sizes, spec: Spec, where: Where, workspace_bytes: int) -> 
 
 
 def _ready_rows(sizes: Sizes, room: int, workspace_bytes: int) -> int:
-    """Return ``Way.ready_rows``. Exponentials that are kept within ``room`` are those of all tokens, final together."""
+    """Return ``Way.ready_rows``. Where ``room`` holds exponentials, all tokens' d_hidden becomes final together."""
     if room > 0 and memory.columns_kept(sizes, room) > 0:
         return 0
     return memory.most_rows(sizes, workspace_bytes)

@@ -71,10 +71,10 @@ def decided_now(call: Call, x: Operands, num_ranks: int, where: Where) -> Call:
 
 
 class Terms(NamedTuple):
-    """What a token's nll becomes its loss by.
+    """How a token's loss is built from its negative log-likelihood.
 
-    A token's loss is ``weight_N * ((1 - label_smoothing) * nll + label_smoothing * uniform_nll + z_loss_weight * lse^2)``. One
-    number is their sum over the divisor.
+    A token's loss is ``weight_N * ((1 - label_smoothing) * nll + label_smoothing * uniform_nll + z_loss_weight * lse^2)``. A
+    reduced loss is the sum of the tokens' losses, divided by the divisor.
     """
 
     divisor: float | Tensor | None  # None: the loss is one for each token

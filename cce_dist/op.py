@@ -97,7 +97,7 @@ def _run_forward(
         if spec.several:
             cells = Cells(ids.view(-1, spec.num_ids))
             ids = any_id(cells.ids_NI)
-        x = operands_of(hidden, weight, head, ids, spec)._replace(cells=cells, order=order)
+        x = _with_ids(x, ids)._replace(cells=cells, order=order)
         if arriving is None:
             stats_KN, saved = backend.statistics(x, spec, merge_bound)
         else:
@@ -124,11 +124,15 @@ def _start_gather(hidden: Tensor, group: Any) -> merge.SequenceGather | None:
 
 def operands_of(hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec) -> Operands:
     """Return the operands of a shard; ``head`` are the tensors of ``Head`` that the task names."""
-    x = Operands.of(hidden, weight, ids, spec.logits, **spec.logits.named(head))
-    if x.head.factors is None:
-        return x
-    # An ignored token's factors may be anything.
-    return x._replace(head=x.head._replace(factors=torch.where(ids[:, None] >= 0, x.head.factors, 1.0)))
+    return _with_ids(Operands.of(hidden, weight, ids, spec.logits, **spec.logits.named(head)), ids)
+
+
+def _with_ids(x: Operands, ids: Tensor) -> Operands:
+    """Put ids in place of labels. An ignored token's factors may be anything, so they become 1."""
+    if x.head.factors is not None:
+        factors = torch.where(ids[:, None] >= 0, x.head.factors, 1.0)
+        x = x._replace(head=x.head._replace(factors=factors))
+    return x._replace(ids=ids)
 
 
 def _statistics_on_arrival(

@@ -134,9 +134,10 @@ def anew_peak(sizes: Sizes, spec: Spec, device: Planned | None) -> int:
     """Return the peak of d_weight alone, made anew because upstream gradients are not those that forward expected."""
     spec = spec._replace(want=spec.want._replace(grad=False))
     x, module = _bare_operands(sizes, spec), named("exact")
-    d_weight, numbers_2N = torch.empty_like(x.weight), torch.empty(2, sizes.num_tokens, device="meta")
+    d_weight = torch.empty_like(x.weight)
+    softmax = Softmax(*(torch.empty(sizes.num_tokens, device="meta") for _ in range(2)))
     with planned(device), launching(_launch_nothing), torch.no_grad(), Live() as live:
-        kept = _Kept(x, module.saved_of_slices(x, spec) or [], numbers_2N, list(numbers_2N[:1]), None)
+        kept = _Kept(x, module.saved_of_slices(x, spec) or [], softmax, [softmax.max], None)
         _backward(module, spec, kept, Grads(False, True, False, d_weight, often_empty=True))
     return live.peak
 

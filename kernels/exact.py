@@ -149,9 +149,9 @@ def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Te
     buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
     find = partial(new_candidates, sampled(x, plan), plan, tiles) if plan else None
     left_N = torch.empty_like(x.ids) if find else x.ids
+    first_target, copy_N = spec.first_target if spec.several else 2, kept.target_N if keeping.num_parts else None
     for number, group in enumerate(token_groups(kept.order, at_once)):
-        copy_N = kept.target_N if keeping.num_parts else None
-        rows = gathered_with_targets(x, group, buffer_RD, stats_KN, spec.first_target if spec.several else 2, copy_N)
+        rows = gathered_with_targets(x, group, buffer_RD, stats_KN, first_target, copy_N)
         lists = find(rows) if find else None
         partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
         if keeping.num_parts:

@@ -19,7 +19,7 @@ _LOW_BITS = (1 << 32) - 1
 
 
 def any_id(ids_NI: Tensor) -> Tensor:
-    """Return one id of each token that is in the vocabulary; of a token without one OUTSIDE if it has such an id. -> [N]."""
+    """Return one id per token: a valid one if there is any, else OUTSIDE, else IGNORED. -> [N]."""
     largest = ids_NI.amax(1)
     return torch.where(largest >= 0, largest, ids_NI.amin(1))
 

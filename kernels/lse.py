@@ -443,8 +443,8 @@ def gathered_with_targets(
 ) -> Rows:
     """Gather the hidden states of a group as ``tokens.gathered`` does, and write the logit of each token's label.
 
-    The logits go to one row of stats_KN, or to I rows from that one on where a token has several ids; those of single labels go
-    to ``copy_N`` too. A logit is 0 where the label is no valid row of this shard.
+    The logits go to one row of stats_KN, or to I rows from it on where a token has several ids. A single label's logits go to
+    ``copy_N`` as well. A logit is 0 where the label is no valid row of this shard.
     """
     rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     num_rows, hidden_size = rows.hidden.shape

@@ -101,7 +101,7 @@ class Chunks(NamedTuple):
 def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
     """Return the least budget that keeps the exponentials of all columns.
 
-    Beside them stand hidden states and references of all tokens. Where d_hidden is ``alone``, those of a group do: backward has
+    Beside them stand hidden states and references of all tokens. Where d_hidden is ``alone``, only a group's do: backward has
     its hidden states in d_hidden's own storage, beside the parts of d_hidden's last wave.
     """
     num_tiles = cdiv(sizes.num_columns, tile_cols)

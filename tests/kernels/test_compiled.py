@@ -65,6 +65,6 @@ def test_rocm_never_takes_hoppers_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(tiles, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     chosen = tiles._chosen.__wrapped__
-    hopper = chosen(torch.bfloat16, torch.device("cuda"), None, "ieee")
+    hopper = chosen(torch.bfloat16, torch.device("cuda"), "ieee")
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert chosen(torch.bfloat16, torch.device("cuda"), None, "ieee") == tiles._FALLBACK != hopper
+    assert chosen(torch.bfloat16, torch.device("cuda"), "ieee") == tiles._FALLBACK != hopper

@@ -111,7 +111,7 @@ def around(method: Method, model: Any) -> nn.Module:
 
 SUFFIXES = {"": "", "layers": "+layers", "all": "+compile"}
 
-# Options of ``cce_dist.convert``; the names are those of the tables of heads.
+# Options of ``cce_dist.convert``; the tables of heads use the same names.
 OURS: dict[str, dict[str, Any]] = {
     "cce-dist-default": {},
     "cce-dist-cached": {"workspace_bytes": 1 << 40},

@@ -17,8 +17,8 @@ from cce_dist.tools.bench.collectives import Collective
 class Errors:
     """Relative errors in the Frobenius norm.
 
-    In a table of whole steps ``d_hidden`` is the error of the gradients of all layers below the head, ``d_weight`` that of the
-    head's weight, and ``d_hidden_mean`` is NaN.
+    In a table of whole steps ``d_hidden`` is the error of the gradients of all layers below the head, ``d_weight`` the error of
+    the head's gradient, and ``d_hidden_mean`` is NaN.
     """
 
     loss: float

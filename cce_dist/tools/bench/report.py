@@ -237,7 +237,7 @@ def write_figure(path: Path, environment: dict[str, Any], cases: Sequence[Case])
 
 
 def _time_panel(axis: Any, case: Case) -> None:
-    """Draw times over those of plain products, or over the times of the base of whole steps."""
+    """Draw times over the times of plain products, or over the times of the base of whole steps."""
     steps = any(row.total.seconds for row in case.present)
     floor, count = (case.floor.three, case.counts[1]) if steps else (case.floor.one, case.counts[0])
     unit = f"{count} plain matrix products"

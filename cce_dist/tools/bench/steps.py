@@ -1,6 +1,6 @@
 """Tables of whole training steps of transformers' models: ``bench --models``.
 
-A model's weights are drawn and trained in place on text, so that the softmax is that of text. From then on the learning rate
+A model's weights are drawn and trained in place on text, so that the softmax is one of text. From then on the learning rate
 is 0 and the weights do not change: every method computes the same step. A step is the one of Trainer: forward with labels,
 backward, clipping, fused AdamW. The reference for losses and gradients is the stock model, which takes the batch a sequence at
 a time.

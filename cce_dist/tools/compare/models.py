@@ -120,7 +120,7 @@ class ModelLearner:
         ids, found = self.batches[0], []
 
         def cut(trunk: nn.Module, args: tuple, output: Any) -> Any:
-            """Cut the graph behind the trunk: the leaf there gets dE, and the weight's gradient is that of the head alone."""
+            """Cut the graph behind the trunk: the leaf there gets dE, and the weight gets the head's gradient alone."""
             found.append(output.last_hidden_state.detach().requires_grad_())
             output.last_hidden_state = found[0]
             return output

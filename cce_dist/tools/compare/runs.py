@@ -19,7 +19,7 @@ from cce_dist.tools.report import describe
 
 @dataclass
 class Measurement:
-    """The state of a run after ``step`` optimizer steps; the last five fields are those of ``Agreement``."""
+    """The state of a run after ``step`` optimizer steps; the last five fields are described at ``Agreement``."""
 
     step: int
     val_loss: float  # by the exact head, nats per token, the same batches every time

@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 def read(text: str, given: dict[str, int]) -> dict[str, Any]:
     """Return the sizes of a script's model and the options of its plan, by name.
 
-    ``given`` has sizes, and tp, that stand above those of the script. The vocabulary's padding depends on tp.
+    ``given`` has sizes, and tp, that take precedence over the script's. The vocabulary's padding depends on tp.
 
     Raises:
         ValueError: A size is missing or not a number, or an option has an effect that the plan does not know.

@@ -120,7 +120,7 @@ class Model:
 class Counted(Model):
     """A model that transformers has built: its parameters are counted, not computed.
 
-    ``hidden_size`` and ``vocab_size`` are those of the head's weight. Numbers of a layer are means over all layers.
+    ``hidden_size`` and ``vocab_size`` are the shape of the head's weight. Numbers of a layer are means over all layers.
     ``num_heads`` is 0 for a model without attention, and ``ffn_size`` is always 0.
     """
 
@@ -175,7 +175,7 @@ class Config(NamedTuple):
 def read_config(path: Path, **given: int) -> Config:
     """Read a model's sizes from a Hugging Face config.json (or its folder), or from a shell script that starts Megatron.
 
-    Sizes of ``Model`` that are ``given``, and ``tp``, stand above those of a script.
+    Sizes of ``Model`` that are ``given``, and ``tp``, take precedence over a script's.
 
     Raises:
         ValueError: The file cannot be read, transformers cannot build its model, or a size is not in it.

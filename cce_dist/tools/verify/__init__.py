@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--backend", choices=("auto", "triton", "torch"), default="auto", help="backend of the loss")
     parser.add_argument(
-        "--function", choices=FUNCTIONS, help="whose cases (default: those of the loss, each trap at its smallest size)"
+        "--function", choices=FUNCTIONS, help="whose cases (default: the loss's, each trap at its smallest size)"
     )
     parser.add_argument("--all", action="store_true", help="run the cases of all functions")
     parser.add_argument(

@@ -194,7 +194,7 @@ def leaves_of(case: Case, problem: Problem, dtype: torch.dtype, device: str) -> 
 def local_leaves(
     case: Case, problem: Problem, device: str, shard: VocabShard, rows: VocabShard | None = None
 ) -> dict[str, Any]:
-    """Return this rank's part of the tensors of ``leaves_of``, as views; rows of the weight are those of ``rows`` if given."""
+    """Return this rank's part of the tensors of ``leaves_of``, as views; ``rows`` selects the weight's rows if given."""
     hidden, rows = problem.hidden, rows or shard
     hidden = hidden if case.shape is None else hidden.view(*case.shape, hidden.shape[1])
     if case.options.get("sequence_parallel") and shard.group is not None:
@@ -257,7 +257,7 @@ def _largest(values: Tensor) -> float:
 def assert_no_worse(
     ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype | None = None, quantity: str = "value"
 ) -> None:
-    """Raise AssertionError unless ``compare`` holds; eps is that of ``dtype`` (default: ours')."""
+    """Raise AssertionError unless ``compare`` holds; ``dtype`` chooses eps (default: ours)."""
     result = compare(quantity, ours, baseline, truth, dtype or ours.dtype)
     assert result.ok, f"{result.quantity}: error {result.error:.3g} > bound {result.bound:.3g}"
 
@@ -266,7 +266,7 @@ def same_bits(
     first: dict[str, Tensor], run: Callable[[], dict[str, Tensor]], runs: int, shared: Iterable[str],
     group: dist.ProcessGroup | None,
 ) -> list[Error]:  # fmt: skip
-    """Count values whose bits differ in a second backward or in further runs, and those of ``shared`` that differ on a rank."""
+    """Count tensors whose bits differ in a second backward, in further runs or, if named in ``shared``, between ranks."""
 
     def error(what: str, pairs: list[tuple[Tensor, Tensor]]) -> Error:
         return Error(f"bits {what}", float(sum(not torch.equal(bits(a), bits(b)) for a, b in pairs)), 0.0)

@@ -15,7 +15,7 @@ from cce_dist.tools.verify import check
 from cce_dist.tools.verify.cases import FP32, OF_BOTH, DivergenceCase, Drawn, Gaussian, Problem, Truth
 from cce_dist.tools.verify.check import GRADIENTS, Error, Function, Part, bound_of, compare, found
 
-TEACHER_SIZE = 40  # the teacher's D; the student's is that of its problem
+TEACHER_SIZE = 40  # the teacher's D; the student's comes from its problem
 
 
 class Value(NamedTuple):

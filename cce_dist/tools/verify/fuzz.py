@@ -1,7 +1,7 @@
 """``cce-dist verify --fuzz 10000``: random calls of every function, on any backend and any number of ranks.
 
 A case is a pure function of the seed, its number, and the setting: each failure is printed with the command that repeats it.
-Cases of the loss are compared with ``oracle``, those of the other functions with ``reference.py``.
+Cases of the loss are compared with ``oracle``, cases of other functions with ``reference.py``.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _slope_noise(drawn: Drawn) -> float:
 
 
 def _wrong_ids(name: str, ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor]) -> Error:
-    """How far the log-probabilities of our ids are below those of the largest logits, place by place."""
+    """Compare our ids' log-probabilities with the largest ones, place by place: how far they are below."""
     ours, log_p = ours.cpu(), truth["log_p"].cpu()
     ours = ours.unsqueeze(-1) if name == "argmax" else ours
     live = truth["top_ids"].cpu()[:, :1] >= 0

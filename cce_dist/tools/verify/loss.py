@@ -200,7 +200,7 @@ def _floor(case: LossCase, name: str, right: Tensor, truth: Truth) -> float:
 
 
 def _filter_errors(case: LossCase, name: str, values: tuple[Tensor, ...], floor: float) -> list[Error]:
-    """Compare the norm of what a filter changed with that of the plain filter, and for dE the norm of its sum over tokens.
+    """Compare the norm of what a filter changed with the plain filter's, and for dE the norm of its sum over tokens.
 
     Args:
         values: Ours, the baseline, the truth, and the gradient under the plain filter.

@@ -123,7 +123,7 @@ def _run(
     for number, (function, case) in enumerate(lines):
         worst = None
         if where is not None and ahead is not None:
-            # The first case waits for its own kernels alone. The numbers are those of every rank: calls may have collectives.
+            # The first case waits for its own kernels alone. Every rank counts alike: calls may have collectives.
             while len(begun) < min(len(lines), 1 + 3 * number):
                 begun.append(ahead.begin(_call(*lines[len(begun)], where)))
             _await(begun[number], case, progress)
