@@ -77,9 +77,9 @@ def linear_log_probs(
     """Log-probabilities of given ids, from hidden states, without ever holding the logits: for RL and distillation.
 
     The logits are ``softcap * tanh(u / softcap) / temperature`` (``u / temperature`` without a softcap) with
-    ``u = logit_scale * (input @ linear_weight.T + linear_bias)``. Kernels, shards, budgets and checks are those of
-    ``linear_cross_entropy``; all sums are in fp32, as with an "fp32 head". A policy takes the gradient of one id a token,
-    distillation that of some hundred.
+    ``u = logit_scale * (input @ linear_weight.T + linear_bias)``. Kernels, shards, budgets and checks are
+    ``linear_cross_entropy``'s; all sums are in fp32, as with an "fp32 head". A policy loss needs one id per token, distillation
+    a few hundred.
 
     There is no gradient filter. The filter promises an error relative to weights of one sign, and upstream gradients of a
     policy have both signs and very different sizes.

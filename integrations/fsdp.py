@@ -9,8 +9,8 @@ the same rows: each rank what it has, for the ids of all ranks.
     fully_shard(..., ignored_params=) FSDP2 leaves it alone
     a loss                            labels and hidden states of all ranks, per-token losses, of which a rank reduces its own
 
-A rank's loss is that of its own tokens, whatever is made of it, and the gradients of the ranks' losses are averaged as FSDP2
-does it. Collectives are in ``cce_dist/merge.py``.
+A rank's loss covers its own tokens, whatever is computed from it, and the gradients of the ranks' losses are averaged as FSDP2
+averages them. Collectives are in ``cce_dist/merge.py``.
 
 Letters: T ranks of the shard group, N tokens of this rank, M of the rank that has most, D hidden size, V_r rows of this rank.
 """

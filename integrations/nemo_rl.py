@@ -12,7 +12,7 @@ NeMo-RL does not give that function the lengths of packed sequences, so its own 
 A second patch hands the lengths on. Ours then returns a row for each sequence, gathered over context-parallel ranks. NeMo-RL's
 log-probabilities take such rows; a third patch has its losses take them.
 
-Letters: B sequences, S tokens of a sequence, T those of all packed sequences, D hidden size, V_r the rows of the vocabulary on
+Letters: B sequences, S tokens of a sequence, T tokens of all packed sequences, D hidden size, V_r the rows of the vocabulary on
 this rank.
 """
 
@@ -106,7 +106,7 @@ def _loss(_: ScoreOptions) -> Callable:
     return __call__
 
 
-SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # of a loss; the second is that of NeMo-RL 0.7
+SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # of a loss; the second is NeMo-RL 0.7's name
 KNOWN = "NeMo-RL 0.7 and main of 2026-08"
 PATCH = Patch("nemo_rl.distributed.model_utils", "from_parallel_hidden_states_to_logprobs", KNOWN, _scores)
 _FORWARD = "_gpt_forward_with_linear_ce_fusion"

@@ -92,7 +92,7 @@ def ordinals_at(z_ptr, offs, size):
 
 @triton.jit
 def num_at_least(z_ptr, held, size, least, BLOCK: tl.constexpr):
-    """Return how many logits have at least each of these ordinals, [PIVOTS] int32; those of the first BLOCK are held."""
+    """Count the logits whose ordinal is at least each of ``least``, [PIVOTS] int32. ``held`` has the first BLOCK ordinals."""
     counts = tl.sum((held[:, None] >= least[None, :]).to(tl.int32), 0)
     for first in range(BLOCK, size, BLOCK):
         ordinals = ordinals_at(z_ptr, first + tl.arange(0, BLOCK), size)

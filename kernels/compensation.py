@@ -46,8 +46,8 @@ from torch import Tensor
 LEAST_SIGNAL = 0.25
 # d_hidden is corrected if the correction's square exceeds this share of d_hidden's: bf16 rounds away anything smaller.
 LEAST_CORRECTED = 4e-6
-# Least square of what a column's own row adds to its gradient, over that of the rank-1 matrix: less does not pay for reading
-# the weight.
+# The shrinkage term is left out where its square is a smaller share of the rank-1 matrix's square than this: it does not pay
+# for reading the weight.
 LEAST_SHRINKAGE = 2.0**-10
 LINEAR_FACTORS = 32  # factors of the linear correction that are tried, from 0 to 1
 PARTS = 1 << 40  # shares are sampled from as whole numbers, whose sums have the same bits in any order

@@ -93,7 +93,7 @@ def linear_kl_divergence(
             vocabulary, a part of the teacher's: the teacher's softmax is then over these ids alone. None: the same ids.
             teacher_shard is of the teacher's own vocabulary then, None if all of it is on each rank. A teacher that is split
             must have the rows of this rank's ids on this rank: sort the ids, and cut shard where teacher_shard is cut. Each
-            call copies these rows, [V_r, D_t]: a loop may copy those of a fixed teacher once, and leave this out.
+            call copies these rows, [V_r, D_t]: a loop may copy a fixed teacher's rows once, and leave this out.
         sequence_parallel: input and teacher_input are this rank's slices of dim 0 (slices in group-rank order), mask is whole.
         workspace_bytes: As in ``linear_cross_entropy``, for both heads' hidden states, logits and exponentials.
         input_grad, reduce_dtype, backend, grad_weight_out: As in ``linear_cross_entropy``.

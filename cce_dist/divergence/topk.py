@@ -141,7 +141,7 @@ def _check(input: Tensor, ids: Tensor, log_probs: Tensor, mask: Tensor | None) -
 
 
 def _impossible_tokens(ids: Tensor, log_t: Tensor, in_set: Tensor) -> Tensor:
-    """Tokens whose ids and log-probabilities are those of no softmax, [...] bool.
+    """Return which tokens have ids and log-probabilities that no softmax can have, [...] bool.
 
     Raises:
         ValueError: There is such a token, and reading it does not wait for a GPU (or CCE_DIST_DEBUG=1).

@@ -25,7 +25,7 @@ class Options(ModelOptions):
         report: ``engine.get_additional_losses()`` says what the loss was made of: "nll", "z_loss" and "entropy", means over
             the tokens that are not ignored, and with a filter what it did, as ``FilterStats``, over the whole vocabulary. A
             pipeline prints and returns them as DeepSpeed has it: on every stage, means over microbatches and data-parallel
-            ranks. Another model returns those of this rank's last loss. The entropy takes time.
+            ranks. For other models they describe this rank's last loss. The entropy takes time.
     """
 
     sequence_mean: bool = False

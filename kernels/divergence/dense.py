@@ -17,7 +17,7 @@ def saved_like(x: Heads, spec: Divergence) -> list[Tensor]:
 
 
 def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[Block, Block]]]]:
-    """The blocks of both heads' logits, of the same tokens and columns: for each range of columns those of all tokens."""
+    """Yield each range of columns with its blocks of both heads' logits, one pair of blocks for each group of tokens."""
     of_student, of_teacher = (
         blocks_of(operands, Spec(spec.student, 1, workspace_bytes=spec.workspace_bytes)) for operands in x
     )

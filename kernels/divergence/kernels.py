@@ -1,10 +1,9 @@
 """Divergence of two heads on Triton: the logits of both at the same tokens and columns, then what follows from them.
 
-Products that do nothing else (``pair_logits.py``) write the logits of both heads: those of the first columns into what is kept
-for backward, the others a chunk after another. Passes over them add up each token's five numbers in forward, and turn the
-student's logits into their gradient, in place, in backward. The products of ``d_hidden.py`` and ``d_weight.py`` take it from
-there, as in ``exact.py``. ``heads.py`` has the formulas. Another backward has the student's overwritten logits made anew, with
-the same bits.
+Plain products (``pair_logits.py``) write the logits of both heads: the first columns into memory that is kept for backward, the
+others chunk by chunk. In forward, passes over the logits add up five numbers for each token. In backward, a pass turns the
+student's logits into their gradient, in place, and the products of ``d_hidden.py`` and ``d_weight.py`` follow, as in
+``exact.py``. ``heads.py`` has the formulas. A second backward computes the overwritten logits again, with the same bits.
 
 Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The moment that two running maxima share is this
 project's.
@@ -125,7 +124,10 @@ def _fill(
 def _sweep(
     x: Heads, pair: Pair | None, task: tl.constexpr, sums_KN: torch.Tensor, spec: Divergence, kept: PairLogits
 ) -> None:
-    """Write each token's K sums; the first sweep, without a ``pair``, computes what is kept, that of the mixture reads it."""
+    """Write each token's K sums.
+
+    The first sweep, without a ``pair``, computes the kept logits; the mixture's sweep reads them.
+    """
     with on_device(x.student.hidden):
         work, num_valid = _work(x, spec, kept), x.student.num_valid
         last_kept = min(kept.columns, num_valid)
@@ -169,7 +171,7 @@ def _moment(e, difference):
 
 @triton.jit
 def _above_mixture(log_p, log_t, beta, FAST: tl.constexpr, FAST_LOG: tl.constexpr):
-    """p, t, log p - log m and log t - log m; see ``heads.above_mixture``, whose error is that of any log-probability.
+    """Return p, t, log p - log m and log t - log m. ``heads.above_mixture`` has the formulas and their error.
 
     m is relative to the larger of the two: exponentials do not overflow, and equal heads give exactly 0.
     """
@@ -247,7 +249,7 @@ def _pair_sums_kernel(
     before = goes_on > 0
     sum_s = tl.load(sums + stride, mask=before, other=0)
     if TASK == MIXTURE:
-        # The sums are those of KL(t || m) and KL(p || m).
+        # The sums give KL(t || m) and KL(p || m).
         sum_t = tl.load(sums, mask=before, other=0)
         shift_s = tl.load(max_s_ptr + token)
         shift_t = tl.load(max_t_ptr + token)

@@ -19,7 +19,7 @@ from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.tiles import Tiles
 
-# Row blocks that walk the weight together: 12.0 ms where 16, those of other kernels, took 12.4 (a head of Llama-3-8B, N 8,192,
+# Row blocks that walk the weight together: 12.0 ms, where the 16 of other kernels took 12.4 (a head of Llama-3-8B, N 8,192,
 # one H200, 2026-11; cuBLAS 12.2).
 GROUP = 8
 

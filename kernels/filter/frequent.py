@@ -187,7 +187,7 @@ def outside_frequent(
     sloped_N: torch.Tensor | None,
     bound_3N: torch.Tensor,
 ) -> None:
-    """Fill bound_3N: the bound; the sum of exp less that of the frequent columns, relative to the maximum; and that maximum.
+    """Fill bound_3N: the bound; the sum of exp outside the frequent columns, relative to the maximum; and the maximum.
 
     Args:
         bound_N: The bound.

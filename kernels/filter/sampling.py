@@ -8,8 +8,8 @@
     g_ik = scale * P p_ik slope_ik / (K share_k)   where token i drops column k
     a_sj: token s's part of share_j, times what all tokens drop, with the sign of P;    a_s its sum over j
 
-``compensation.py`` derives both. The K columns are sampled by their shares, so none is frequent. The factor of d_hidden is
-estimated on the sampled tokens, that of d_weight on the sampled columns. Where the latter is 0, d_weight gets the shrinkage
+``compensation.py`` derives both. The K columns are sampled by their shares, so none is frequent. d_hidden's factor is
+estimated on the sampled tokens, d_weight's on the sampled columns. Where d_weight's factor is 0, d_weight gets the shrinkage
 target, whose factor is fitted on both samples.
 """
 

@@ -2,18 +2,18 @@
 
     sum over sampled tokens i of weight_i p_ij slope_ij / m_i   where z_ij < threshold_i, j not frequent and not the label
 
-Tokens differ in how much they drop, the m_i, more than in where, so the shares of a few hundred stand for those of all, while
-each token's own mass (``d_rows.py``) is exact. Two ideas of survey sampling make the most of them:
+Tokens differ more in how much they drop, m_i, than in which columns they drop. So a few hundred tokens are enough to estimate
+the shares, while each token's own mass (``d_rows.py``) is exact. Two ideas of survey sampling make the most of the sample:
 
 * The sample is systematic, with probability proportional to size (Madow, 1949): tokens lie end to end, each |P_i| m_i long,
   and one is taken at equal steps.
-* It is calibrated (Deville and Sarndal, 1992): its tokens are weighted so that their mean hidden state has the component along
-  the mean of all that the mean of all has. That direction carries how frequent ids are. With 512 tokens it takes the error of
-  the mean of dE from 0.006 to 0.0033 (gemma-2-2b's shape, 2026-11; bf16 alone moves it by 0.004 to 0.009).
+* It is calibrated (Deville and Sarndal, 1992): its tokens are weighted so that the weighted mean of their hidden states agrees
+  with all tokens' mean in the direction of that mean, which carries how frequent ids are. With 512 tokens this lowers the error
+  of the mean of dE from 0.006 to 0.0033 (gemma-2-2b's shape, 2026-11; bf16 alone moves it by 0.004 to 0.009).
 
-In all other directions the sample's mean hidden state stays off by some d. A softmax whose hidden state is moved by -d has its
-probabilities multiplied by exp(-column . d), up to a constant, so the shares are too. ``REWEIGHTING`` shrinks that, since what
-is kept cuts the upper end of what would move. With 0.7 the error in the mean of dE falls from 0.022, 0.014, 0.010 and 0.011 to
+In all other directions the sample's mean hidden state is still off by a vector d. Moving a hidden state by -d multiplies its
+probabilities by exp(-column . d), up to a constant, so the shares are multiplied likewise. ``REWEIGHTING`` shrinks this factor,
+because kept elements cut off the upper end of it. With 0.7 the error in the mean of dE falls from 0.022, 0.014, 0.010 and 0.011 to
 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder (V 16,384, D 512, N 4,096, 512 sampled, fp32; 2026-11); with
 256 tokens it is 0.020, 0.008, 0.006 and 0.005.
 
@@ -61,8 +61,8 @@ class Sample(NamedTuple):
         label_S: int64.
         size: [1] int32: later places are not used.
         centered: What the weighted sample is to d_weight; None where the sample is all tokens, as is the next.
-        means_2D: [2, D] fp32: the mean hidden state of all tokens by what they drop; that of the sample, weighted, less the
-            former, rounded to the hidden states' dtype.
+        means_2D: [2, D] fp32: the mean hidden state of all tokens, weighted by what they drop; the sample's weighted mean less
+            this mean, rounded to the hidden states' dtype.
     """
 
     token_S: torch.Tensor
@@ -283,7 +283,7 @@ def _calibrate_kernel(
     ALL_D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # The weights are 1 + t (x - mean x). Their t is such that the weighted mean of x is that of all tokens, |mean hidden|^2.
+    # The weights are 1 + t (x - mean x). t makes the weighted mean of x equal to all tokens' mean, |mean hidden|^2.
     square = tl.zeros((ALL_D,), tl.float32)
     for first in range(0, hidden_size, ALL_D):
         all_d = first + tl.arange(0, ALL_D)
