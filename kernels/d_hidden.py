@@ -44,8 +44,8 @@ def add_d_hidden(
 ) -> None:
     """Add gain * scale_R * (dlogits_RV @ weight_VD) at the tokens of the group; ``first`` sets it instead.
 
-    ``outer``: one number for each token and one for each column, [N] and [D] fp32, whose products are added to that.
-    ``often_empty``: often no token is kept, so as many programs as run at a time do the work of all.
+    ``outer``: [N] and [D] fp32, whose outer product is added. ``often_empty``: calls often have no kept token, so only as many
+    programs are launched as run at a time.
     """
     num_rows, num_cols = dlogits_RV.shape[0], weight_VD.shape[0]
     hidden_size = weight_VD.shape[1]
@@ -55,13 +55,13 @@ def add_d_hidden(
     num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), num_programs(weight_VD.device))
     num_parts = (num_tiles - num_whole) * splits
     parts_PRC = torch.empty(num_parts, tile.rows, tile.cols, dtype=torch.float32, device=weight_VD.device)
-    opens = int(first)
+    write = int(first)
     if total.low_RD is None and total.high_ND.itemsize == 2:
-        # The number of tokens decides whether one chunk is all: the kernels that several run serve it, too.
+        # One chunk needs no remainder. It uses the kernel of several chunks, so that no number of tokens compiles another one.
         assert first
-        opens, total = 2, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=weight_VD.device))
+        write, total = 2, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=weight_VD.device))
     target = (rows.index, rows.num_kept, scale_R, gain, *(outer or (None, None)), total.high_ND, total.low_RD, parts_PRC)
-    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), opens, num_whole, splits)
+    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), write, num_whole, splits)
     options = {
         "HAS_SCALE": scale_R is not None,
         "HAS_GAIN": gain is not None,
@@ -77,7 +77,7 @@ def add_d_hidden(
     )
     if num_parts:
         _add_parts_kernel[(num_tiles - num_whole, 4)](
-            *target, hidden_size, opens, num_whole, splits, **options, **blocks
+            *target, hidden_size, write, num_whole, splits, **options, **blocks
         )
 
 

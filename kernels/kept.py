@@ -4,10 +4,10 @@ With e = exp(z - reference) * slope kept for a row, the row's gradient is ``scal
 the label's cell. So the exponentials themselves are the operand: d_hidden takes the scale in its epilogue, d_weight on its
 hidden rows, and the label's cell is written from the label's own logit each time, so a second backward gets the same bits.
 
-Where the entropy is differentiated too, the row's gradient is ``scale * e * (a + b log e)``, since log p is log e and a
-number. The exponentials are then overwritten with ``e * (a + b log e)``, and ``Kept.spent`` says so: another backward has them
-made anew, with the same bits. The rounding of e to 16 bits is one of 2^-9 nats in log p at most. Beside ``h p (log p + H)`` it
-adds 2^-9 of ``h p``, as the rounding of p does to the gradient of a log-probability that is weighted with h.
+Where the entropy is differentiated too, the row's gradient is ``scale * e * (a + b log e)``, since log p is log e plus
+a number. Backward then overwrites the exponentials with ``e * (a + b log e)`` and sets ``Kept.overwritten``. A second backward
+computes them again, with the same bits. Rounding e to 16 bits changes log p by at most 2^-9 nats. That adds 2^-9 of ``h p`` to
+``h p (log p + H)``, as much as rounding p adds to the gradient of a log-probability weighted by h.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Kept(NamedTuple):
     exp_NV: torch.Tensor  # [N, columns]; no columns where nothing is kept
     reference_N: torch.Tensor  # fp32: the value that a row's exponentials are relative to. [0]: none are kept.
     target_N: torch.Tensor  # fp32: the logit of each token's label, in the order of the tokens. Likewise.
-    spent: torch.Tensor  # [1] int32: whether a backward turned exponentials into gradients. [0]: no entropy is asked for.
+    overwritten: torch.Tensor  # [1] int32: 1 once backward has overwritten the exponentials with gradients; [0] without entropy
 
     @property
     def order(self) -> list[torch.Tensor]:
         return [self.index_N, self.num_kept]
 
     def of_group(self, number: int, rows: int) -> Kept:
-        """Return the exponentials of a group of tokens, whose groups have ``rows`` each; the last one may have fewer."""
+        """Return the exponentials of group ``number``, where each group has ``rows`` tokens; the last one may have fewer."""
         if rows >= self.index_N.shape[0]:
             return self
         here = slice(number * rows, (number + 1) * rows)
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
 
 def level(keep: Keep, rows: Rows, reference_R: torch.Tensor, tile_cols: int) -> None:
-    """Bring rows of exponentials to their largest reference, and write that to reference_R; nearly all rows have only one."""
+    """Rescale each row's exponentials to its largest reference, and write this to reference_R. Most rows have one reference."""
     num_tiles, num_rows = keep.tile_reference_BR.shape
     _level_kernel[(cdiv(num_rows, 16),)](
         keep.exp_RV, keep.tile_reference_BR, rows.num_kept, reference_R, num_rows, num_tiles, keep.exp_RV.shape[1],

@@ -340,17 +340,17 @@ def gradients(
                 add_chunks, out, student, both[0], tiles=work.tiles, add=grads.weight_out is not None or group > 0
             )
             if last_kept:
-                # The student's logits are made anew if a backward before turned them into gradients; else of no row.
-                anew = both[0]._replace(num_kept=both[0].num_kept * kept.spent)
-                # Autograd, which counts what is written to saved tensors, sees no more of this than of the kernels' writing.
-                kept.spent.data.fill_(1)
-                fill = partial(_write_gradients, x, [(0, anew)], both[0], kept, pair, coef_N, spec, work.tiles)
+                # An earlier backward may have overwritten the student's logits: compute them again, for no row otherwise.
+                again = both[0]._replace(num_kept=both[0].num_kept * kept.overwritten)
+                # Through .data, as kernels write: autograd would refuse a saved tensor whose version has changed.
+                kept.overwritten.data.fill_(1)
+                fill = partial(_write_gradients, x, [(0, again)], both[0], kept, pair, coef_N, spec, work.tiles)
                 final = 0 if chunks else num_final
                 add([(0, last_kept)], kept.gradient(dtype), fill, num_final=final)
             if chunks:
                 made = [*enumerate(both)]
                 fill = partial(_write_gradients, x, made, both[0], work.room, pair, coef_N, spec, work.tiles)
-                add(chunks, work.room.gradient(dtype), fill, num_final=num_final, opens=not last_kept)
+                add(chunks, work.room.gradient(dtype), fill, num_final=num_final, sets_hidden=not last_kept)
     return returned
 
 

@@ -29,11 +29,11 @@ class PairLogits(NamedTuple):
 
     z_2RC: torch.Tensor  # [2, R, B tiles of columns], fp16 or fp32: relative to ``top_2BR``
     top_2BR: torch.Tensor  # [2, B, R] fp32: the largest logit of each row in each tile; -inf where no logit is finite
-    # [1] int32, where they are kept for backward: whether one turned the student's into gradients. Else [0].
-    spent: torch.Tensor
+    # [1] int32, 1 once a backward has overwritten the student's logits with gradients. [0] where logits are not kept.
+    overwritten: torch.Tensor
 
     def gradient(self, dtype: torch.dtype) -> torch.Tensor:
-        """Where backward writes the gradient of the student's logits: over them if its dtype is as wide. -> [R, columns]."""
+        """Return where backward writes the gradient of the student's logits: over them if the widths agree. -> [R, columns]."""
         z_RC = self.z_2RC[0]
         return z_RC.view(dtype) if z_RC.dtype.itemsize == dtype.itemsize else torch.empty_like(z_RC, dtype=dtype)
 
@@ -43,7 +43,7 @@ class PairLogits(NamedTuple):
 
 
 def new_pair_logits(num_rows: int, columns: int, tile_cols: int, like: torch.Tensor, kept: bool = False) -> PairLogits:
-    """Return room for so many columns, a multiple of ``tile_cols``; ``like`` has the hidden states' dtype and device."""
+    """Allocate the logits of ``columns``, a multiple of ``tile_cols``. ``like`` has the hidden states' dtype and device."""
     dtype = torch.float16 if like.dtype == torch.bfloat16 else torch.float32
     return PairLogits(
         like.new_empty(2, num_rows, columns, dtype=dtype),

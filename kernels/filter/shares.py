@@ -14,8 +14,8 @@ the shares, while each token's own mass (``d_rows.py``) is exact. Two ideas of s
 In all other directions the sample's mean hidden state is still off by a vector d. Moving a hidden state by -d multiplies its
 probabilities by exp(-column . d), up to a constant, so the shares are multiplied likewise. ``REWEIGHTING`` shrinks this factor,
 because kept elements cut off the upper end of it. With 0.7 the error in the mean of dE falls from 0.022, 0.014, 0.010 and
-0.011 to 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder (V 16,384, D 512, N 4,096, 512 sampled, fp32; 2026-11); with
-256 tokens it is 0.020, 0.008, 0.006 and 0.005.
+0.011 to 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder (V 16,384, D 512, N 4,096, 512 sampled, fp32;
+2026-11). With 256 tokens it is 0.020, 0.008, 0.006 and 0.005.
 
 Four other ways to the shares were tried likewise, and left out:
 
