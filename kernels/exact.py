@@ -68,7 +68,7 @@ __all__ = [
 
 
 def columns_kept(x: Operands, spec: Spec) -> int:
-    """Return how many of the shard's first columns keep their exponentials within the budget."""
+    """Return how many of the shard's first columns keep their exponentials: as many as fit in the budget."""
     if not spec.can_keep(str(x.hidden.dtype)):
         return 0
     return memory.columns_kept(sizes_of(x)._replace(alone=spec.alone), _beside_lists(x, spec))
@@ -96,7 +96,7 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 
 def new_kept(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy: bool = False) -> Kept:
-    """Return room for the exponentials of so many columns; without columns, what stands for none kept."""
+    """Allocate the saved tensors, with exponentials of the first ``columns`` columns. Without columns most are empty."""
     device, num_rows = x.hidden.device, x.num_tokens if columns else 0
     exp_NV = torch.empty(x.num_tokens, columns, dtype=x.hidden.dtype, device=device)
     reference_N, target_N = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
@@ -115,7 +115,7 @@ def statistics(
     kept, num_tokens = new_kept(x, order_of(x), columns_kept(x, spec), spec.want.entropy), x.num_tokens
     fp32 = {"dtype": torch.float32, "device": x.hidden.device}
     stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
-    if spec.want.top_k:  # of no column; the shard may have fewer
+    if spec.want.top_k:  # placeholders: the shard may have fewer columns than k
         _keys(stats_KN, spec).zero_()[: spec.want.top_k] = LEAST_KEY >> 32
     if num_tokens == 0 or x.num_valid == 0:
         stats_KN[: spec.first_top].zero_()[0] = float("-inf")
@@ -137,13 +137,13 @@ def _keys(stats_KN: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Tensor) -> torch.Tensor:
-    """Fill stats_KN. Returns ids [N], not negative for tokens whose largest logits are still to be found."""
+    """Fill stats_KN. Return ids [N], negative except for tokens whose largest logits are still to be found."""
     plan = top_plan(x, spec)
     at_once = _forward_rows(x, spec, tiles, kept)
     num_tiles = cdiv(x.num_valid, tiles.lse.cols)
     keeping, parts = _kept_span(x, kept, tiles, at_once), 0
     if keeping.last < num_tiles:
-        # The same number of parts for every call: as many as 400 to 8,192 tokens get on an H100.
+        # ``invariant`` calls use one number of parts for any number of tokens: that of 400 to 8,192 tokens on an H100.
         cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
         parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
     buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
@@ -172,13 +172,13 @@ def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: Kept) -> int:
         return min(x.num_tokens, memory.forward_rows(sizes, _beside_lists(x, spec), columns))
     rows = memory.forward_rows(sizes, spec.workspace_bytes, 0)
     if plan is not None:
-        # Cut into a quarter of the programs that run at once (waves.num_parts), four blocks of rows fill the device.
+        # ``waves.num_parts`` gives a block of rows a quarter of the programs that run at once, so four blocks fill the device.
         rows = min(rows, memory.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, 4 * tiles.lse.rows))
     return min(x.num_tokens, rows)
 
 
 def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
-    """Return the tiles whose exponentials are kept, cut for groups of ``at_once`` tokens; no parts if none are kept."""
+    """Return the tiles whose exponentials are kept, with the number of parts for groups of ``at_once`` tokens (0: no tiles)."""
     num_tiles = min(kept.exp_NV.shape[1] // tiles.lse.cols, cdiv(x.num_valid, tiles.lse.cols))
     parts = choose_splits(at_once, num_tiles, tiles.lse, x.hidden.device) if num_tiles else 0
     return Span(0, num_tiles, parts)
@@ -188,10 +188,10 @@ def _keep_exponentials(
     x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, kept: Kept, want: Want,
     lists: Candidates | None = None,
 ) -> None:
-    """Run the log-sum-exp over a span, keeping its exponentials and each row's reference: the first tile's maximum."""
+    """Run the log-sum-exp over a span and keep its exponentials, relative to the maximum of each row's first tile."""
     num_rows, tile = rows.index.shape[0], tiles.lse
     first_KPR = new_partials(1, num_rows, NOTHING_MORE, partials_KPR)
-    if tile.warps >= 8:  # one tile a row would leave half of a device without work
+    if tile.warps >= 8:  # one tile per block of rows would occupy half of a device, so halve the blocks
         tile = tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)
     lse_partials(x, rows, tiles._replace(lse=tile), Span(0, 1, 1), first_KPR)
     tile_reference_BR = torch.empty(span.last, num_rows, dtype=torch.float32, device=partials_KPR.device)
@@ -218,7 +218,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec:
 
 
 class Output(NamedTuple):
-    """The gradients that parts are added to."""
+    """The gradients of all tokens and columns, to which the products of chunks are added."""
 
     hidden: Sum | None  # d_hidden and its remainder, or None
     weight: torch.Tensor | None  # d_weight, or the buffer that it is added to, or None
@@ -233,12 +233,12 @@ class Output(NamedTuple):
 class Uniform(NamedTuple):
     """Label smoothing's part of the logits' gradient, where the rest comes from kept exponentials.
 
-    It is the same number in all columns of a token, so its products are sums of rows.
+    It is one number per token, equal in all columns, so its products with weight and hidden states are sums of rows.
     """
 
-    coef_N: torch.Tensor  # The number of each token, fp32
-    d_weight_D: torch.Tensor  # What each row of d_weight gets, fp32
-    columns_D: torch.Tensor  # The sum of the weight's rows, fp32: d_hidden for a coefficient of 1
+    coef_N: torch.Tensor  # The gradient of each token's logits, fp32
+    d_weight_D: torch.Tensor  # Added to every row of d_weight, fp32
+    columns_D: torch.Tensor  # The sum of the weight's rows, fp32; d_hidden gets coef_N times this row
 
     @classmethod
     def of(cls, x: Operands, coef_4N: torch.Tensor, num_columns: int) -> Uniform:
@@ -253,11 +253,11 @@ class _Part(NamedTuple):
 
     first: int
     stop: int
-    dlogits_RV: torch.Tensor  # Their gradients
+    dlogits_RV: torch.Tensor  # The gradient of these logits
     scale_R: torch.Tensor | None  # A factor on each row, or None
-    sets_hidden: bool  # d_hidden of these tokens is set, not added to
-    add: bool  # d_weight of these columns is added to, not set
-    num_final: int  # The first so many tokens have their final d_hidden after this part; 0: none
+    sets_hidden: bool  # Set d_hidden of these tokens instead of adding to it
+    add: bool  # Add to d_weight of these columns instead of setting it
+    num_final: int  # After this part d_hidden of the first ``num_final`` tokens is final; 0: of no token
     uniform: Uniform | None = None  # Label smoothing's part, added to the products
 
 
@@ -325,7 +325,7 @@ def gradients(
 
 
 def _kept_operand(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:
-    """Turn kept exponentials into the operand of the products, up to a factor on each row, which is returned."""
+    """Turn kept exponentials into the logits' gradient, up to a factor on each row. Return the factors."""
     scale_R = row_scales(kept, x, rows, softmax, coef_4N)
     if softmax.entropy is not None and x.cells is None:
         x = x._replace(cells=label_cells(kept, x, coef_4N))
@@ -393,7 +393,7 @@ def _add_hidden_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: T
 
 
 def new_gradients(x: Operands, grads: Grads, zeros: bool = True) -> Gradients:
-    """Allocate the wanted gradients: zeros, except rows of d_weight that will be written, and d_hidden without ``zeros``."""
+    """Allocate the wanted gradients. Zero d_bias, d_hidden if ``zeros``, and the rows of d_weight that no kernel writes."""
     d_hidden = None
     if grads.want_hidden:
         d_hidden = _new_like(x.hidden) if grads.hidden_out is None else grads.hidden_out
@@ -415,7 +415,7 @@ def _new_like(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def remainder(hidden_ND: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-    """Allocate the remainder: the bits of d_hidden below its 16. None in fp32."""
+    """Allocate the remainder of d_hidden: the bits of the sum that its 16 bits cannot hold. None in fp32."""
     if hidden_ND.itemsize != 2:
         return None
     return torch.empty(num_rows, hidden_ND.shape[1], dtype=torch.bfloat16, device=hidden_ND.device)
@@ -424,10 +424,10 @@ def remainder(hidden_ND: torch.Tensor, num_rows: int) -> torch.Tensor | None:
 def normalised(
     coef_4N: torch.Tensor, dtype: torch.dtype, cells: Cells | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """In fp16 divide the coefficients by their largest finite size, or gradients of a mean would underflow.
+    """Divide fp16 coefficients by their largest finite magnitude, so that gradients of a mean do not underflow.
 
     Returns:
-        The coefficients, and their divisor (None in other dtypes).
+        The coefficients, and the divisor (None in other dtypes).
     """
     if dtype != torch.float16:
         return coef_4N, None
@@ -440,10 +440,11 @@ def normalised(
 def finished_groups(
     ids_N: torch.Tensor, order: list[torch.Tensor], rows: int, ready_rows: int | None
 ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Cut ranges of ``ready_rows`` tokens (None: one range) into groups of ``rows``, as ``token_groups`` does.
+    """Cut the tokens into ranges of ``ready_rows`` (None: one range), and each range into groups of ``rows`` tokens.
 
     Returns:
-        For each group: its index, its number of kept tokens, and how many of the first tokens are final after it, or 0.
+        For each group: its index, its number of labelled tokens, and how many of the call's first tokens have their final
+        d_hidden after it: those up to the end of the range for the range's last group, else 0.
     """
     num_tokens = ids_N.shape[0]
     if ready_rows is None or ready_rows >= num_tokens:
