@@ -478,7 +478,7 @@ def test_operators_are_well_formed() -> None:
     mask = torch.ones(4, dtype=torch.bool, device=DEVICE)
     hidden, weight, bias = (x.requires_grad_() for x in p[:3] if x is not None)
     tensors = (hidden, weight, [bias], mask, *p[3:5], [p[5]], None)
-    torch.library.opcheck(torch.ops.cce_dist.divergence.default, (*tensors, *flat(call)))
+    torch.library.opcheck(torch.ops.cce_dist.divergence.default, (*tensors, *flat(call), None))
 
 
 @pytest.mark.parametrize(
