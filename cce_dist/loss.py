@@ -308,6 +308,10 @@ def _prepare(
         _check_weighted(weight, input, chosen, grad_weight_out)
     if isinstance(chosen.num_tokens, Tensor) and chosen.num_tokens.device not in (input.device, torch.device("cpu")):
         raise ValueError(f"input is on {input.device}, num_tokens on {chosen.num_tokens.device}")
+    if isinstance(chosen.num_tokens, Tensor) and chosen.num_tokens.is_cpu and x.ids.is_cpu:
+        # A compiled graph reads nothing, and reading waits for a GPU.
+        if not torch.compiler.is_compiling() and chosen.num_tokens == 0 and (x.ids != chosen.ignore_index).any():
+            raise ValueError("num_tokens is 0, and target has labels that are not ignored")
     scale = chosen.logit_scale if unread is None else unread
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         part = chosen.sequence_parallel or chosen.input_grad == "partial"

@@ -248,14 +248,13 @@ def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -
     own, stop = teacher.shard, shard.start + shard.num_valid
     group = shard.group if own.group is None else own.group
     ids = ids.long()
-    # The last place of each id in teacher_ids: another place has the id too, or the id is in no vocabulary.
     known = (ids >= 0) & (ids < own.vocab_size)
-    places = torch.arange(len(ids), device=ids.device)
-    last = places.new_zeros(own.vocab_size).scatter_reduce_(0, ids.clamp(0, own.vocab_size - 1), places, "amax")
+    # An id that stands twice is good in its last place alone.
+    slots, places = torch.where(known, ids, own.vocab_size), torch.arange(len(ids), device=ids.device)
+    last = places.new_zeros(own.vocab_size + 1).scatter_reduce_(0, slots, places, "amax")
     rows = ids - own.start
-    good = known & (last[ids.clamp(0, own.vocab_size - 1)] == places)
     mine = (places >= shard.start) & (places < stop)
-    good &= ~mine | ((rows >= 0) & (rows < own.num_valid))
+    good = known & (last[slots] == places) & (~mine | ((rows >= 0) & (rows < own.num_valid)))
     if not torch.compiler.is_compiling() and (debug or not ids.is_cuda):  # reading waits for a GPU
         error = None if good.all() else _wrong_id(ids, int((~good).nonzero()[0]), own)
         if own.group is not None and not debug:  # a row may be missing on this rank alone; debugging tells of any error
