@@ -114,7 +114,7 @@ def linear_cross_entropy(
     z_loss_weight * lse**2``, in nats. Arguments are named as in ``torch.nn.functional.linear_cross_entropy``. Numbers may be
     0-d tensors that need no gradient. A tensor on a GPU is read, which waits for the device (``num_tokens`` is not read). Under
     ``torch.compile(fullgraph=True)``, which reads none, only ``num_tokens``, ``z_loss_weight`` and, without a filter,
-    ``logit_scale`` may be tensors.
+    ``logit_scale`` may be tensors. Numbers that change from call to call are compiled twice at most.
 
     Args:
         input: [..., D] hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
@@ -308,10 +308,7 @@ def _prepare(
         _check_weighted(weight, input, chosen, grad_weight_out)
     if isinstance(chosen.num_tokens, Tensor) and chosen.num_tokens.device not in (input.device, torch.device("cpu")):
         raise ValueError(f"input is on {input.device}, num_tokens on {chosen.num_tokens.device}")
-    if isinstance(chosen.num_tokens, Tensor) and chosen.num_tokens.is_cpu and x.ids.is_cpu:
-        # A compiled graph reads nothing, and reading waits for a GPU.
-        if not torch.compiler.is_compiling() and chosen.num_tokens == 0 and (x.ids != chosen.ignore_index).any():
-            raise ValueError("num_tokens is 0, and target has labels that are not ignored")
+    _check_no_tokens(chosen, x)
     scale = chosen.logit_scale if unread is None else unread
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         part = chosen.sequence_parallel or chosen.input_grad == "partial"
@@ -328,6 +325,15 @@ def _prepare(
     upstream = decide.upstream_of(chosen.reduction, chosen.expected_weights, returns_more)
     where = op.where_of(call, x.hidden, shard.group_size, upstream, grad_weight_out is not None)
     return _Prepared(x, shard, chosen, call, where, scale, expected)
+
+
+def _check_no_tokens(options: Options, x: Operands) -> None:
+    """Raise ValueError if there are labels, and 0 tokens by a tensor; a graph reads neither, and reading waits for a GPU."""
+    divisor = options.num_tokens
+    if not isinstance(divisor, Tensor) or torch.compiler.is_compiling() or not (divisor.is_cpu and x.ids.is_cpu):
+        return
+    if divisor == 0 and (x.ids != options.ignore_index).any():
+        raise ValueError(f"num_tokens is 0, and {options.labels} has labels that are not ignored")
 
 
 def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options) -> Spec:

@@ -122,7 +122,8 @@ def linear_kl_divergence(
 
     Raises:
         ValueError, TypeError: Shapes, dtypes, devices, options or shards do not fit; before any kernel or collective. One of
-            teacher_ids is on another rank (CPU, or CCE_DIST_DEBUG=1; on a GPU the result is NaN instead).
+            teacher_ids is on another rank, or stands twice (CPU, or CCE_DIST_DEBUG=1; on a GPU the result is NaN instead). If
+            the teacher is split, ranks on CPUs exchange what is wrong, so that all raise.
         IndexError: One of teacher_ids is outside of the teacher's vocabulary (likewise).
         RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
 
