@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cce_dist.divergence import linear_kl_divergence
 from cce_dist.divergence.topk import topk_kl_divergence
 from cce_dist.filter import FilterStats, GradFilter
+from cce_dist.integrations.on_import import on_import
 from cce_dist.kept_ids import KeptIds
 from cce_dist.log_probs import LogProbs, linear_log_probs
 from cce_dist.loss import LinearCrossEntropyOutput, explain, linear_cross_entropy
@@ -50,3 +51,13 @@ def __getattr__(name: str) -> Any:
 
         return VocabParallelHead
     raise AttributeError(f"module 'cce_dist' has no attribute '{name}'")
+
+
+def _watch(deepspeed: Any) -> None:
+    from cce_dist.integrations.deepspeed.engine import watch
+
+    watch(deepspeed)
+
+
+# An engine of plain deepspeed.initialize ignores our section of ds_config, and says so.
+on_import("deepspeed", _watch)
