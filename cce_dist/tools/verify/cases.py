@@ -280,7 +280,7 @@ def trap(name: str, catches: str, options: Options = None, problem: Recipe | Non
 
 
 def filter_trap(name: str, catches: str, options: Options = None, problem: Recipe | None = None, **others: Any) -> LossCase:
-    """Return a case with a filter, which must remove half of dE's error, a quarter of dC's, and 98 % of the error of dE's sum."""
+    """Return a case with a filter, which must remove half of dE's error, a quarter of dC's, and nearly all of its sum's."""
     options = {"grad_filter": FILTERED} | (options or {})
     return trap(name, catches, options, problem or ZIPF, **{"left": (0.5, 0.75, 0.02)} | others)
 

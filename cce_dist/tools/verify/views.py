@@ -23,7 +23,7 @@ def view_of(values: Tensor, layout: str) -> Tensor:
     """Return a view that holds ``values``, without autograd history.
 
     "strided" takes every second element of the last dim, "transposed" has the first dim innermost, "sliced" is a window of a
-    larger buffer, "unaligned" begins one element behind an aligned address, "expanded" has stride 0 on dim 0 (see ``constant``).
+    larger buffer, "unaligned" begins one element behind an aligned address, "expanded" has stride 0 on dim 0: see ``constant``.
     A vector or a number that would be transposed is strided.
     """
     values, shape = values.detach(), tuple(values.shape)
