@@ -56,9 +56,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on i
 class Case(NamedTuple):
     """A shard, its filter, and the limits it runs under; ``ids`` is the size of the whole vocabulary."""
 
-    num_tokens: int = 22 if not GPU else 600
+    num_tokens: int = 18 if not GPU else 600
     hidden_size: int = 24 if not GPU else 96
-    num_rows: int = 150 if not GPU else 5000
+    num_rows: int = 90 if not GPU else 5000
     num_valid: int | None = None
     start: int = 0
     ids: int | None = None
