@@ -134,11 +134,14 @@ def over_two_ranks(sequence_parallel: bool) -> None:
     if not sequence_parallel:
         on_layout(Case(), on_one_layout)
         on_layout(Case(tp=2, mtp=1), with_two_predictions)
-        on_layout(Case(tp=2), curve_of_fifty_steps)
-        fast = Case(tp=2, sequence_parallel=True, ddp="distributed-optimizer")
-        on_layout(fast, curve_of_fifty_steps_of_training)
         on_layout(Case(cp=2, own_tokens=True), next_ids_in_slices)
         on_layout(Case(tp=2), what_is_not_served)
+
+
+def curves() -> None:
+    on_layout(Case(tp=2), curve_of_fifty_steps)
+    fast = Case(tp=2, sequence_parallel=True, ddp="distributed-optimizer")
+    on_layout(fast, curve_of_fifty_steps_of_training)
 
 
 def curve_of_fifty_steps(case: Case) -> None:

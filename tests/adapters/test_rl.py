@@ -442,6 +442,11 @@ def test_two_tensor_parallel_ranks() -> None:
     run_ranks(two_ranks, 2)
 
 
+@pytest.mark.sweep
+def test_megatrons_curves_of_fifty_steps() -> None:
+    run_ranks(test_megatron_scores.curves, 2)
+
+
 def test_transformers_forward_of_verl() -> None:
     """verl's own forward of a transformers model, beside verl's own in plain torch."""
     theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
@@ -464,6 +469,7 @@ def test_transformers_forward_of_verl() -> None:
         assert_no_worse(ours, baseline, truth, quantity=name)
 
 
+@pytest.mark.sweep
 def test_the_curve_of_fifty_steps_is_verls() -> None:
     """verl's own forwards and clipped loss: of hidden states with ours inside, and of logits."""
     theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
