@@ -570,7 +570,7 @@ class Task:
         """A copied model shares options and groups, which nothing can copy. Calls, counts and hooks are its own."""
         new = memo[id(self)] = copy.copy(self)  # noted first: the hooks lead back to the task
         new.calls, new.last_training, new.num_forwards, new.num_losses, new.num_asked = [], [], 0, 0, 0
-        new.hooks = copy.deepcopy(self.hooks, memo)
+        new.rows, new.hooks = copy.deepcopy((self.rows, self.hooks), memo)
         return new
 
 
