@@ -36,4 +36,6 @@ def _reference() -> str:
     source = (ROOT / "cce_dist" / "__init__.py").read_text()
     names = re.findall(r'^    "(\w+)": "([\w.]+)",$', source, re.MULTILINE)
     sections = [f"::: cce_dist.{module}.{name}" for name, module in names]
-    return "\n\n".join(["# Reference", "Every public name, from its docstring. All are imported from `cce_dist`.", *sections])
+    return "\n\n".join(
+        ["# Reference", "Every public name, from its docstring. All are imported from `cce_dist`.", *sections]
+    )
