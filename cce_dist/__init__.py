@@ -4,7 +4,7 @@ Public names are imported at their first use, so that ``import cce_dist`` and ``
 
 Reading order: ``loss`` (the call and its way through the code), ``log_probs`` (log-probabilities of given ids, by the same
 operator), ``operands`` (checks of a call's tensors), ``op`` (forward and backward), ``shard`` (which rank holds which rows),
-``merge`` (the collectives), ``kernels`` (the arithmetic of one shard), ``filter``, and ``reference`` (the specification, dense).
+``merge`` (the collectives), ``kernels`` (the arithmetic of one shard), ``filter``, ``reference`` (the specification, dense).
 ``convert``, ``require``, ``revert`` and ``VocabParallelHead`` are adapters, in ``integrations``.
 """
 

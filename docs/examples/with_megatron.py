@@ -26,8 +26,9 @@ tensor_parallel.model_parallel_cuda_manual_seed(0)
 torch.manual_seed(0)
 
 config = TransformerConfig(
-    num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,
-    hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=dist.get_world_size(), masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+    num_layers=2, hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+    tensor_model_parallel_size=dist.get_world_size(), use_cpu_initialization=True, masked_softmax_fusion=False,
+    gradient_accumulation_fusion=False,
 )  # fmt: skip
 spec = get_gpt_layer_local_spec(normalization="LayerNorm")
 model = GPTModel(config, spec, vocab_size=VOCAB, max_sequence_length=LENGTH).to(device)
