@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cce_dist import merge
 from cce_dist.call import Options, checked
-from cce_dist.checks import kind
+from cce_dist.checks import kind, tensors
 from cce_dist.integrations import peft
 from cce_dist.integrations.patching import Place
 from cce_dist.loss import linear_cross_entropy
@@ -124,9 +124,8 @@ class Rows:
             self.cpu_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def __deepcopy__(self, memo: dict) -> Rows:
-        memo[id(self)] = new = copy.copy(
-            self
-        )  # a copied model has groups in common, but is given to fully_shard by itself
+        # A copied model has the same groups, but is given to fully_shard by itself.
+        memo[id(self)] = new = copy.copy(self)
         return new
 
     def enter(self, model: nn.Module) -> None:
@@ -218,10 +217,7 @@ class Rows:
             ignore_index, return_aux: As in ``linear_cross_entropy``.
             **call: Further options of it.
         """
-        chosen = checked(Options, reduction=reduction, ignore_index=ignore_index, num_tokens=num_tokens)
-        if hidden.shape[:-1] != target.shape:
-            raise ValueError(f"target must be {tuple(hidden.shape[:-1])} as input's tokens, got {tuple(target.shape)}")
-        self._check_ranks(chosen)
+        chosen = self._checked(hidden, target, reduction=reduction, ignore_index=ignore_index, num_tokens=num_tokens)
         count, most = target.numel(), self.most(target.numel())
         hidden = F.pad(hidden.reshape(count, hidden.shape[-1]), (0, 0, 0, most - count))
         padded = F.pad(target.reshape(count), (0, most - count), value=chosen.ignore_index)
@@ -258,13 +254,28 @@ class Rows:
             return loss
         return type(found)(loss, *map(own, found[1:]))
 
-    def _check_ranks(self, options: Options) -> None:
-        """With CCE_DIST_DEBUG=1 raise on every rank where they disagree on options that each applies to its own loss."""
+    def _checked(self, hidden: Tensor, target: Tensor, **given: Any) -> Options:
+        """Check what ``linear_cross_entropy`` is not told. With CCE_DIST_DEBUG=1 an error of one rank is raised on all."""
+        chosen, error = Options(), None
+        try:
+            chosen = checked(Options, **given)
+            tensors({"input": hidden, "target": target})
+            if hidden.shape[:-1] != target.shape:
+                raise ValueError(
+                    f"target must be {tuple(hidden.shape[:-1])} as input's tokens, got {tuple(target.shape)}"
+                )
+        except (TypeError, ValueError) as wrong:
+            error = wrong
         if environment()[1]:
-            facts = {"reduction": options.reduction, "num_tokens": options.num_tokens}
-            facts = {name: x.item() if isinstance(x, Tensor) else x for name, x in facts.items()}
+            count = chosen.num_tokens
+            facts = {"reduction": chosen.reduction, "num_tokens": count.item() if isinstance(count, Tensor) else count}
+            facts = {"arguments": str(error)} if error else {"arguments": ""} | facts
+            self.cpu_group.monitored_barrier(wait_all_ranks=True)
             rows = (self.shard.start, self.shard.stop)
             merge.assert_ranks_agree("shard_over", facts, rows, self.group, self.shard.vocab_size)
+        if error is not None:
+            raise error
+        return chosen
 
     @_outside_of_graphs
     def lookup(self, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
