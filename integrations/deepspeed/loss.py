@@ -66,11 +66,18 @@ class Task(transformers.Task):
         sequence_group: The ranks over whose tokens a "mean" is, with ``sequence_mean``.
         sequence_scale: What this rank's part of such a mean is multiplied by for its gradient.
         reported: What the last loss was made of, by name.
+        is_given_back: A later engine of the same model has given the head back.
     """
 
     sequence_group: dist.ProcessGroup | None = None
     sequence_scale: int = 1
     reported: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    is_given_back: bool = False
+
+    def require(self, name: str) -> None:
+        if self.is_given_back:
+            raise RuntimeError(f"cce_dist: a later engine has taken over the model of this one, with its head {name}")
+        super().require(name)
 
     def check_place(self, head: Any) -> None:
         """Raise behind the model's forward: DeepSpeed sees backward begin from what forward returns."""

@@ -360,7 +360,7 @@ def for_long(steps: int) -> None:
     check_lora()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_fifty_steps_on_two_ranks(ranks2: Callable) -> None:
     ranks2(for_long, 50)
 
