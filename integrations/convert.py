@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cce_dist.integrations import fsdp, transformers
-from cce_dist.integrations.deferred import Head, Task, find_head, give_back, innermost, take
+from cce_dist.integrations import fsdp, peft, transformers
+from cce_dist.integrations.deferred import Head, Watched, find_head, give_back, innermost, take
 from cce_dist.integrations.options import SECTION, ModelOptions
 from cce_dist.shard import VocabShard
 
@@ -49,7 +49,7 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
 
     Sharding: The weight is whole where the head runs. FSDP2 and ZeRO-3 gather the weight around the loss, as around any layer.
         With ``shard_over`` a rank computes its rows of the vocabulary for the tokens of all ranks of the mesh's last dimension.
-    Communication: None but theirs. With ``shard_over`` that of ``linear_cross_entropy`` with sequence parallelism; an
+    Communication: None but theirs. With ``shard_over`` as in ``linear_cross_entropy`` with sequence parallelism; an
         all-gather of labels in forward, of a number for each token in backward; with replicas an all-reduce of the rows'
         gradient. A tied embedding all-gathers ids and reduce-scatters embeddings in forward, and gathers their gradient in
         backward. Logits that are looked at gather the weight.
@@ -139,13 +139,10 @@ def require(model: Any) -> None:
         head.cce_task.require(name)
 
 
-def _unwatch(module: nn.Module) -> None:
-    """Remove the hooks of a conversion, also of one whose head was replaced since."""
-    for hook in list(module._forward_hooks.values()):
-        task = getattr(hook, "__self__", None)
-        if isinstance(task, Task):
-            for handle in task.hooks:
-                handle.remove()
+def _unwatch(module: Any) -> None:
+    """Undo the watch over a model, also over one whose head was replaced since."""
+    if isinstance(module, Watched) and "cce_task" in vars(module):
+        give_back(module)
 
 
 def _heads(model: Any, called: str) -> dict[str, Any]:
@@ -155,4 +152,5 @@ def _heads(model: Any, called: str) -> dict[str, Any]:
 
 
 def _all_rows(head: Any) -> VocabShard:
-    return VocabShard(0, head.out_features, head.out_features)
+    rows = peft.num_rows(head) or head.out_features
+    return VocabShard(0, rows, rows)

@@ -1,21 +1,23 @@
 """The deferral under every adapter: logits that nobody computes until somebody asks for their loss.
 
 ``take`` puts a head into a subclass of its own class, ``Head`` before it. While the head's ``Task`` defers, a call of the head
-returns ``DeferredLogits``: no numbers, but the hidden states that the head was called with. The model's own code may scale them
-and, in the end, asks for their loss. That request calls the head again, through ``__call__`` and with ``ask=``, a function that
-runs inside of the head's ``forward``: the hooks of FSDP or ZeRO-3 gather the weight around its real use. In training all other
-uses of the logits raise an error that names the use. In evaluation any other use computes them from the saved hidden states. It
-raises an error instead if the logits are stale, because they would not fit the loss beside them:
+returns ``DeferredLogits``: no numbers, but the hidden states and the weight that the head was called with. The model's own
+code may scale them and, in the end, asks for their loss. That request calls the head again with ``ask=``, a function that runs
+inside of the head's ``forward``. If FSDP or ZeRO-3 has hooks on the head, the request runs them, and they gather the weight around
+its real use. In training all other uses of the logits raise an error that names the use. In evaluation any other use computes
+them from the saved hidden states and weight. It raises an error instead if the logits are stale, because they would not fit the
+loss beside them:
 
-* ``Tensor._version`` of the hidden states, the head's weight or bias, or an adapter's weights has changed, or one of these
-  parameters was replaced (``on_demand.Versions``).
+* ``Tensor._version`` of the hidden states, the head's weight or bias, or an adapter's weights has changed
+  (``on_demand.Versions``), or an adapter's weights were replaced.
 * PEFT uses other adapters than at the forward, for example inside ``disable_adapter()``.
 * A forward of the model in training has begun. An optimizer that writes through ``.data``, as DeepSpeed's do, changes no
   version, and neither DTensors nor parameters of ZeRO-3 have a version to compare.
 
 Other changes through ``.data`` are not detected, for example an average of the weights that is copied in for an evaluation.
 
-When logits are deferred is decided once, by ``Task.enter``, in the forward of the model that runs:
+``Task.watch`` puts the model into a subclass, too, ``Watched`` before its class, to know when a call begins and ends. When
+logits are deferred is decided once, by ``Task.enter``, in the call of the model that runs:
 
     labels given                       deferred: there will be a loss
     none, but training and gradients   deferred: there will be a loss, or the model has no use for logits that are trained
@@ -31,6 +33,9 @@ import dataclasses
 import functools
 import inspect
 import logging
+import sys
+import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,10 +44,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import _reduction
+from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
+from cce_dist.call import DTYPES
 from cce_dist.integrations import peft
-from cce_dist.integrations.on_demand import ChangedError, OnDemand, Versions
+from cce_dist.integrations.on_demand import ChangedError, OnDemand, Versions, is_sharded
 from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
 from cce_dist.shard import VocabShard
 
@@ -147,16 +155,19 @@ class TensorLogits(DeferredLogits):
     def __init__(self, head: Any, task: Any, hidden: Tensor, **given: Any) -> None:
         super().__init__(head, task, hidden, **given)
         self._cast: torch.dtype | None = None  # what the caller has cast the logits to
+        self._shard = task.shard
         # Fewer where the caller has cut off the columns that pad the vocabulary.
         self._vocab_size = task.shard.vocab_size
         self._added: Tensor | None = None  # a bias [V]
         # All logits that are derived from these share the state of the head, and the tensors that were computed.
         self._head_trains, self._adapters = head.training, peft.adapters(head)
-        self._head_versions, self._hidden_versions = Versions(*peft.parameters(head)), Versions(hidden)
+        self._weights = peft.weights(head)
+        self._head_versions, self._hidden_versions = Versions(*self._weights), Versions(hidden)
         self._last_training = task.last_training
-        self._looks: list[tuple[Tensor, Versions]] = []
+        self._looks: list[Versions] = []
         kind = hidden.device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        _tell_einops()
 
     @property
     def shape(self) -> torch.Size:
@@ -164,7 +175,8 @@ class TensorLogits(DeferredLogits):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._cast or (self._autocast[1] if self._autocast[2] else self._hidden.dtype)
+        casts = self._autocast[2] and self._hidden.dtype != torch.float64  # autocast leaves float64 alone
+        return self._cast or (self._autocast[1] if casts else self._hidden.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -181,7 +193,7 @@ class TensorLogits(DeferredLogits):
         return self.shape if dim is None else self.shape[dim]
 
     def __add__(self, other: Any) -> Any:
-        rows = self._task.shard.num_rows
+        rows = self._shard.num_rows
         bare = self._added is None and (self._factor, self._softcap, self._vocab_size) == (1, None, rows)
         if not bare or not isinstance(other, Tensor) or other.dim() > self.ndim or other.shape[-1:].numel() != rows:
             return self._other_use("__add__", "__add__", other)
@@ -272,7 +284,7 @@ class TensorLogits(DeferredLogits):
         if not self._is_for_use():
             advice = self.ADVICE.get(name or use)
             raise self._refused(use) if advice is None else NotComputedError(f"{self._refused(use)}; {advice}")
-        if self._task.shard.group is not None:
+        if self._shard.group is not None:
             raise NotComputedError(
                 f"cce_dist: {use} of logits whose vocabulary is split over ranks, which has no answer here"
             )
@@ -282,7 +294,7 @@ class TensorLogits(DeferredLogits):
                 logits = logits[..., : self._vocab_size] * self._factor
                 logits = logits if self._softcap is None else logits.tanh() * self._softcap
                 self._value = logits.to(self._cast or logits.dtype)
-            self._looks.append((self._value, Versions(self._value)))
+            self._looks.append(Versions(self._value))
         return self._value
 
     def _scaling(self) -> dict[str, Any]:
@@ -293,22 +305,34 @@ class TensorLogits(DeferredLogits):
         # The head's product has the dtype of the place where the model called the head, wherever its loss is asked for.
         kind, dtype, enabled = self._autocast
         with torch.autocast(kind, dtype, enabled):
-            return super()._ask(compute)
+            return super()._ask(lambda head, *hidden: compute(self._as_called(head), *hidden))
+
+    def _as_called(self, head: Any) -> Any:
+        """Return a head with the weight and bias that it was called with; others may have been put there since."""
+        if any(is_sharded(x) for x in self._weights):
+            return head
+        if isinstance(self._weights[0], nn.Parameter) or peft.is_lora(type(head)):
+            now = peft.weights(head)
+            if any(is_sharded(x) for x in now) or all(x is y for x, y in zip(now, self._weights, strict=True)):
+                return head
+            if peft.is_lora(type(head)):
+                raise ChangedError("the head's weight or an adapter was replaced")
+        return _AsCalled(*self._weights, head.cce_task)
 
     def _check(self) -> None:
         """Raise ChangedError if something that the logits are computed from has changed since the head was called."""
-        for value, versions in self._looks:
-            versions.check("logits computed before", value)
-        self._hidden_versions.check("the hidden states", self._hidden)
+        for versions in self._looks:
+            versions.check("logits computed before")
+        self._hidden_versions.check("the hidden states")
         if peft.adapters(self._head) != self._adapters:
             raise ChangedError("the adapters on the head changed")
-        self._head_versions.check("the head's weight or bias", *peft.parameters(self._head))
+        self._head_versions.check("the head's weight or bias")
         if self._is_for_use() and self._task.last_training is not self._last_training:
             raise ChangedError("a forward in training began, and a step may have changed the weights,")
 
     def _with(self, **changes: Any) -> Any:
         if "hidden" in changes:
-            self._hidden_versions.check("the hidden states", self._hidden)
+            self._hidden_versions.check("the hidden states")
             changes["hidden_versions"] = Versions(changes["hidden"])
         new = super()._with(**changes)
         vars(new).pop("_value", None)
@@ -319,10 +343,31 @@ class TensorLogits(DeferredLogits):
         return not (self._training and self._made_with_grad)
 
     def _for_later(self) -> Any:
-        """Return what the caller of the model gets for logits of evaluation: a tensor, which compiled code cannot make."""
+        """Return what the caller of the model gets for logits of evaluation: a tensor, if there may be one.
+
+        Compiled code cannot make a tensor that is computed later. It computes the logits, as a model that is not converted.
+        """
+        if torch.compiler.is_compiling() and self._shard.group is None and self._task.rows is None:
+            return self._computed("a look")
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self
         return OnDemand(self.shape, self.dtype, self.device, functools.partial(self._computed, "a look"))
+
+
+@dataclasses.dataclass
+class _AsCalled:
+    """The weight and the bias that a head was called with, where the head has others now."""
+
+    weight: Tensor
+    bias: Tensor | None
+    cce_task: Any
+
+
+def _tell_einops() -> None:
+    """Have einops, which looks classes up in a table of its own, take deferred logits for torch's tensors."""
+    einops = sys.modules.get("einops._backends")
+    if einops is not None and not torch.compiler.is_compiling():
+        einops._type2backend.setdefault(TensorLogits, einops.get_backend(torch.empty(0)))
 
 
 def _for_later(output: Any) -> Any:
@@ -396,10 +441,8 @@ def _cross_entropy(
     """``F.cross_entropy`` of deferred logits [N, V] and class ids [N]."""
     if not isinstance(input, TensorLogits):
         raise TensorLogits._refused("cross_entropy with labels")
-    if weight is not None or size_average is not None or reduce is not None:
-        raise ValueError(
-            "cce_dist: F.cross_entropy with weight, size_average or reduce is not supported; weigh its 'none'"
-        )
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
     if target.is_floating_point() or input.ndim != target.dim() + 1 or input.ndim > 2:
         raise ValueError(
             f"cce_dist: F.cross_entropy needs logits [N, V] and class ids [N], got {tuple(input.shape)} and "
@@ -407,17 +450,28 @@ def _cross_entropy(
         )
     task = input._task
     task.check_place(input._head)
-    call = dict(
+    call: dict[str, Any] = dict(
+        shard=input._shard,
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
         training=input._training,
         **input._scaling(),
     )
-    if input._vocab_size != task.shard.vocab_size:
-        call["shard"] = dataclasses.replace(task.shard, vocab_size=input._vocab_size)
+    if input._vocab_size != input._shard.vocab_size:
+        call["shard"] = dataclasses.replace(input._shard, vocab_size=input._vocab_size)
+    if weight is not None:
+        if task.rows is not None or getattr(task, "sequence_group", None) is not None:
+            raise ValueError(
+                "cce_dist: F.cross_entropy with class weights does not go with shard_over or sequence_mean: multiply the "
+                "losses of reduction='none' by them"
+            )
+        call["weight"] = weight
     answer = input._ask(lambda head, hidden: task.loss(head, hidden, target, **call))
-    return task.keep(answer, target != ignore_index) if isinstance(answer, tuple) else answer
+    loss = task.keep(answer, target != ignore_index) if isinstance(answer, tuple) else answer
+    # Autocast computes a cross-entropy in fp32. Without it the loss has the dtype of the logits.
+    in_fp32 = torch.is_autocast_enabled(loss.device.type) and input.dtype != torch.float64
+    return loss.to(torch.float32 if in_fp32 else input.dtype)
 
 
 @dataclasses.dataclass(eq=False)
@@ -437,42 +491,67 @@ class Task:
     # Stands for the last forward in training that began: each puts a new list here. Compiled code can do that, too; a count
     # would have it compiled anew for each number.
     last_training: list = dataclasses.field(default_factory=list)
-    hooks: tuple = ()  # handles of ``watch``
+    begun: bool = False  # Watched.__call__ is under way, and Watched.forward was not reached yet
+    thread: int = 0  # in which the model was called last
 
-    def watch(self, model: nn.Module) -> None:
+    def watch(self, model: Any) -> None:
         """Have a model whose forward computes the loss say when it runs."""
-        self.hooks = (
-            model.register_forward_pre_hook(self.enter, with_kwargs=True),
-            model.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
-        )
+        if not isinstance(model, Watched):
+            put_before(model, watched(type(model)))
+        model.cce_task = self
 
-    def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def run(self, model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Return what a function of the model returns, its ``__call__`` or its ``forward``, between ``enter`` and ``leave``."""
+        args, kwargs = self.enter(model, args, kwargs)
+        output = None
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            output = self.leave(model, args, kwargs, output)
+        return output
+
+    def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Decide whether the head defers in this call of the model, from the very module that runs: a copy has its own mode."""
+        trains = model.training and torch.is_grad_enabled()
+        defers = trains or has_labels(model, args, kwargs)
+        self.check_thread(model, defers)
         if not self.calls:
             self.num_asked = 0
         self.trains = model.training
         if self.rows is not None:
             self.rows.enter(model)
-        trains = model.training and torch.is_grad_enabled()
         if trains:
             self.last_training = []
-        self.calls.append(trains or has_labels(model, args, kwargs))
+        self.calls.append(defers)
+        return args, kwargs
 
     def leave(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """End a call of the model; raise if it was in training, had labels, and nobody asked the head."""
         self.calls.pop()
         if self.calls or output is None:  # None: an error is under way
-            return None
+            return output
         if not (model.training and torch.is_grad_enabled()):
             return _for_later(output)
         self.num_forwards = one_more(self.num_forwards)
-        if has_labels(model, args, kwargs) and not self.num_asked:
+        if has_labels(model, args, kwargs, ("labels",)) and not self.num_asked:
             raise RuntimeError(
                 f"cce_dist: a forward of {type(model).__name__} in training ended without asking the head for its loss: other "
                 "code computed the loss, from the head's weight (Liger's forward, TRL's fused head), or the head was replaced "
                 "since (by PEFT, by resize_token_embeddings): leave that code out, or convert after the replacement"
             )
-        return None
+        return output
+
+    def check_thread(self, model: nn.Module, defers: bool) -> None:
+        """Raise if calls in several threads would share one head, whose state is that of one call."""
+        if torch.compiler.is_compiling():
+            return
+        here = threading.get_ident()
+        if getattr(model, "_is_replica", False) or (self.calls and self.thread != here and (defers or any(self.calls))):
+            raise RuntimeError(
+                f"cce_dist: this {type(model).__name__} is called in several threads, as nn.DataParallel does, and its head "
+                "serves one at a time: use DistributedDataParallel, or cce_dist.revert(model)"
+            )
+        self.thread = here
 
     def deferring(self) -> bool:
         return bool(self.calls) and self.calls[-1]
@@ -483,19 +562,16 @@ class Task:
 
     def defer(self, head: Any, hidden: Tensor) -> Any:
         """Return what the head returns instead of logits."""
-        rows = getattr(head, "out_features", self.shard.num_rows)
-        if self.shard.group is None and rows != self.shard.num_rows:
-            raise ValueError(
-                f"cce_dist: the head has {rows} rows, and had {self.shard.num_rows} when it was converted: convert the model "
-                "again after resize_token_embeddings"
-            )
+        check_weight(head)
+        if self.shard.group is None and self.rows is None and self.shard.num_rows == self.shard.vocab_size:
+            rows = peft.num_rows(head)
+            if rows is not None and rows != self.shard.num_rows:  # resized since
+                self.shard = VocabShard(0, rows, rows)
         return TensorLogits(head, self, hidden)
 
     def check_place(self, head: Any) -> None:
         """Raise where the loss may not be computed: behind the model's forward a sharded weight is not whole."""
-        weight = head.weight
-        sharded = isinstance(weight, DTensor) or hasattr(weight, "ds_id") or weight.shape[:1] != (self.shard.num_rows,)
-        if not self.calls and sharded:
+        if not self.calls and (is_sharded(head.weight) or peft.num_rows(head) is None):
             raise RuntimeError(
                 "cce_dist: the loss must be computed in the model's forward, where FSDP and ZeRO-3 gather the head's weight: "
                 "give the model labels, in place of a compute_loss_func or a loss of the training loop"
@@ -529,7 +605,6 @@ class Task:
             self.num_losses = one_more(self.num_losses)
             label_smoothing = label_smoothing or options.label_smoothing
             call["z_loss_weight"] = options.z_loss_weight
-        call.setdefault("shard", self.shard)
         hidden, weight, bias = peft.operands(head, hidden)
         compute = linear_cross_entropy
         if self.rows is not None:
@@ -567,10 +642,10 @@ class Task:
         )
 
     def __deepcopy__(self, memo: dict) -> Any:
-        """A copied model shares options and groups, which nothing can copy. Calls, counts and hooks are its own."""
-        new = memo[id(self)] = copy.copy(self)  # noted first: the hooks lead back to the task
+        """A copied model shares options and groups, which nothing can copy. Calls and counts are its own."""
+        new = memo[id(self)] = copy.copy(self)  # noted first: the rows may lead back to the task
         new.calls, new.last_training, new.num_forwards, new.num_losses, new.num_asked = [], [], 0, 0, 0
-        new.hooks = copy.deepcopy(self.hooks, memo)
+        new.rows = copy.deepcopy(self.rows, memo)
         return new
 
 
@@ -583,9 +658,11 @@ def one_more(count: int) -> int:
     return 1 if torch.compiler.is_compiling() else count + 1
 
 
-def has_labels(model: nn.Module, args: tuple, kwargs: dict) -> bool:
+def has_labels(
+    model: nn.Module, args: tuple, kwargs: dict, names: tuple[str, ...] = ("labels", "shift_labels")
+) -> bool:
     """Return whether a call of a model is given labels, or labels that are shifted already."""
-    return any(argument(type(model).forward, name, args, kwargs) is not None for name in ("labels", "shift_labels"))
+    return any(argument(type(model).forward, name, args, kwargs) is not None for name in names)
 
 
 def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[str, Any]:
@@ -622,10 +699,21 @@ def checked(module: Any, own: tuple[type, ...] = (), path: str = "its head") -> 
     """Return the module that makes the logits where PEFT has wrapped one; ValueError: it cannot be taken over."""
     head = peft.in_use(module)
     check_class(type(head), own, path)
-    if "forward" in vars(head):
+    if "forward" in vars(head) and not _is_dispatched(head):
         raise ValueError(f"cce_dist cannot take over {path}: somebody has replaced its forward")
-    check_hooks(head, path)
+    check_weight(head, path)
     return head
+
+
+def check_weight(head: Any, path: str = "the head") -> None:
+    """Raise if a head's weight is no plain tensor of a dtype that the loss is computed in."""
+    weight = head.base_layer.weight if hasattr(head, "base_layer") else head.weight
+    plain = type(weight) in (nn.Parameter, Tensor) or isinstance(weight, (DTensor, nn.UninitializedParameter))
+    if not plain or weight.dtype not in (*DTYPES, torch.float64):
+        raise ValueError(
+            f"cce_dist: the weight of {path} is a {type(weight).__name__} of {weight.dtype}, a quantized one or another tensor "
+            "subclass: leave the head out of the quantization, or do not convert the model"
+        )
 
 
 def innermost(model: Any) -> Any:
@@ -642,7 +730,7 @@ def innermost(model: Any) -> Any:
 
 
 def is_plain(kind: type, own: tuple[type, ...] = ()) -> bool:
-    plain = getattr(kind, "forward", None) is nn.Linear.forward or peft.is_lora(kind)
+    plain = getattr(kind, "forward", None) is nn.Linear.forward or peft.is_lora(kind) or peft.trains_tokens(kind)
     return plain or issubclass(kind, own) or kind.__name__ == "VocabParallelLinear"  # the last is AutoTP's
 
 
@@ -661,66 +749,148 @@ def check_class(kind: type, own: tuple[type, ...] = (), path: str = "") -> None:
 HOOKS_OF = ("torch.distributed.fsdp.", "deepspeed.", "megatron.")
 
 
-def check_hooks(head: nn.Module, path: str = "") -> None:
-    """Raise if a head has a forward hook of somebody else than FSDP, ZeRO and Megatron: it would be given the loss."""
-    for hook in head._forward_hooks.values():
+def _of_others(hooks: Any, ours: tuple[str, ...] = HOOKS_OF) -> list[str]:
+    """Return the names of the hooks that come from other packages than those."""
+    found = []
+    for hook in hooks:
         function: Any = hook
         while isinstance(function, functools.partial):
             function = function.func
         module = getattr(function, "__module__", None) or type(function).__module__
-        if not module.startswith(HOOKS_OF):
-            which = f" {path}" if path else ""
-            name = getattr(function, "__qualname__", type(function).__name__)
-            raise ValueError(
-                f"cce_dist: the head{which} has the forward hook {name} of {module}, which would be given the loss in place of "
-                "logits: remove the hook, or do its work in the model's forward"
-            )
+        if not module.startswith(ours):
+            found.append(f"{getattr(function, '__qualname__', type(function).__name__)} of {module}")
+    return found
 
 
-class Head(nn.Module):
-    """Stands before the class of a head. Given ``ask``, forward runs it where the parameters are whole."""
+def _is_gathered(head: nn.Module) -> bool:
+    """Return whether FSDP, ZeRO or Megatron has hooks on a head."""
+    hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+    return len(hooks) > len(_of_others(hooks))
+
+
+def check_hooks(head: nn.Module, gathered: bool) -> None:
+    """Raise if a head has a hook of somebody else that would be given the loss, or its gradient, in place of logits."""
+    every = torch_module
+    hooks = _of_others((*head._backward_hooks.values(), *every._global_backward_hooks.values()))
+    if gathered:
+        hooks += _of_others(head._forward_hooks.values())
+        hooks += _of_others(every._global_forward_hooks.values(), (*HOOKS_OF, "torch.utils."))
+    for name in hooks:
+        raise ValueError(
+            f"cce_dist: the head has the hook {name}, which would be given the loss in place of logits: remove the hook, or do "
+            "its work in the model's forward"
+        )
+
+
+class _Taken(nn.Module):
+    """A module of a converted model, in a subclass of its own class."""
 
     cce_task: Any
 
-    def __call__(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
-        # A deferred call is answered before the module's hooks: none of them gathers a weight that is not used yet.
-        if self._forward_hooks and (ask is not None or self.cce_task.deferring()):
-            check_hooks(self)
-        if ask is None and self.cce_task.deferring():
-            return self.cce_task.defer(self, *args, **kwargs)
-        if ask is None:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Name the class by its two bases, which have names that a file can hold."""
+        bases = type(self).__bases__
+        made: Any = super().__reduce_ex__(protocol)
+        if not issubclass(bases[0], _Taken):  # FSDP2 has put its own class before it, and refuses copies
+            return made
+        return _made_anew, bases, *made[2:]
+
+
+def _made_anew(mixin: type, base: type) -> Any:
+    kind: Any = watched(base) if mixin is Watched else subclass(mixin, base)
+    return kind.__new__(kind)
+
+
+class Watched(_Taken):
+    """Stands before the class of a model whose forward computes the loss, and tells its task of every call.
+
+    ``forward`` has the model's own signature: ``watched`` makes it.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        task = vars(self).get("cce_task")
+        if task is None:  # given back
             return super().__call__(*args, **kwargs)
-        self.cce_task.num_asked = one_more(self.cce_task.num_asked)
-        return super().__call__(*args, ask=ask, **kwargs)
+        task.begun = True
+        try:
+            return task.run(self, super().__call__, args, kwargs)
+        finally:
+            task.begun = False
+
+
+@functools.cache
+def watched(base: type) -> type:
+    """Return the subclass of a model's class with ``Watched`` before it, whose ``forward`` may be called without hooks."""
+    kind = subclass(Watched, base)
+    forward: Any = base.forward  # type: ignore[attr-defined]
+
+    @functools.wraps(forward)
+    def watching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        task = vars(self).get("cce_task")
+        if task is None or task.begun:
+            if task is not None:
+                task.begun = False
+            return forward(self, *args, **kwargs)
+        return task.run(self, functools.partial(forward, self), args, kwargs)
+
+    kind.forward = watching  # type: ignore[attr-defined]
+    return kind
+
+
+class Head(_Taken):
+    """Stands before the class of a head. Given ``ask``, forward runs it where the parameters are whole."""
+
+    def __call__(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
+        task = self.cce_task
+        if ask is None and not task.deferring():
+            return super().__call__(*args, **kwargs)
+        gathered = _is_gathered(self)
+        check_hooks(self, gathered)
+        if gathered and ask is None:
+            # A deferred call is answered before the module's hooks: none of them gathers a weight that is not used yet.
+            return task.defer(self, *args, **kwargs)
+        if gathered:
+            return super().__call__(*args, ask=ask, **kwargs)
+        # Hooks are given the hidden states and the deferred logits. The request of a loss is none of their business.
+        return super().__call__(*args, **kwargs) if ask is None else self.forward(*args, ask=ask, **kwargs)
 
     def forward(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
-        if ask is None and self.cce_task.rows is not None:
+        task = self.cce_task
+        if ask is not None:
+            task.num_asked = one_more(task.num_asked)
+        elif task.deferring():
+            return task.defer(self, *args, **kwargs)
+        elif task.rows is not None:
             ask = _dense
         return super().forward(*args, **kwargs) if ask is None else ask(self, *args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Name the class by its base, which has a name that a file can hold."""
-        base = type(self).__mro__[2]
-        if type(self).__bases__[0] is not Head:  # FSDP2 has put its own class before it, and refuses copies
-            return super().__reduce_ex__(protocol)
-        return _new_head, (base,), vars(self)
-
-
-def _new_head(base: type) -> Any:
-    kind: Any = subclass(Head, base)
-    return kind.__new__(kind)
 
 
 def take(head: Any, task: Any) -> None:
     """Put a head into the subclass of its class that defers; parameters, their names and hooks stay."""
     head.cce_task = task
-    head.__class__ = subclass(Head, type(head))
+    put_before(head, subclass(Head, type(head)))
 
 
-def give_back(head: Any) -> None:
-    """Undo ``take``."""
-    del head.cce_task
-    head.__class__ = type(head).__mro__[2]
+def put_before(module: Any, kind: type) -> None:
+    """Put a module into a subclass of its class, or back into its class."""
+    before = type(module).forward
+    module.__class__ = kind
+    if _is_dispatched(module, before):
+        module._old_forward = types.MethodType(type(module).forward, module)
+
+
+def give_back(module: Any) -> None:
+    """Undo ``take``, or ``Task.watch``. A class that FSDP2 has changed since stays, and does nothing more."""
+    del module.cce_task
+    bases = type(module).__bases__
+    if issubclass(bases[0], _Taken):
+        put_before(module, bases[1])
+
+
+def _is_dispatched(module: Any, forward: Callable | None = None) -> bool:
+    """Return whether accelerate's hooks, of a ``device_map`` say, are around the forward of a module's class."""
+    around = getattr(vars(module).get("_old_forward"), "__func__", None)
+    return around is (forward or type(module).forward)
 
 
 @functools.cache

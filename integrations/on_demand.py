@@ -41,17 +41,21 @@ class Versions:
     def __init__(self, *tensors: Tensor | None) -> None:
         self._counts = [(tensor, _count_of(tensor)) for tensor in tensors]
 
-    def check(self, what: str, *tensors: Tensor | None) -> None:
-        """Raise ChangedError, which calls the tensors ``what``, if one of them was changed or replaced."""
-        for (before, count), tensor in zip(self._counts, tensors, strict=True):
-            now = _count_of(tensor)
-            if None not in (count, now) and (before is not tensor or count != now):
+    def check(self, what: str) -> None:
+        """Raise ChangedError, which calls the tensors ``what``, if one of them was changed."""
+        for tensor, count in self._counts:
+            if count is not None and count != _count_of(tensor):
                 raise ChangedError(f"{what} changed")
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether FSDP2 or ZeRO-3 gathers a tensor, so that a module has another one around its forward."""
+    return isinstance(tensor, DTensor) or hasattr(tensor, "ds_id")
 
 
 def _count_of(tensor: Any) -> int | None:
     """Return how often a tensor was changed in place, or None where that cannot be compared."""
-    if torch.compiler.is_compiling() or tensor is None or isinstance(tensor, DTensor) or hasattr(tensor, "ds_id"):
+    if torch.compiler.is_compiling() or tensor is None or is_sharded(tensor):
         return None
     return None if tensor.is_inference() else tensor._version
 

@@ -1,4 +1,4 @@
-"""Heads that PEFT has wrapped: LoRA's ``W + s B A`` in one product, and the copies of ``modules_to_save``.
+"""Heads that PEFT has wrapped: LoRA's ``W + s B A`` in one product, copies, rows and parameters that it trains.
 
 LoRA adds ``s B A`` [V, D] to a frozen weight W [V, D], from A [r, D] and B [V, r]. Neither the sum nor the logits are made. The
 logits are one product of longer rows instead,
@@ -26,9 +26,19 @@ from torch import Tensor, nn
 
 
 def in_use(head: Any) -> Any:
-    """Return the module that makes the logits: where PEFT trains a copy of the head, the copy, else the head itself."""
+    """Return the module that multiplies with the head's weight, from inside of PEFT's wrappers.
+
+    That is the copy of ``modules_to_save``, the layer of ``trainable_token_indices``, or the module whose weight is one of
+    ``target_parameters``. PEFT replaces that weight while it calls the module.
+    """
     peft = sys.modules.get("peft")
-    if peft is None or not isinstance(head, peft.utils.other.ModulesToSaveWrapper):
+    if peft is None:
+        return head
+    if isinstance(head, getattr(peft.tuners.lora.layer, "ParamWrapper", ())):
+        return head.get_base_layer()
+    if isinstance(head, getattr(peft.utils.other, "TrainableTokensWrapper", ())):
+        return head.token_adapter
+    if not isinstance(head, peft.utils.other.ModulesToSaveWrapper):
         return head
     if head.disable_adapters or not head.active_adapters:
         return head.original_module
@@ -41,6 +51,12 @@ def is_lora(kind: type) -> bool:
     return peft is not None and issubclass(kind, peft.tuners.lora.Linear)
 
 
+def trains_tokens(kind: type) -> bool:
+    """Return whether modules of this class replace rows of a weight, as ``trainable_token_indices`` asks."""
+    tokens = sys.modules.get("peft.tuners.trainable_tokens")
+    return tokens is not None and issubclass(kind, tokens.TrainableTokensLayer)
+
+
 def operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return what the logits of ``nn.Linear``, or the LoRA layer around one, are the product of for hidden [..., D].
 
@@ -48,7 +64,8 @@ def operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         hidden [..., D + r], weight [V, D + r] in hidden's dtype, bias [V] or None; r is the sum of all active adapters' ranks.
     """
     if not is_lora(type(head)):
-        return hidden, head.weight, getattr(head, "bias", None)
+        weight, bias = weights(head)
+        return hidden, weight, bias  # type: ignore[return-value]
     if head.disable_adapters and head.merged:
         head.unmerge()
     base = head.base_layer
@@ -81,16 +98,32 @@ def adapters(head: Any) -> Any:
     return [(name, head.scaling[name]) for name in _added(head)], merged
 
 
-def parameters(head: Any) -> list[nn.Parameter | None]:
-    """Return the parameters that a head's logits are computed from, with None for a missing one or one that is no Parameter."""
+def weights(head: Any) -> list[Tensor | None]:
+    """Return the tensors that a head's logits are computed from, as the head uses them now; None stands for a missing one.
+
+    Weight and bias come first. Adapters of LoRA follow.
+    """
+    if trains_tokens(type(head)):
+        if head.disable_adapters and head.merged:
+            head.unmerge()
+        if head.disable_adapters or head.merged or not head.active_adapters:
+            return weights(head.base_layer)
+        head._check_overlapping_tokens(head.active_adapters)
+        return [head.get_merged_weights(head.active_adapters), None]  # PEFT leaves the bias out
     if not is_lora(type(head)):
-        found = [head.weight, getattr(head, "bias", None)]
-    else:
-        found = [head.base_layer.weight, head.base_layer.bias]
-        for name in _added(head):
-            down, up = head.lora_A[name], head.lora_B[name]
-            found += [down.weight, up.weight, up.bias]
-    return [x if isinstance(x, nn.Parameter) else None for x in found]
+        return [head.weight, getattr(head, "bias", None)]
+    found = [head.base_layer.weight, head.base_layer.bias]
+    for name in _added(head):
+        down, up = head.lora_A[name], head.lora_B[name]
+        found += [down.weight, up.weight, up.bias]
+    return found
+
+
+def num_rows(head: Any) -> int | None:
+    """Return the number of rows of a head's weight, which ``out_features`` may be wrong about; None where it is not whole."""
+    weight = head.base_layer.weight if is_lora(type(head)) else head.weight
+    shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3's
+    return shape[0] if len(shape) == 2 else None
 
 
 def sum_of_biases(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -103,7 +103,7 @@ class CCELoss(ChunkedLossWrapper):
             labels: [B, S] ids in the whole vocabulary, -100 where there is none.
             global_valid_tokens: What the sum of the tokens' losses is divided by; None: nothing.
 
-        Communication: that of ``linear_cross_entropy`` on the tensor-parallel group, without the sum of dE; and FSDP2's.
+        Communication: as in ``linear_cross_entropy`` on the tensor-parallel group, without the sum of dE; and FSDP2's.
         """
         head: Any = self.lm_head
         checking = spmd.is_type_checking()

@@ -34,7 +34,7 @@ class Task(deferred.Task):
     parts: list[LinearCrossEntropyOutput] | None = None
 
     def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        super().enter(model, args, kwargs)
+        args, kwargs = super().enter(model, args, kwargs)
         if kwargs.get(FUSED) and _serves(model):
             options = self.options
             if model.training and (options.z_loss_weight or options.label_smoothing):
@@ -50,8 +50,8 @@ class Task(deferred.Task):
 
     def leave(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         parts, self.parts = self.parts, None
-        changed = super().leave(model, args, kwargs, output)
-        return changed if parts is None or output is None else _fused_output(parts, kwargs, output)
+        output = super().leave(model, args, kwargs, output)
+        return output if parts is None or output is None else _fused_output(parts, kwargs, output)
 
     def aux(self) -> tuple[str, ...]:
         return super().aux() if self.parts is None else (*super().aux(), "nll", "entropy", "label_is_max")

@@ -25,7 +25,7 @@ CASES = {
         f"--out {LONG}", f"--out nosuch/{LONG}", f"--show {LONG}",
     ],
     "verify": [
-        "--only nosuch", "--fuzz -1", "--fuzz x", "--seed -1", "--case -1", "--timeout 0", "--timeout nan", "--backend nosuch",
+        "--only nosuch", "--fuzz -1", "--fuzz x", "--seed -1", "--case -1", "--backend nosuch",
     ],
     "compare": [
         "--steps 0", "--seeds 0", "--measure-every 0", "--eval-batches 0", "--filter-eps nan", "--filter-eps 1", "--lr nan",

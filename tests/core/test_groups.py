@@ -16,6 +16,7 @@ from shards import DEVICE, GPU, launch_nothing, needs_gpu
 from tiny_trainer import compared
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from cce_dist import VocabShard, groups, linear_cross_entropy, merge, op, reference
 from cce_dist.kernels import ShardLogits, Spec, dry_run, memory, waves
@@ -156,6 +157,14 @@ def per_token(
         pytest.param(torch.zeros(N), WEIGHTS, True, {"weight": torch.rand(V)}, id="nothing should count"),
         pytest.param(MASK.where(MASK > 0, torch.nan), MASK, False, {}, id="a mask with NaN"),
         pytest.param(MASK / 0, WEIGHTS, True, {}, id="infinite weights"),
+        pytest.param(torch.zeros(N), 1 + MASK, True, {}, id="zeros, and gradients within a factor of two"),
+        pytest.param(torch.full((N,), torch.nan), 1 + MASK, True, {}, id="NaN alone"),
+        pytest.param(torch.full((N,), torch.inf), torch.ones(N), False, {}, id="infinities alone"),
+        pytest.param((torch.arange(N) < 1).float(), 1 + MASK, True, {}, id="weights of ignored tokens alone"),
+        pytest.param(1e300 * (1 + MASK.double()), 1 + MASK, False, {}, id="beyond fp32"),
+        pytest.param(1e-44 * (1 + MASK.double()), 1 + MASK, False, {}, id="below fp32"),
+        pytest.param((4 * WEIGHTS).long(), (4 * WEIGHTS).trunc(), False, {}, id="integers"),
+        pytest.param(MASK + 2.0**-41, MASK + 2.0**-41, True, {}, id="below the least weight"),
     ],
 )  # fmt: skip
 def test_a_loss_for_each_token(
@@ -280,6 +289,48 @@ def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.autograd.grad(loss, (hidden, weight), mask)[1].shape == (V, D)
 
 
+def test_a_divisor_that_requires_a_gradient_gets_it() -> None:
+    """Catches: a divisor that is a constant in groups, and in a graph."""
+    tensors, labels = operands(biased=False)
+    num_tokens, grads = torch.tensor(7.0, device=DEVICE, requires_grad=True), []
+
+    def loss(hidden: Tensor, weight: Tensor, num_tokens: Tensor) -> Tensor:
+        return -3.0 * linear_cross_entropy(hidden, weight, labels, num_tokens=num_tokens)
+
+    for rows, function in (
+        (None, loss),
+        (ROWS, loss),
+        (ROWS, torch.compile(loss, fullgraph=True, backend="aot_eager")),
+    ):
+        with groups.of_rows(rows):
+            grads.append(torch.autograd.grad(function(*tensors, num_tokens), (num_tokens, *tensors)))
+    right = dense(tensors, labels, torch.float64, -3.0, num_tokens=7.0)
+    for d_num_tokens, *of_tensors in grads:
+        torch.testing.assert_close(d_num_tokens.double(), 3.0 * right[0] / 7, rtol=1e-3 if GPU else 1e-5, atol=0)
+        for ours, true in zip(of_tensors, right[1:], strict=True):
+            assert (ours - true).norm() <= (2e-2 if GPU else 1e-5) * true.norm()
+
+
+def test_a_checkpoint_hands_out_each_tensor_once() -> None:
+    """Catches: saved tensors that backward reads a second time, for gradients that are not as expected."""
+    (hidden, weight), labels = operands(biased=False)
+    upstream = 1 + MASK.to(DEVICE)
+    with in_groups(times=2):  # forward, and its recomputation
+        loss = checkpoint(
+            lambda *x: linear_cross_entropy(*x, labels, reduction="none"), hidden, weight, use_reentrant=False
+        )
+        found = torch.autograd.grad(loss, (hidden, weight), upstream)
+    right = dense([hidden, weight], labels, torch.float64, upstream, reduction="none")[1:]
+    for ours, true in zip(found, right, strict=True):
+        assert (ours - true).norm() <= (2e-2 if GPU else 1e-5) * true.norm()
+
+
+@pytest.mark.parametrize("rows", [0, -1, 2.5])
+def test_groups_of_no_tokens_are_an_error(rows: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="rows must be"), groups.of_rows(rows):
+        pass
+
+
 @needs_gpu
 def test_cuda_graph() -> None:
     """Captured once, replayed with upstream gradients that are as expected and that are not."""
@@ -317,6 +368,8 @@ def test_expected_weights_have_targets_shape() -> None:
     wrong: Any = 0.5
     with pytest.raises(TypeError, match="expected_weights must be a bool"):
         linear_cross_entropy(hidden, weight, labels, expected_weights=wrong)
+    with pytest.raises(TypeError, match="expected_weights must be real numbers"):
+        linear_cross_entropy(hidden, weight, labels, reduction="none", expected_weights=MASK.cfloat().to(DEVICE))
 
 
 def test_an_error_of_the_labels_and_no_tokens_at_all() -> None:
