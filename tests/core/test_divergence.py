@@ -79,19 +79,23 @@ class Case:
 BOTH = dict(logit_scale=0.7, softcap=3.0, teacher_logit_scale=1.3, teacher_softcap=5.0)
 CASES = [
     pytest.param(Case(), id="plain"),
-    pytest.param(Case(num_tokens=32, hidden_size=32, teacher_size=16, vocab_size=128), id="whole-tiles"),
-    pytest.param(Case(hidden_size=19, teacher_size=7), id="rows-no-descriptor-can-describe"),
+    pytest.param(
+        Case(num_tokens=32, hidden_size=32, teacher_size=16, vocab_size=128), id="whole-tiles", marks=pytest.mark.slow
+    ),
+    pytest.param(Case(hidden_size=19, teacher_size=7), id="rows-no-descriptor-can-describe", marks=pytest.mark.slow),
     pytest.param(Case(bias=True, options=BOTH), id="bias-scale-softcap-of-both"),
-    pytest.param(Case(bias=True, options=dict(softcap=4.0, beta=0.2)), id="softcap-of-the-student-alone"),
+    pytest.param(
+        Case(bias=True, options=dict(softcap=4.0, beta=0.2)), id="softcap-of-the-student-alone", marks=pytest.mark.slow
+    ),
     pytest.param(Case(masked=0.4, bias=True), id="masked"),
     pytest.param(Case(masked=1.0), id="nothing-counts"),
     pytest.param(Case(num_tokens=0), id="no-tokens"),
     pytest.param(Case(vocab_size=1), id="one-row"),
     pytest.param(Case(rows_of=(80, 128), options=dict(beta=0.9)), id="padded-differently"),
-    pytest.param(Case(spread=0.1, teacher_spread=30.0), id="teacher-far-sharper"),
-    pytest.param(Case(spread=30.0, teacher_spread=0.1), id="student-far-sharper"),
+    pytest.param(Case(spread=0.1, teacher_spread=30.0), id="teacher-far-sharper", marks=pytest.mark.slow),
+    pytest.param(Case(spread=30.0, teacher_spread=0.1), id="student-far-sharper", marks=pytest.mark.slow),
     pytest.param(Case(spread=30.0, teacher_spread=30.0), id="both-sharp"),
-    pytest.param(Case(offset=1e4, bias=True), id="both-at-1e4"),
+    pytest.param(Case(offset=1e4, bias=True), id="both-at-1e4", marks=pytest.mark.slow),
     pytest.param(Case(budget=1, bias=True, num_tokens=40, masked=0.3), id="chunks-and-groups"),
 ]
 KEPT = [
@@ -569,6 +573,7 @@ def _kernels_on_two_ranks() -> None:
 
 
 @pytest.mark.skipif(GPU, reason="of the interpreter")
+@pytest.mark.slow
 def test_two_ranks(ranks2: Callable) -> None:
     """Catches a merge that forgets one head's maximum, the teacher's slice taken for the whole. test_verify.py has the rest."""
     ranks2(_kernels_on_two_ranks)

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from shards import DEVICE, GPU, launch_nothing, needs_gpu
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from cce_dist import VocabShard, groups, linear_cross_entropy, merge, op
+from cce_dist import VocabShard, groups, linear_cross_entropy, merge, op, reference
 from cce_dist.kernels import ShardLogits, Spec, dry_run, memory, waves
 from cce_dist.kernels.d_weight import joined, low_byte
 from cce_dist.kernels.dry_run import Live
@@ -50,24 +49,11 @@ def operands(biased: bool = True) -> tuple[list[Tensor], Tensor]:
 def dense(
     tensors: list[Tensor], labels: Tensor, dtype: torch.dtype, factor: float | Tensor, **options: Any
 ) -> tuple[Tensor, ...]:
-    """Loss and gradients of the sum of ``factor`` times it in a dtype."""
-    hidden, weight, *bias = (tensor.detach().to(dtype).requires_grad_() for tensor in tensors)
-    logits = F.linear(hidden, weight, *bias) * options.get("logit_scale", 1.0)
-    if options.get("softcap"):
-        logits = options["softcap"] * torch.tanh(logits / options["softcap"])
-    classes = options.get("weight", logits.new_ones(logits.shape[1])).to(logits)
-    counted, of_labels = labels != -100, classes[labels.clamp(min=0)]
-    z_loss = options.get("z_loss_weight", 0.0) * logits.logsumexp(1).square()
-    smoothing = options.get("label_smoothing", 0.0)
-    loss = (
-        F.cross_entropy(logits, labels, classes, reduction="none", label_smoothing=smoothing)
-        + counted * of_labels * z_loss
-    )
-    if options.get("reduction") != "none":
-        loss = loss.sum()
-    if "reduction" not in options:
-        loss = loss / (options.get("num_tokens") or of_labels[counted].sum())
-    return loss, *torch.autograd.grad((factor * loss).sum(), (hidden, weight, *bias))
+    """Return the reference's loss in a dtype, and gradients of the sum of ``factor`` times the loss."""
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+    bias = leaves[2] if len(leaves) > 2 else None
+    loss = reference.linear_cross_entropy(leaves[0], leaves[1], labels, linear_bias=bias, **options).loss
+    return loss, *torch.autograd.grad((factor * loss).sum(), leaves)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -624,7 +610,13 @@ def _on_ranks(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", ["torch", pytest.param("triton", marks=pytest.mark.skipif(GPU, reason="ranks are on CPUs, interpreted"))]
+    "backend",
+    [
+        "torch",
+        pytest.param(
+            "triton", marks=[pytest.mark.slow, pytest.mark.skipif(GPU, reason="ranks are on CPUs, interpreted")]
+        ),
+    ],
 )
 def test_on_two_ranks(ranks2: Callable[..., None], backend: str) -> None:
     """Catches: statistics of a group that are merged with another's, a sum of dE that leaves a group out."""
