@@ -162,7 +162,9 @@ def _give_back(model: nn.Module) -> None:
                     module.loss_function = loss.args[1]
     for head in _taken_heads(model):
         if type(head).__bases__[0] is not Head:
-            raise ValueError("cce_dist: the class of the head was changed again since an earlier engine took it over: undo that")
+            raise ValueError(
+                "cce_dist: the class of the head was changed since an earlier engine took it over: undo that"
+            )
         deferred.give_back(head)
     if pipeline.is_pipeline(model):
         pipeline.give_back(model)
@@ -309,7 +311,9 @@ def _check_tensor_parallel(config: dict) -> None:
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not float(size).is_integer():
         raise ValueError(f'ds_config: "tensor_parallel.autotp_size" must be a whole number, got {size!r}')
     if splits_head is not None and not isinstance(splits_head, bool):
-        raise ValueError(f'ds_config: "tensor_parallel.vocab_parallel_lm_head" must be true or false, got {splits_head!r}')
+        raise ValueError(
+            f'ds_config: "tensor_parallel.vocab_parallel_lm_head" must be true or false, got {splits_head!r}'
+        )
     if size > 1 and not splits_head:
         raise ValueError('cce_dist with AutoTP needs "tensor_parallel": {"vocab_parallel_lm_head": true}')
 

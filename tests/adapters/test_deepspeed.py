@@ -659,7 +659,12 @@ def test_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 Z_LOSS = {"enabled": True, "z_loss_weight": 1.0}
-SECTIONS: dict[str, dict | None] = {"on": {"enabled": True}, "z-loss": Z_LOSS, "off": {"enabled": False}, "absent": None}
+SECTIONS: dict[str, dict | None] = {
+    "on": {"enabled": True},
+    "z-loss": Z_LOSS,
+    "off": {"enabled": False},
+    "absent": None,
+}
 
 
 def losses_of(engine: Any) -> list[float]:
@@ -702,19 +707,21 @@ def one_after_another(make: Callable[[], Any], zero: int = 0) -> None:
         own = engine(model, SECTIONS[name], initialize)
         torch.testing.assert_close(losses_of(own), expected[name], rtol=2e-5, atol=0, msg=lambda m, n=name: f"{n}: {m}")
         if before is not None:
-            with pytest.raises(RuntimeError, match="no head of this engine|a later engine has taken over the model"):
+            with pytest.raises(RuntimeError, match=r"no head of this engine|a later engine has taken over the model"):
                 cce.require(before)
         before = own
         if SECTIONS[name] in (SECTIONS["on"], Z_LOSS):
             cce.require(own)
             with pytest.raises(ValueError, match='has no key "fliter"'):
                 engine(model, {"enabled": True, "fliter": "plain"}, cce.initialize)
-            with pytest.raises(ValueError, match="which .* does not have|not for pipelines"):
+            with pytest.raises(ValueError, match=r"which .* does not have|not for pipelines"):
                 engine(model, {"enabled": True, "head": "absent"}, cce.initialize)
             cce.require(own)  # a refused engine takes nothing
     if not isinstance(own, deepspeed.runtime.pipe.engine.PipelineEngine):  # pyright: ignore
         other = copy.deepcopy(engine(model, Z_LOSS, cce.initialize).module)
-        torch.testing.assert_close(losses_of(engine(other, None, deepspeed.initialize)), expected["off"], rtol=2e-5, atol=0)
+        torch.testing.assert_close(
+            losses_of(engine(other, None, deepspeed.initialize)), expected["off"], rtol=2e-5, atol=0
+        )
 
 
 def one_pipeline(tied: bool) -> Any:
@@ -750,7 +757,7 @@ def what_initialize_reads() -> None:
     """Catches a section that is read from one place alone, and values of other sections that end in an error of Python."""
     import deepspeed
 
-    config = ds_config(True)
+    config = ds_config(True, Case())
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(config, file)
         file.flush()
@@ -789,13 +796,13 @@ def test_plain_initialize_says_that_it_ignores_the_section(tmp_path: Path, first
         f"assert {first!r} == 'deepspeed' or 'deepspeed' not in sys.modules\n"
         f"import {second}\n"
         "from deepspeed import initialize as plain\n"
-        "from test_deepspeed import cce, ds_config, one_model, prepare\n"
+        "from test_deepspeed import Case, cce, ds_config, one_model, prepare\n"
         "from cce_dist.tools import ranks\n"
         "def body():\n"
         "    prepare()\n"
         "    for call, enabled in ((plain, True), (plain, False), (cce.initialize, True), (cce.initialize, False)):\n"
         "        print('call', call.__module__, enabled, file=sys.stderr, flush=True)\n"
-        "        call(model=one_model(), config=ds_config(enabled))\n"
+        "        call(model=one_model(), config=ds_config(enabled, Case()))\n"
         "if __name__ == '__main__':\n"
         "    ranks.run_ranks(body, 1)\n"
     )

@@ -338,7 +338,10 @@ def test_packed_sequences_of_nemo_rl() -> None:
         packed.cu_seqlens_q = torch.tensor(boundaries)
         with pytest.raises(ValueError, match=f"cu_seqlens_q must {message}"):
             nemo()._gpt_forward_with_linear_ce_fusion(
-                model, hidden.view(-1, 1, hidden.shape[-1])[:8], labels=torch.zeros(1, 8).long(), packed_seq_params=packed
+                model,
+                hidden.view(-1, 1, hidden.shape[-1])[:8],
+                labels=torch.zeros(1, 8).long(),
+                packed_seq_params=packed,
             )
 
 
