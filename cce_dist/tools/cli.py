@@ -59,7 +59,7 @@ COMMANDS = {
     ),
 }
 
-EXTRA_OF = {"tokenizers": "train", "tqdm": "train", "numpy": "train", "matplotlib": "train"}
+OPTIONAL = ("tokenizers", "filelock", "numpy", "matplotlib", "tqdm")  # packages of the extra "train"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return module.run(parser.parse_args(argv[1:]))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in EXTRA_OF:
+        if missing not in OPTIONAL:
             raise
         print(
-            f"cce-dist {name} needs {missing}, which is not installed: pip install 'cce-dist[{EXTRA_OF[missing]}]'",
+            f"cce-dist {name} needs {missing}, which is not installed: pip install {' '.join(OPTIONAL)}",
             file=sys.stderr,
         )
         return 1

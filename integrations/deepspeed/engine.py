@@ -163,7 +163,7 @@ def _give_back(model: nn.Module) -> None:
     for head in _taken_heads(model):
         if type(head).__bases__[0] is not Head:
             raise ValueError(
-                "cce_dist: the head's class was changed again after an earlier engine took it over: undo that"
+                "cce_dist: the class of the head was changed since an earlier engine took it over: undo that"
             )
         deferred.give_back(head)
     if pipeline.is_pipeline(model):

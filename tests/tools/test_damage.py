@@ -381,3 +381,21 @@ def test_a_refusal_of_weights_and_biases_is_one_line(
     assert pretrain(cache, tmp_path / "run", "--wandb", "project") == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cce-dist")]
     assert len(lines) == 1 and "cannot write to Weights & Biases: No API key" in lines[0]
+
+
+@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/*"])
+def test_a_run_whose_checkpoints_are_gone_keeps_its_records(cache: Path, run: Path, gone: str) -> None:
+    """Catches a run that begins at step 0 and overwrites its metrics. A run that had stored nothing begins anew."""
+    before = (run / "metrics.jsonl").read_bytes()
+    for path in run.glob(gone):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(
+        UsageError, match=r"checkpoints in .* are gone, of which step-00000008 was the newest: .*--no-resume"
+    ):
+        go_on(cache, run, "--checkpoint-every", "100")
+    assert (run / "metrics.jsonl").read_bytes() == before
+    (run / checkpoint.STORED).unlink()
+    go_on(cache, run, "--steps", "3", "--checkpoint-every", "100")
+    (run / checkpoint.STORED).write_text(EIGHT)
+    go_on(cache, run, "--steps", "4", "--no-resume")
+    assert newest(run) == 4 and (run / checkpoint.STORED).read_text() == "step-00000004\n"

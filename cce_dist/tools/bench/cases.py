@@ -46,7 +46,7 @@ def _table(args: argparse.Namespace) -> ModuleType:
     try:
         from cce_dist.tools.bench import fsdp, steps
     except ImportError as error:
-        raise SystemExit(f"cce-dist bench: --models needs cce-dist[train]: {error}") from error
+        raise SystemExit(f"cce-dist bench: --models needs a package that is not installed: {error}") from error
     return steps if args.fsdp is None else fsdp
 
 
@@ -135,7 +135,7 @@ def _finish(results: Results, out: Path, has_figure: bool) -> int:
     if dist.is_initialized() and dist.get_rank() > 0:
         return 0
     versions = ", ".join(f"{name} {version}" for name, version in results.environment["versions"].items())
-    picture = "bench.png" if has_figure else "no figure: matplotlib is not installed (pip install 'cce-dist[bench]')"
+    picture = "bench.png" if has_figure else "no figure: matplotlib is not installed (pip install matplotlib)"
     print(f"{results.environment['device']}; {versions}\n{out}: bench.json, {picture}")
     return _exit_code(results.cases)
 
