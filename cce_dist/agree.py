@@ -20,7 +20,8 @@ from cce_dist.kernels import OUTSIDE, Operands
 from cce_dist.kernels.dense import label_ids
 from cce_dist.shard import VocabShard
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def label_error(name: str, labels: Tensor, ids: Tensor, vocab_size: int, ignore_index: int) -> str:

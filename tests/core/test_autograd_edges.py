@@ -164,7 +164,7 @@ def _divergence(x: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
     return linear_kl_divergence(x, w, x.detach() + 1, w.detach().flip(0), kind="jsd", **options)
 
 
-CHANGING: dict[str, tuple[int | None, Callable[..., Tensor], Callable[[float], dict[str, Any]]]] = {
+CHANGING: dict[str, tuple[int | None, Callable[..., Any], Callable[[float], dict[str, Any]]]] = {
     "z-loss": (None, any_call, lambda v: dict(z_loss_weight=v)),
     "scale and softcap": (None, any_call, lambda v: dict(logit_scale=v, softcap=80.0 * v)),
     "class weights": (None, any_call, lambda v: dict(weight=torch.arange(1.0, V + 1), label_smoothing=v / 2, logit_scale=v)),

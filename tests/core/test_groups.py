@@ -291,7 +291,7 @@ def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_divisor_that_requires_a_gradient_gets_it() -> None:
     """Catches: a divisor that is a constant in groups, and in a graph."""
-    tensors, labels = operands(biased=False)
+    (hidden, weight), labels = operands(biased=False)
     num_tokens, grads = torch.tensor(7.0, device=DEVICE, requires_grad=True), []
 
     def loss(hidden: Tensor, weight: Tensor, num_tokens: Tensor) -> Tensor:
@@ -303,8 +303,8 @@ def test_a_divisor_that_requires_a_gradient_gets_it() -> None:
         (ROWS, torch.compile(loss, fullgraph=True, backend="aot_eager")),
     ):
         with groups.of_rows(rows):
-            grads.append(torch.autograd.grad(function(*tensors, num_tokens), (num_tokens, *tensors)))
-    right = dense(tensors, labels, torch.float64, -3.0, num_tokens=7.0)
+            grads.append(torch.autograd.grad(function(hidden, weight, num_tokens), (num_tokens, hidden, weight)))
+    right = dense([hidden, weight], labels, torch.float64, -3.0, num_tokens=7.0)
     for d_num_tokens, *of_tensors in grads:
         torch.testing.assert_close(d_num_tokens.double(), 3.0 * right[0] / 7, rtol=1e-3 if GPU else 1e-5, atol=0)
         for ours, true in zip(of_tensors, right[1:], strict=True):
@@ -317,7 +317,7 @@ def test_a_checkpoint_hands_out_each_tensor_once() -> None:
     upstream = 1 + MASK.to(DEVICE)
     with in_groups(times=2):  # forward, and its recomputation
         loss = checkpoint(
-            lambda *x: linear_cross_entropy(*x, labels, reduction="none"), hidden, weight, use_reentrant=False
+            lambda x, w: linear_cross_entropy(x, w, labels, reduction="none"), hidden, weight, use_reentrant=False
         )
         found = torch.autograd.grad(loss, (hidden, weight), upstream)
     right = dense([hidden, weight], labels, torch.float64, upstream, reduction="none")[1:]
@@ -369,7 +369,9 @@ def test_expected_weights_have_targets_shape() -> None:
     with pytest.raises(TypeError, match="expected_weights must be a bool"):
         linear_cross_entropy(hidden, weight, labels, expected_weights=wrong)
     with pytest.raises(TypeError, match="expected_weights must be real numbers"):
-        linear_cross_entropy(hidden, weight, labels, reduction="none", expected_weights=MASK.cfloat().to(DEVICE))
+        linear_cross_entropy(
+            hidden, weight, labels, reduction="none", expected_weights=MASK.to(DEVICE, torch.complex64)
+        )
 
 
 def test_an_error_of_the_labels_and_no_tokens_at_all() -> None:
