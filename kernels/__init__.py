@@ -45,8 +45,7 @@ last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wante
 
 ``linear_log_probs`` appends up to four kinds of rows (``extras.py`` merges them), in this order: SUM_SQUARE, the sum of
 exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows with the logits of each token's ids,
-0 where the id is no valid row of this shard; and 2 k rows of bits, the keys of the k largest logits. With several ids a
-token, TARGET is not used.
+0 where the id is no valid row of this shard; and 2 k rows of bits, the keys of the k largest logits.
 
 **Gradient of a logit** comes from four coefficients per token (rows of ``coef_4N``: ``P``, ``LABEL``, ``UNIFORM``,
 ``ENTROPY``), the merged maximum M and the logarithm L of the merged sum. M and L stay separate, so that
@@ -56,8 +55,7 @@ p_j = exp(z_j - M - L) is accurate however large the logits are:
 
 and dL/du_j is that times 1 - (z_j / softcap)^2.
 
-**Several ids a token.** LABEL is 0, and ``cells.py`` overwrites the cells of the ids with their whole gradient, computed from
-the logit that forward saved.
+**Several ids a token.** TARGET is not used, and LABEL is 0. ``cells.py`` overwrites the ids' cells with their whole gradient.
 
 **Factors of a token** are two numbers, ``a`` and ``b``: ``u = a * (hidden @ weight.T + bias)`` and
 ``z = b * softcap * tanh(u / softcap)`` (``z = u`` without a softcap). ``logit_scale`` is 1 then.
@@ -247,8 +245,7 @@ class Operands(NamedTuple):
     hidden: torch.Tensor  # [N, D] contiguous; fp32, bf16 or fp16
     weight: torch.Tensor  # [V, D] contiguous, the same dtype
     head: Head
-    # [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative. With several ids a token: any of its ids
-    # that is in the vocabulary.
+    # [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative. With several ids a token: any valid one.
     ids: torch.Tensor
     start: int  # As in ``ShardLogits``
     num_valid: int  # As in ``ShardLogits``

@@ -64,8 +64,7 @@ class Backend(Protocol):
     def saved_of_slices(self, x: Operands, spec: Spec) -> list[Tensor] | None:
         """Return the tensors saved for backward if forward may process the tokens in slices, else None.
 
-        None means that forward saves data of every token, so it needs all tokens at once. Only dtype and D of ``x.hidden``
-        are read.
+        None: forward saves data of every token, so it needs all tokens at once. Only dtype and D of ``x.hidden`` count.
         """
         ...
 

@@ -1,8 +1,7 @@
 """Functions that kernels share: declare a kernel, and load, multiply and store tiles.
 
 A kernel takes a matrix in one of two forms, as the constexpr ``TMA`` says: a tensor descriptor, which the copy engine of Hopper
-and later GPUs reads and writes without address arithmetic in the loop, or a plain pointer for other devices. ``head.py`` turns
-products into logits.
+and later GPUs reads and writes without address arithmetic in the loop, or a plain pointer for other devices.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from cce_dist.kernels.tiles import interpreted, major_of
 
 
 def kernel(*specialized: str) -> Callable[[Callable], Any]:
-    """Declare a Triton kernel that is specialized only for the arguments named here, and for its constexprs and dtypes.
+    """Declare a Triton kernel that compiles anew only for the arguments named here, and for its constexprs and dtypes.
 
-    By default Triton compiles a kernel again if an integer becomes 1 or a multiple of 16, or a pointer becomes aligned to 16
-    bytes. Here only the named sizes and matrices, which decide the width of loads, do so: nothing compiles during training.
+    Triton compiles a kernel anew where an integer becomes 1 or a multiple of 16, or a pointer one of 16 bytes. Here only sizes
+    and matrices that decide how wide a load is do so: nothing compiles in the middle of training.
     """
 
     def declare(function: Callable) -> Any:
@@ -62,9 +61,9 @@ def has_tma(*matrices: torch.Tensor) -> bool:
 
 
 def operand(matrix: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDescriptor | torch.Tensor:
-    """Return a descriptor of [rows, cols] blocks of a matrix with ``tma``, else the matrix itself.
+    """Return a matrix in the form a kernel reads: a descriptor of [rows, cols] blocks, or itself.
 
-    ``has_tma`` has checked the alignment, so the descriptor is built without the checks in ``TensorDescriptor.__init__``.
+    ``has_tma`` has looked at its alignment, so the descriptor is made without the checks of its own ``__init__``.
     """
     if not tma:
         return matrix

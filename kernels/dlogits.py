@@ -45,9 +45,8 @@ def dlogits_chunk(
     """Fill dlogits_RV with the gradient of the columns from ``first_col`` (a multiple of the tile) on.
 
     Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it; columns past ``num_valid`` are 0.
-
-    ``one_wave`` is for calls that often have no labelled token. Only as many programs as run at a time are launched, and they
-    loop over all tiles: thousands of programs that return early would take longer.
+    ``one_wave`` launches only as many programs as run at a time, which loop over all tiles. It is for calls that often have no
+    labelled token: thousands of programs that return early would take longer.
     """
     tile = tiles.dlogits
     num_rows, hidden_size = rows.hidden.shape

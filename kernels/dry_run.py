@@ -48,8 +48,7 @@ class Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # By identity, which is not reused while a weak reference exists.
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by identity, which a weak reference reserves
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,7 +192,7 @@ def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor 
     Args:
         backend: Backend of the call.
         spec: Options of the call.
-        x: Operands of the call, with labels in place of ids. Under sequence parallelism hidden states are a slice.
+        x: Operands of the call, with labels in ``ids``. Under sequence parallelism hidden states are a slice.
         weight_out: As in ``Grads``.
     """
     # Dispatch modes must not see the dry run's operators, and nothing can be compiled while a graph is captured.

@@ -443,8 +443,8 @@ def finished_groups(
     """Cut the tokens into ranges of ``ready_rows`` (None: one range), and each range into groups of ``rows`` tokens.
 
     Returns:
-        For each group: its index, its number of labelled tokens, and how many of the call's first tokens have their final
-        d_hidden after it: those up to the end of the range for the range's last group, else 0.
+        For each group: its index, its number of labelled tokens, and the end of its range if it is the range's last group, else
+        0. d_hidden of all tokens before that end is then final.
     """
     num_tokens = ids_N.shape[0]
     if ready_rows is None or ready_rows >= num_tokens:

@@ -1,7 +1,6 @@
 """Base-2 exponentials and logarithms in one instruction; Triton's own take four and thirty.
 
-Triton's versions are exact below 2^-126, too. Kernels over all logits need not be: exponentials that small do not matter next
-to a row's largest.
+Triton's versions are exact below 2^-126, too, where exponentials no longer matter next to a row's largest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Turn exponentials kept by forward (``lse.py``) into an operand of backward's matrix products.
 
 With e = exp(z - reference) * slope kept for a row, the row's gradient is ``scale * e`` with one ``scale`` per row, apart from
-the label's cell. So the exponentials themselves are the operand. d_hidden is multiplied by the scale in the epilogue, d_weight
-takes hidden states times the scale. The label's cell is written from the label's own logit each time, so a second backward
-gets the same bits.
+the label's cell. So the exponentials are the operand. d_hidden is multiplied by the scale in the epilogue; d_weight takes
+scaled hidden states. The label's cell is written from the label's own logit, so a second backward gets the same bits.
 
 If the entropy is differentiated, the row's gradient is ``scale * e * (a + b log e)``, since log p is log e plus a number per
 row. Backward then overwrites the exponentials with ``e * (a + b log e)`` and sets ``Kept.overwritten``. A second backward
@@ -217,8 +216,7 @@ def _with_entropy_kernel(
     FAST: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    # Multiply BLOCK_V exponentials of one row by a + b log2(e). Programs that run together share few rows, so they read memory
-    # from one end to the other.
+    # Multiply BLOCK_V exponentials of one row by a + b log2(e). Programs that run together read contiguous memory.
     num_blocks = tl.cdiv(exp_cols, BLOCK_V)
     row = tl.program_id(0) // num_blocks
     if row >= tl.load(num_kept_ptr):

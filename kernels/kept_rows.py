@@ -4,8 +4,7 @@ In forward and for d_hidden each program has one token and goes through its list
 d_weight a program has a part of one column's row, and goes through the column's tokens. Programs share no sums, so a token's
 outputs do not depend on other tokens, and sums are in the order of the lists.
 
-The time is that of reading memory: for each entry a row of the weight in forward, and in backward the row again and a row of
-the hidden states.
+Memory traffic takes the time: each entry reads a row of the weight in forward, and again in backward, with a hidden state.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ def _list_logits_kernel(
     begin = tl.load(begin_ptr + token)
     end = tl.load(begin_ptr + token + 1)
 
-    # Online softmax over the list: logits z [BLOCK_K] of BLOCK_K entries at a time. Each of the BLOCK_K lanes has its own sums,
-    # relative to the largest logit of all lanes so far.
+    # Online softmax over the list, z [BLOCK_K] at a time. Sums are [BLOCK_K], relative to the largest logit so far.
     row_max = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_K,), tl.float32)
     moment = tl.zeros((BLOCK_K,), tl.float32)

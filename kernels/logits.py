@@ -69,8 +69,7 @@ def _logits_kernel(
 ):
     BLOCK_N: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
-    # Each program computes several tiles z [BLOCK_N, BLOCK_V] = logits_of(hidden[rows] @ weight[columns].T), so that the copy
-    # engine fetches the operands of the next tile while one is written.
+    # Each program computes several tiles z [BLOCK_N, BLOCK_V], so that operands of the next tile load while one is stored.
     num_kept = tl.load(num_kept_ptr)
     num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
     for number in tl.range(tl.program_id(0), num_row_blocks * num_tiles, tl.num_programs(0), flatten=True):

@@ -242,8 +242,7 @@ def _lse_kernel(
     factors = token_factors(head, token, live)
     after = factors[1][:, None]
 
-    # For each tile of this part: logits z [BLOCK_N, BLOCK_V] = hidden[rows] @ weight[columns].T, folded into the running
-    # maximum and sums of each row, [BLOCK_N] each.
+    # For each tile: add logits z [BLOCK_N, BLOCK_V] = hidden[rows] @ weight[columns].T to maxima and sums, [BLOCK_N] each.
     for tile in tl.range(start, stop, flatten=True):
         acc = tile_of_products(
             hidden, weight, row, tile * BLOCK_V, num_rows, num_valid, hidden_size, TILE, TMA, PRECISION
@@ -335,8 +334,7 @@ def _mark(
     words_ptr, e, limit, tile, offs_n, in_n, num_words, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, FAST: tl.constexpr
 ):
     """Store one bit per logit of a tile, 0 where its exponential is below exp(``limit``)."""
-    # Compare exponentials rather than logits, so that z's registers are free. NaN counts as kept; if the limit underflows, the
-    # whole row is kept.
+    # Compare exponentials, so that the logits' registers are free. NaN is kept, and whole rows if the limit underflows.
     dropped = e < _exp(limit, FAST)[:, None]
     bits = tl.where(dropped, 0, 1 << (tl.arange(0, BLOCK_V) % 32)[None, :])
     words = tl.sum(tl.reshape(bits, (BLOCK_N, BLOCK_V // 32, 32)), 2).to(tl.int32)
@@ -355,8 +353,7 @@ def merge_splits(
 ) -> None:
     """Merge the partials of all parts, in order, into stats_KN at the tokens of the group (TARGET is left alone).
 
-    Tokens without a label get a maximum of 0, a sum of 1, and zeros. ``sloped_N`` receives the sum of exponentials times the
-    softcap's slope.
+    Tokens without a label get a maximum of 0, a sum of 1, and zeros. ``sloped_N``: out, sum of exp times the softcap's slope.
     """
     num_rows = rows.index.shape[0]
     _merge_splits_kernel[(cdiv(num_rows, 128),)](

@@ -102,8 +102,8 @@ class Chunks(NamedTuple):
 def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
     """Return the smallest budget that keeps the exponentials of all columns.
 
-    It also holds hidden states and references of all tokens. If d_hidden is ``alone``, it only holds a group's in forward, and
-    in backward the parts of d_hidden's last wave: backward's hidden states are in d_hidden's own storage.
+    It also holds hidden states and references of all tokens. If d_hidden is ``alone``, it holds those of a group in forward,
+    and the parts of d_hidden's last wave in backward: backward's hidden states are in d_hidden's own storage.
     """
     num_tiles = cdiv(sizes.num_columns, tile_cols)
     row_bytes = _making_bytes(sizes, num_tiles)
@@ -277,10 +277,7 @@ def fallback_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes
 
 
 def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int) -> Chunks:
-    """Return the tokens per group of the filter's forward: over all columns (``rows``), over frequent columns (``cols``).
-
-    The marks of all columns take ``num_words`` words a token.
-    """
+    """Return the tokens per group of the filter's forward: ``rows`` over all columns (with marks), ``cols`` over frequent."""
     budget = max(workspace_bytes, LEAST_BYTES)
     rows = budget * 3 // 4 // (sizes.hidden_bytes + 4 * num_words)
     unit = tile_rows * group if rows >= tile_rows * group else tile_rows

@@ -11,8 +11,7 @@ import torch
 def fp32_precision() -> str:
     """Return "ieee" or "tf32": how torch multiplies fp32 matrices on a GPU.
 
-    ``torch.get_float32_matmul_precision`` raises once the newer setting (torch 2.9 on) was used, so it is only called where
-    there is no newer setting.
+    ``torch.get_float32_matmul_precision`` raises once the newer setting was used, so it is only called before torch 2.9.
     """
     newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     is_tf32 = torch.get_float32_matmul_precision() != "highest" if newer is None else newer == "tf32"

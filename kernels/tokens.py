@@ -122,7 +122,6 @@ def _mean_kernel(
 ):
     total = tl.zeros((BLOCK,), tl.float32)
     count = tl.zeros((BLOCK,), tl.int32)
-    # Sum nll and count labels, BLOCK tokens at a time.
     for begin in range(0, num_tokens, BLOCK):
         offs_n = begin + tl.arange(0, BLOCK)
         in_n = offs_n < num_tokens
@@ -231,7 +230,6 @@ def merged_lse(stats_T3N: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _merged_max(stats_ptr, offs_n, in_n, num_shards, shard_stride):
-    """Return the maximum of each token over all shards' statistics. NaN wins."""
     merged_max = tl.full(offs_n.shape, float("-inf"), tl.float32)
     for shard in range(0, num_shards):
         shard_max = tl.load(stats_ptr + shard * shard_stride + offs_n, mask=in_n, other=0)
@@ -259,7 +257,6 @@ def _merged_lse_kernel(
     plane = num_tokens.to(tl.int64)
     merged_max = _merged_max(stats_ptr, offs_n, in_n, num_shards, num_stats * plane)
     sum_exp = tl.zeros((BLOCK_N,), tl.float32)
-    # Rescale each shard's sum of exponentials, [BLOCK_N], to the merged maximum and add them up.
     for shard in range(0, num_shards):
         where = stats_ptr + shard * num_stats * plane + offs_n
         below = _below(tl.load(where, mask=in_n, other=0), merged_max)
@@ -423,7 +420,7 @@ def _sums_of_rows_kernel(
         return
     first_sum = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     second_sum = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    # Add coef [2, BLOCK_R] times rows [BLOCK_R, BLOCK_D] to the two sums, BLOCK_R rows at a time.
+    # Sum coef [2, BLOCK_R] times rows [BLOCK_R, BLOCK_D].
     for first in range(part * BLOCK_R, num_rows, tl.num_programs(0) * BLOCK_R):
         offs_r = first + tl.arange(0, BLOCK_R)
         in_r = offs_r < num_rows

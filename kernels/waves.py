@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 SECOND_WAVE = 0.03  # cost of a second wave of d_hidden's parts, in waves
 FULL_WAVES = 0.95  # wanted share of busy programs, on average, when the vocabulary is cut into parts
-# Budgets must give the same groups of tokens on every rank. So they assume the programs of an H100 or H200, and this tile of
-# d_hidden, on every device.
+# Budgets must give the same groups on every rank, so they assume an H100's or H200's programs, and this tile of d_hidden.
 PROGRAMS, USUAL_ROWS, USUAL_COLS = 132, 128, 256
 
 
@@ -90,8 +89,7 @@ def _fitted(rows: int, cols: int, width: int) -> tuple[int, int]:
 def fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_once: int, most: int) -> int:
     """Return the chunk width of the logits' gradient, at most ``most``, with the least time in partly filled waves.
 
-    A last wave of a few programs takes as long as a wave of ``at_once``. d_hidden is not counted: its last wave is cut into
-    parts (``d_hidden.py``).
+    A last wave of a few programs takes as long as a wave of ``at_once``. d_hidden does not count: its last wave is cut.
     """
     grad_weight = fitted(tiles.grad_weight, hidden_size)
 

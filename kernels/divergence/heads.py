@@ -29,7 +29,7 @@ row   name        value
 4     MOMENT      see above; 0 for "jsd"
 ====  ==========  =====================================================
 
-Equal heads give a divergence and a gradient of exactly 0, because both heads go through the same operations.
+Both heads go through the same operations, so equal heads give a divergence and a gradient of exactly 0.
 """
 
 from __future__ import annotations

@@ -400,8 +400,7 @@ def _pair_gradients_kernel(
     BLOCK_V: tl.constexpr,
     MAX_SIDE: tl.constexpr,
 ):
-    # Compute the gradient of one tile [BLOCK_N, BLOCK_V] of the student's logits. Programs that run together share few rows, so
-    # they read memory from one end to the other.
+    # Compute the gradient of a tile [BLOCK_N, BLOCK_V] of logits. Programs that run together read contiguous memory.
     tile = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_N
     num_kept = tl.load(num_kept_ptr)

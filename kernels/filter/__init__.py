@@ -296,10 +296,8 @@ class Compensation(NamedTuple):
 
     Attributes:
         shares_2V: As in ``shares.Dropped``.
-        shared_hidden: [2 or 3, D]. Each token's two factors times the first two rows are added to d_hidden. None if d_hidden is
-            not wanted.
-        shared_weight_2D: Each column's share times the first row, plus the second row, is added to d_weight. None if d_weight
-            is not wanted.
+        shared_hidden: [2 or 3, D], or None. Each token's two factors times the first two rows are added to d_hidden.
+        shared_weight_2D: Each column's share times the first row, plus the second row, is added to d_weight. Or None.
         sampled: Columns that correct d_hidden, or None.
         tokens: Tokens that correct d_weight, or None.
         factors: Factors of the corrections, or None.

@@ -184,7 +184,7 @@ def bound_of_shard(
     """
     stats_3N = torch.empty(3, x.num_tokens, dtype=torch.float32, device=frequent_3N.device)
     num_outside = x.num_valid - frequent.ids_F.shape[0]
-    # Standard error of the mean of ``num_sampled`` out of ``num_outside`` columns, per standard deviation; 0 for all columns.
+    # ERRORS standard errors of a mean of ``num_sampled`` out of ``num_outside`` columns, in standard deviations.
     left_out = 1.0 - num_sampled / num_outside if num_outside else 0.0
     error = ERRORS * (left_out / max(1, num_sampled - 1)) ** 0.5
     _bound_of_shard_kernel[(cdiv(x.num_tokens, 256),)](

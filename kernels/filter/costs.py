@@ -1,7 +1,4 @@
-"""Estimate from sizes alone whether a filter takes less time than exact gradients.
-
-All devices use the rates of an H200, because ranks have to agree.
-"""
+"""Estimate from sizes alone whether a filter is faster than exact gradients. Ranks have to agree, so rates are an H200's."""
 
 from __future__ import annotations
 

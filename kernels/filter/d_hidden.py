@@ -52,8 +52,7 @@ def add_products(
         gain: Factor on the products of both pairs, 0-d fp32; or None.
         factor_2N: r_i and u_i of each token, fp32.
         shared: shared_0 and shared_1, fp32: the first two rows of [2 or 3, D].
-        later: The lists, and the greatest length of lists that were added before. Only tokens with lists up to this length
-            have a remainder already.
+        later: The lists, and the greatest length of lists added before. Only the tokens of these have a remainder already.
     """
     hidden_size, num_rows = total.high_ND.shape[1], rows.hidden.shape[0]
     others = [*(sampled or ()), *(() if covariance_DD is None else (rows.hidden, covariance_DD))]
@@ -135,8 +134,7 @@ def _hidden_products_kernel(
     mass = tl.load(factor_ptr + token, mask=live, other=0)
     gain = tl.load(gain_ptr) if HAS_GAIN else 1.0
 
-    # acc [BLOCK_N, BLOCK_D] is the sum of up to three products: hidden @ covariance, sampled gradients @ their rows of the
-    # weight, and frequent gradients @ their rows of the weight.
+    # acc [BLOCK_N, BLOCK_D] = hidden @ covariance + sampled gradients @ weight rows + frequent gradients @ weight rows.
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     if HAS_COVARIANCE:
         linear = tl.load(factors_ptr + LINEAR)

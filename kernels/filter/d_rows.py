@@ -228,8 +228,7 @@ def _filtered_weight_kernel(
     others_done = (tl.load(factors_ptr + GAIN) != 0) if HAS_FACTORS else False
     shrinkage = tl.load(factors_ptr + SHRINKAGE) if HAS_FACTORS else 0.0
     adding |= others_done
-    # An item is [BLOCK_V, BLOCK_D] of d_weight. Neighbouring programs read the same BLOCK_D elements of hidden states, so these
-    # stay in the cache.
+    # An item is [BLOCK_V, BLOCK_D] of d_weight. Neighbouring programs share BLOCK_D elements of hidden states in the cache.
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         # An item's columns are far apart, to balance the work: neighbours often have many entries together.
         offs_v = item % num_blocks_v + tl.arange(0, BLOCK_V) * num_blocks_v

@@ -1,8 +1,7 @@
 """Frequent columns: the few columns that the filter keeps for every token.
 
 In a trained softmax some hundred logits per token reach a useful threshold. Nearly all of them belong to the few hundred ids
-that are frequent in any text. These columns are kept whole, as a matrix. They are the ids that are most often labels in the
-batch, so the vocabulary's order does not matter.
+that are frequent in any text. These columns, the most frequent labels of the batch, are kept whole, as a matrix.
 """
 
 from __future__ import annotations

@@ -171,8 +171,7 @@ class Decisions(NamedTuple):
     Attributes:
         listed_labels: [N] int64: the label if the token is listed, else -1.
         exact_labels: [N] int64: the label if all tokens take the exact path, else -1.
-        frequent_labels: [N] int64: the label's position among the frequent columns if it is one of them and the token is
-            listed, else -1.
+        frequent_labels: [N] int64: position of a listed token's label among the frequent columns, else -1.
         index: [N] int32: the listed tokens in order (or all labelled tokens if all are exact), then the others.
         ends_2N: [2, N] int32, for listed tokens: the end of the token's entries; the end of its blocks.
         numbers_3N: [3, N] fp32: the threshold, below which logits are dropped; the softmax mass of the shard's infrequent
@@ -537,8 +536,7 @@ def _listed_gradients_kernel(
     listed = tl.zeros((BLOCK_K,), tl.float32)
     num_listed = tl.zeros((BLOCK_K,), tl.int32)
     stop = tl.minimum(count, (number + 1) * ENTRIES)
-    # For BLOCK_K columns at a time: logits z [BLOCK_K] = weight rows [BLOCK_K, BLOCK_D] @ h [BLOCK_D], their probabilities and
-    # gradients. The loop is pipelined: the next columns and rows are loaded meanwhile.
+    # Logits z [BLOCK_K] = weight rows [BLOCK_K, BLOCK_D] @ h [BLOCK_D], and their gradients; the next rows load meanwhile.
     for first in tl.range(number * ENTRIES, stop, BLOCK_K, num_stages=STAGES):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < stop

@@ -253,8 +253,7 @@ def squares_of_columns(
 
 def squares_of_tokens(tokens: SampledTokens, dropped: Dropped, sampled: SampledColumns, tiles: Tiles) -> torch.Tensor:
     """Return partial sums of the squared correction of d_weight at sampled columns, and of its terms' squares. -> [2, P]"""
-    # Terms are divided by the root of the column's share, because columns are sampled by share, and multiplied by S and sqrt(V)
-    # for fp16's range.
+    # Columns are sampled by share, so terms are divided by the root of the share. S and sqrt(V) keep fp16 in range.
     return _squares(
         tokens.parts_SV, sampled.column_K, sampled.column_K.shape[0], tokens.centered.rows_SD, tokens.centered.numbers_3S,
         tiles.lse, dropped,
@@ -549,8 +548,7 @@ def _factors_kernel(
     less = tl.zeros((BLOCK_D,), tl.float32)  # subtracted from the first shared row of d_weight
     if HAS_COLUMNS:
         if HAS_LINEAR:
-            # Estimate the square of d_hidden: a token's row is about as long as a centered row of the weight times the token's
-            # coefficient. Division by own corrects for sampling tokens by mass.
+            # Estimate the square of d_hidden: a token's row is about as long as a row of the weight times the coefficient.
             offs_s = tl.arange(0, SAMPLE)
             own = tl.abs(tl.load(own_ptr + offs_s))
             coef_p = tl.load(coef_ptr + tl.load(token_ptr + offs_s)) * logit_scale
@@ -721,8 +719,7 @@ def _sampled_gradients_kernel(
 ):
     BLOCK_N: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
-    # Compute a tile [BLOCK_N, BLOCK_V] of g. Blocks of columns that read the same tokens are neighbours, so that hidden states
-    # are read from memory once.
+    # Compute a tile [BLOCK_N, BLOCK_V] of g. Neighbouring programs read the same tokens, so these come from memory once.
     num_col_blocks = tl.cdiv(num_columns, BLOCK_V)
     row = tl.program_id(0) // num_col_blocks * BLOCK_N
     col = tl.program_id(0) % num_col_blocks * BLOCK_V

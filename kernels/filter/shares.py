@@ -282,8 +282,8 @@ def _calibrate_kernel(
     ALL_D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Weights are 1 + strength * (x - mean x), x being a token's dot product with the mean hidden state of all tokens. strength
-    # makes the weighted mean of x equal |mean hidden state|^2, the mean of x over all tokens.
+    # Weights are 1 + strength * (x - mean x), x being a token's dot product with the mean of all tokens. strength makes the
+    # weighted mean of x equal to the mean of x over all tokens.
     square = tl.zeros((ALL_D,), tl.float32)
     for first in range(0, hidden_size, ALL_D):
         all_d = first + tl.arange(0, ALL_D)
@@ -477,8 +477,7 @@ def _dropped_sums_kernel(
     BLOCK_N: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
     num_sampled = tl.load(num_sampled_ptr)
-    # Sum the dropped exponentials of a tile [BLOCK_N, BLOCK_V] over its tokens. Blocks of rows that read the same columns are
-    # neighbours, so that the columns are read from memory once.
+    # Sum the dropped exponentials of a tile [BLOCK_N, BLOCK_V] over its tokens. Neighbouring programs read the same columns.
     num_blocks = tl.cdiv(num_rows, BLOCK_N)
     row = tl.program_id(0) % num_blocks * BLOCK_N
     col = tl.program_id(0) // num_blocks * BLOCK_V
