@@ -22,10 +22,16 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import spmd_types as spmd
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
+
+try:
+    import spmd_types as spmd
+    import torchtitan  # noqa: F401
+except ModuleNotFoundError as error:
+    message = "cce_dist.integrations.torchtitan needs torchtitan, which is not installed: pip install torchtitan"
+    raise ModuleNotFoundError(message, name="torchtitan") from error
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size

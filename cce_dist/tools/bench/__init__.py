@@ -90,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COLUMN",
         help=f"with --show: print one table, a column per case, with these numbers, and draw nothing: {', '.join(COLUMNS)}",
     )
+    add("--scatter", type=Path, metavar="PNG", help="with --show: draw time over memory, both over torch-compile's")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     """Print stored files: a table and a figure for each, or one table with the chosen columns."""
-    from cce_dist.tools.bench import records, report
+    from cce_dist.tools.bench import records, report, scatter
 
     asked = {
         "shape": args.shapes or args.models,
@@ -151,6 +152,10 @@ def _show(args: argparse.Namespace) -> int:
         lines = report.summary(every, args.columns) if args.columns else []
     except (OSError, ValueError) as error:
         raise SystemExit(f"cce-dist bench: {error}") from error
+    if args.scatter:
+        pairs = [(files[path].environment, case) for path, cases in shown.items() for case in cases]
+        scatter.draw(args.scatter, pairs)
+        return 0
     print("\n".join(lines) if lines else "\n\n".join(map(report.table, every)))
     if not any((args.columns, *asked.values(), args.methods)):
         for path, results in files.items():

@@ -71,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a plan. Returns the exit code. A user's mistake is reported in one line."""
+    if args.picture:
+        import matplotlib  # noqa: F401 - if it is missing, say so before any work
     try:
         device = measure() if args.measure else named(DEVICES, args.gpu, "GPU")
         workspace = args.workspace and args.workspace << 20
