@@ -43,6 +43,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import _reduction
 from torch.nn.modules import module as torch_module
@@ -707,7 +708,7 @@ def checked(module: Any, own: tuple[type, ...] = (), path: str = "its head") -> 
 def check_weight(head: Any, path: str = "the head") -> None:
     """Raise if a head's weight is no plain tensor of a dtype that the loss is computed in."""
     weight = head.base_layer.weight if hasattr(head, "base_layer") else head.weight
-    plain = type(weight) in (nn.Parameter, Tensor) or isinstance(weight, (DTensor, nn.UninitializedParameter))
+    plain = type(weight) in (nn.Parameter, Tensor) or isinstance(weight, (DTensor, FakeTensor))
     if not plain or weight.dtype not in (*DTYPES, torch.float64):
         raise ValueError(
             f"cce_dist: the weight of {path} is a {type(weight).__name__} of {weight.dtype}, a quantized one or another tensor "
@@ -737,7 +738,7 @@ def check_class(kind: type, own: tuple[type, ...] = (), path: str = "") -> None:
     """Raise if modules of this class are not the plain product with their weight."""
     if not is_plain(kind, own):
         which = f" ({path})" if path else ""
-        advice = ": leave the head out of target_modules and modules_to_save" if "peft" in kind.__module__ else ""
+        advice = ": leave the head out of PEFT's target_modules, or use LoRA" if "peft" in kind.__module__ else ""
         raise ValueError(
             f"cce_dist cannot take over a head that is a {kind.__name__} of {kind.__module__}{which}: it must be nn.Linear or "
             f"CCEHead{advice}"
