@@ -3,10 +3,10 @@
 ``take`` puts a head into a subclass of its own class, ``Head`` before it. While the head's ``Task`` defers, a call of the head
 returns ``DeferredLogits``: no numbers, but the hidden states and the weight that the head was called with. The model's own
 code may scale them and, in the end, asks for their loss. That request calls the head again with ``ask=``, a function that runs
-inside of the head's ``forward``. If FSDP or ZeRO-3 has hooks on the head, the request runs them, and they gather the weight
-around its real use. In training all other uses of the logits raise an error that names the use. In evaluation any other use
-computes them from the saved hidden states and weight. It raises an error instead if the logits are stale, because they would
-not fit the loss beside them:
+inside of the head's ``forward``. Where FSDP or ZeRO-3 has hooks on the head, they run, too, and gather the weight around
+its real use. In training all other uses of the logits raise an error that names the use. In evaluation any other use computes
+them from the saved hidden states and weight. It raises an error instead if the logits are stale, because they would not fit the
+loss beside them:
 
 * ``Tensor._version`` of the hidden states, the head's weight or bias, or an adapter's weights has changed
   (``on_demand.Versions``), or an adapter's weights were replaced.
@@ -43,6 +43,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import _reduction
 from torch.nn.modules import module as torch_module
@@ -708,7 +709,7 @@ def checked(module: Any, own: tuple[type, ...] = (), path: str = "its head") -> 
 def check_weight(head: Any, path: str = "the head") -> None:
     """Raise if a head's weight is no plain tensor of a dtype that the loss is computed in."""
     weight = head.base_layer.weight if hasattr(head, "base_layer") else head.weight
-    plain = type(weight) in (nn.Parameter, Tensor) or isinstance(weight, (DTensor, nn.UninitializedParameter))
+    plain = type(weight) in (nn.Parameter, Tensor) or isinstance(weight, (DTensor, FakeTensor))
     if not plain or weight.dtype not in (*DTYPES, torch.float64):
         raise ValueError(
             f"cce_dist: the weight of {path} is a {type(weight).__name__} of {weight.dtype}, a quantized one or another tensor "
@@ -738,7 +739,7 @@ def check_class(kind: type, own: tuple[type, ...] = (), path: str = "") -> None:
     """Raise if modules of this class are not the plain product with their weight."""
     if not is_plain(kind, own):
         which = f" ({path})" if path else ""
-        advice = ": leave the head out of target_modules and modules_to_save" if "peft" in kind.__module__ else ""
+        advice = ": leave the head out of PEFT's target_modules, or use LoRA" if "peft" in kind.__module__ else ""
         raise ValueError(
             f"cce_dist cannot take over a head that is a {kind.__name__} of {kind.__module__}{which}: it must be nn.Linear or "
             f"CCEHead{advice}"

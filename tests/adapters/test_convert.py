@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
+import inspect
 import io
 import operator
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from tiny_trainer import counted
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.nn.modules import module as modules
+from torch.nn.utils import parametrizations
 
 import cce_dist
 from cce_dist.integrations import deferred
@@ -143,7 +146,20 @@ def cut_short(logits: Any, labels: Tensor) -> Tensor:
     return loss_of(logits[..., :-5], labels.clamp(max=VOCAB - 6))
 
 
-@pytest.mark.parametrize("loss", [loss_of, causal, capped, picked, biased, cut_short])
+def weighed(logits: Any, labels: Tensor) -> Tensor:
+    """By class, and with the arguments that torch had before ``reduction``."""
+    weights = torch.arange(1.0, 1 + VOCAB)
+    logits, labels = logits.view(-1, VOCAB), labels.view(-1)
+    one = F.cross_entropy(logits, labels, weights, label_smoothing=0.1)
+    return one + F.cross_entropy(logits, labels, weights, size_average=False)
+
+
+def rearranged(logits: Any, labels: Tensor) -> Tensor:
+    einops = pytest.importorskip("einops")
+    return F.cross_entropy(einops.rearrange(logits, "b s v -> (b s) v"), labels.view(-1))
+
+
+@pytest.mark.parametrize("loss", [loss_of, causal, capped, picked, biased, cut_short, weighed, rearranged])
 def test_deferred_logits_meet_the_users_own_loss(loss: Callable) -> None:
     """In a loop of training, behind the model's forward, where the weight is whole on one GPU and under DDP."""
     stock, ours = pair()
@@ -180,7 +196,7 @@ USES: dict[str, Callable] = {
     "view": lambda x: x.view(-1, VOCAB + 1),
     "not-flat": lambda x: F.cross_entropy(x, batch()),
     "probabilities": lambda x: F.cross_entropy(x[0], torch.ones(LENGTH, VOCAB)),
-    "class-weights": lambda x: F.cross_entropy(x[0], batch()[0], torch.ones(VOCAB)),
+    "transpose": lambda x: F.cross_entropy(x.transpose(1, 2), batch()),
     "as-target": lambda x: F.cross_entropy(torch.ones(LENGTH, VOCAB), x),
 }
 
@@ -271,12 +287,12 @@ def test_a_copy_is_a_converted_model_of_its_own(through: str) -> None:
     assert type(ours.lm_head).__name__ == type(ours.lm_head).__qualname__ == "Linear"
     cce_dist.revert(ours)
     assert type(ours.lm_head) is nn.Linear and isinstance(ours(batch())["logits"], Tensor)
-    assert not ours._forward_hooks and not ours._forward_pre_hooks and not hasattr(ours.lm_head, "cce_task")
+    assert type(ours) is Model and not hasattr(ours, "cce_task") and not hasattr(ours.lm_head, "cce_task")
     assert_same_step(stock, ours)
     assert_same_step(stock, other.train())
     cce_dist.require(other)
     cce_dist.revert(other)
-    assert type(other.lm_head) is nn.Linear and not other._forward_hooks
+    assert type(other.lm_head) is nn.Linear and type(other) is Model
 
 
 LOOKS: dict[str, Callable] = {
@@ -335,7 +351,6 @@ CHANGES: dict[str, Callable] = {
     "training": train_through_data,
     "optimizer": step,
     "load": lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
-    "assign": lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True),
     "bias": lambda model: model.lm_head.bias.zero_(),
     "hidden": lambda model: model.hidden.mul_(2),
 }
@@ -362,6 +377,14 @@ def test_stale_logits_of_evaluation_raise(change: Callable, mode: Callable) -> N
     torch.testing.assert_close(looked + 0, expected)
     with pytest.raises(RuntimeError, match=r"these logits are stale: .* after the forward"):
         unseen.argmax(-1)
+
+
+def test_logits_of_evaluation_keep_a_weight_that_is_replaced() -> None:
+    stock, ours = (model.eval() for model in pair())
+    with torch.no_grad():
+        unseen, expected = ours(batch(), labels=batch())["logits"], stock(batch())["logits"]
+    ours.load_state_dict({k: v + 1 for k, v in ours.state_dict().items()}, assign=True)
+    torch.testing.assert_close(unseen + 0, expected)
 
 
 def test_stale_hidden_states_raise_before_they_are_copied() -> None:
@@ -455,31 +478,210 @@ def doubles(module: nn.Module, args: Any, output: Any) -> Any:
     return output * 2
 
 
-def test_a_forward_hook_on_the_head_is_refused() -> None:
-    """It would scale the loss in place of the logits. Without a loss it gets logits, and may stay."""
-    model = Model()
-    handle = model.lm_head.register_forward_hook(functools.partial(doubles))
-    with pytest.raises(ValueError, match="the head lm_head has the forward hook doubles of test_convert, which"):
-        cce_dist.convert(model)
-    handle.remove()
+def add_hooks(model: Any, everywhere: bool) -> list[Any]:
+    """Add hooks that draw a dropout before the head, and double its logits."""
+    before, after = model.lm_head.register_forward_pre_hook, model.lm_head.register_forward_hook
+    if everywhere:
+        before, after = modules.register_module_forward_pre_hook, modules.register_module_forward_hook
+
+    def drop(module: nn.Module, args: Any) -> Any:
+        return (F.dropout(args[0], 0.5),) if isinstance(module, nn.Linear) else None
+
+    def double(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 2 if isinstance(module, nn.Linear) else None
+
+    return [before(drop), after(double)]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_hooks_on_the_head_get_hidden_states_and_logits(train: bool, everywhere: bool) -> None:
+    """Catches a hook that scales the loss in place of logits, or runs again for the loss, and draws another dropout."""
+    found = []
+    for model in pair():
+        hooks = add_hooks(model.train(train), everywhere)
+        torch.manual_seed(3)
+        found.append(model(batch(), labels=batch()))
+        for hook in hooks:
+            hook.remove()
+        found[-1]["loss"].backward()
+        found[-1]["gradient"] = model.lm_head.weight.grad
+    stock, ours = found
+    for name in ("loss", "gradient"):
+        torch.testing.assert_close(ours[name], stock[name])
+    if not train:
+        torch.testing.assert_close(ours["logits"] + 0, stock["logits"])
+
+
+def test_a_hook_for_the_gradient_of_logits_is_refused() -> None:
+    _, ours = pair()
+    ours.lm_head.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"the head has the hook .* of test_convert, which"):
+        ours(batch(), labels=batch())
+
+
+class CallsForward(Model):
+    def logits(self, hidden: Tensor) -> Any:
+        return self.lm_head.forward(hidden)
+
+
+@pytest.mark.parametrize("kind", [Model, CallsForward])
+def test_forward_may_be_called_past_hooks(kind: type) -> None:
+    """Catches logits that are made where nobody sees the call."""
+    stock, ours = pair(kind)
+    assert list(inspect.signature(ours.forward).parameters) == ["ids", "labels"]
+    found = ours.forward(batch(), labels=batch())
+    assert isinstance(found["logits"], TensorLogits)
+    torch.testing.assert_close(found["loss"], stock(batch(), labels=batch())["loss"])
+    torch.testing.assert_close(loss_of(ours.forward(batch())["logits"], batch()), found["loss"])
+    cce_dist.require(ours)
+    with torch.no_grad():
+        logits = ours.eval().forward(batch(), labels=batch())["logits"]
+        torch.testing.assert_close(logits + 0, stock(batch())["logits"])
+
+
+class Swaps(nn.Module):
+    """Gives a head another weight while it calls it, as PEFT's ``target_parameters`` do."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.head, self.delta = head, nn.Parameter(torch.ones(VOCAB, HIDDEN))
+
+    def forward(self, hidden: Tensor) -> Any:
+        own = self.head._parameters.pop("weight")
+        self.head.weight = own + self.delta
+        try:
+            return self.head(hidden)
+        finally:
+            del self.head.weight
+            self.head._parameters["weight"] = own
+
+
+def swapped(model: Any) -> Any:
+    model.lm_head = Swaps(model.lm_head)
+    return model
+
+
+def normed(model: Any) -> Any:
+    parametrizations.weight_norm(model.lm_head)
+    with torch.no_grad():
+        model.lm_head.parametrizations.weight.original0.mul_(2)
+    return model
+
+
+@pytest.mark.parametrize("change", [swapped, normed])
+def test_the_loss_is_of_the_weight_that_the_head_was_called_with(change: Callable) -> None:
+    stock, ours = (change(model) for model in pair())
+    assert_same_step(stock, ours)
+    torch.testing.assert_close(loss_of(ours(batch())["logits"], batch()), loss_of(stock(batch())["logits"], batch()))
+    with torch.no_grad():
+        expected, got = (model.eval()(batch(), labels=batch()) for model in (stock, ours))
+    torch.testing.assert_close(got["logits"] + 0, expected["logits"])
+
+
+def test_weights_of_a_functional_call_outlive_it() -> None:
+    stock, ours = pair()
+    weights: dict[str, Any] = {name: nn.Parameter(2 * x.detach()) for name, x in stock.named_parameters()}
+    logits = [torch.func.functional_call(model, weights, (batch(),))["logits"] for model in (stock, ours)]
+    torch.testing.assert_close(loss_of(logits[1], batch()), loss_of(logits[0], batch()))
+
+
+@pytest.mark.parametrize("converted", ["before", "after"])
+def test_rows_are_those_of_the_weight(converted: str) -> None:
+    """Catches a head that is as large as ``out_features`` says, which PEFT's tied copies have wrong."""
+    stock, ours = pair()
+    if converted == "after":
+        cce_dist.revert(ours)
+    weight = torch.randn(VOCAB + 3, HIDDEN)
+    for model in (stock, ours):
+        model.lm_head.weight, model.lm_head.bias = nn.Parameter(weight.clone()), None
+    cce_dist.convert(ours)
+    assert_same_step(stock, ours)
+    logits = ours.eval()(batch(), labels=batch())["logits"]
+    assert logits.shape == (BATCH, LENGTH, VOCAB + 3)
+    torch.testing.assert_close(logits + 0, stock(batch())["logits"])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")])
+def test_dtypes_are_the_stocks(dtypes: tuple[str, str], autocast: bool) -> None:
+    """Catches a head in another dtype than its model, whose logits claim the dtype of the hidden states."""
+    model, head = (getattr(torch, name) for name in dtypes)
+    stock, ours = pair()
+    for each in (stock, ours):
+        each.to(model).lm_head.to(head)
+        each.lm_head.register_forward_pre_hook(lambda module, args: (args[0].to(module.weight.dtype),))
+    ids = batch()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        losses = [F.cross_entropy(each(ids)["logits"].view(-1, VOCAB), ids.view(-1)) for each in (ours, stock)]
+        with torch.no_grad():
+            logits = [each.eval()(ids, labels=ids)["logits"] for each in (ours, stock)]
+    assert losses[0].dtype == losses[1].dtype
+    assert logits[0].dtype == (logits[0] + 0).dtype == logits[1].dtype
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(logits[0] + 0, logits[1], rtol=2e-2, atol=2e-2)
+
+
+class Quantized(Tensor):
+    """A tensor subclass in the place of a weight."""
+
+
+QUANTIZED: dict[str, Callable] = {
+    "subclass": lambda weight: weight.as_subclass(Quantized),
+    "float8": lambda weight: weight.to(torch.float8_e4m3fn),
+    "int8": lambda weight: weight.to(torch.int8),
+}
+
+
+@pytest.mark.parametrize("quantize", QUANTIZED.values(), ids=QUANTIZED)
+def test_a_quantized_head_is_refused(quantize: Callable) -> None:
     stock, ours = pair()
     for model in (stock, ours):
-        model.lm_head.register_forward_hook(doubles)
-    with pytest.raises(ValueError, match="the head has the forward hook doubles"):
+        model.lm_head.weight = nn.Parameter(quantize(model.lm_head.weight.detach()), requires_grad=False)
+    with pytest.raises(ValueError, match=r"the weight of lm_head is .* a quantized one"):
+        cce_dist.convert(stock)
+    with pytest.raises(ValueError, match=r"the weight of the head is .* a quantized one"):
         ours(batch(), labels=batch())
-    with torch.no_grad():
-        torch.testing.assert_close(ours(batch())["logits"], stock(batch())["logits"])
 
 
-def test_a_head_that_was_enlarged_is_converted_again() -> None:
-    _, ours = pair()
-    ours.lm_head.weight = nn.Parameter(torch.randn(VOCAB + 3, HIDDEN))
-    ours.lm_head.bias, ours.lm_head.out_features = None, VOCAB + 3
-    with pytest.raises(ValueError, match="has 40 rows, and had 37 when it was converted: convert the model again"):
-        ours(batch(), labels=batch())
-    loss = cce_dist.convert(ours)(batch(), labels=batch())["loss"]
-    logits = F.linear(ours.embed(batch()), ours.lm_head.weight)
-    torch.testing.assert_close(loss, loss_of(logits, batch()))
+@pytest.mark.parametrize("train", [False, True])
+def test_replicas_and_threads_are_refused(train: bool) -> None:
+    """Catches calls that share the state of one head. ``generate`` in several threads needs none of it."""
+    stock, ours = pair()
+    with pytest.raises(RuntimeError, match=r"as nn\.DataParallel does"):
+        ours.train(train)._replicate_for_data_parallel()(batch(), labels=batch())
+    inside, found = threading.Event(), threading.Event()
+    answers: list[Any] = []
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        found.wait(20)
+
+    def first() -> None:
+        answers.append(ours(batch(), labels=batch())["loss"])
+
+    ours.embed.register_forward_hook(wait)
+    thread = threading.Thread(target=first)
+    thread.start()
+    inside.wait(20)
+    try:
+        with pytest.raises(RuntimeError, match="is called in several threads"):
+            ours(batch(), labels=batch())
+    finally:
+        found.set()
+        thread.join()
+    torch.testing.assert_close(answers[0], stock(batch(), labels=batch())["loss"])
+
+
+def test_labels_that_are_shifted_for_a_loss_outside() -> None:
+    """Catches a training forward that is expected to compute the loss because it is given shifted labels."""
+
+    class Shifted(Model):
+        def forward(self, ids: Tensor, shift_labels: Tensor | None = None) -> Any:
+            return self.logits(self.embed(ids))
+
+    stock, ours = pair(Shifted)
+    torch.testing.assert_close(*(loss_of(model(batch(), shift_labels=batch()), batch()) for model in (ours, stock)))
 
 
 def test_logits_on_demand_pass_for_a_tensor_from_outside_python(dense: list[int]) -> None:
@@ -531,7 +733,7 @@ def test_compiled_code_is_compiled_once() -> None:
 
 
 def test_compiled_evaluation_is_one_graph() -> None:
-    """Catches: a graph break, an evaluation that is compiled anew after each step, logits of other weights."""
+    """Catches: a graph break, an evaluation that is compiled anew after each step, logits that are no tensor."""
     stock, ours = pair()
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -539,18 +741,16 @@ def test_compiled_evaluation_is_one_graph() -> None:
     for _ in range(3):
         with torch.no_grad():
             expected, got = (model.eval()(batch(), labels=batch()) for model in (stock, compiled))
-            unseen = compiled(batch(), labels=batch())["logits"]
-        torch.testing.assert_close(got["loss"], expected["loss"])
-        torch.testing.assert_close(got["logits"] + 0, expected["logits"])
         compiled.train()(batch(), labels=batch())["loss"].backward()
-        with pytest.raises(RuntimeError, match="stale: a forward in training began"):
-            unseen.argmax(-1)
+        assert type(got["logits"]) is Tensor
+        for name in ("loss", "logits"):
+            torch.testing.assert_close(got[name], expected[name])
     assert counter.frame_count == 2
 
 
 def replaced_forward() -> nn.Module:
     model = Model()
-    model.lm_head.forward = model.lm_head.forward  # as accelerate's hooks do
+    model.lm_head.forward = model.lm_head.forward
     return model
 
 

@@ -31,8 +31,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(name: str, **config: Any) -> Any:
-    model = tiny_model(name, tie_word_embeddings=False)
+def model_of(name: str, tied: bool = False, **config: Any) -> Any:
+    model = tiny_model(name, tie_word_embeddings=tied)
     wrapped = get_peft_model(model, LoraConfig(**{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM", **config}))
     with torch.no_grad():  # LoRA starts at B = 0, where dA is 0
         for where, parameter in wrapped.named_parameters():
@@ -71,6 +71,38 @@ def test_loss_and_gradients_are_the_stocks(name: str, config: str) -> None:
     of_head = [where for where in assert_gradients_no_worse(ours, stock, truth) if "lm_head" in where]
     expected = {"lora": 2, "lora-rs-bias": 3, "modules-to-save": 1 + (name == "Phi"), "frozen": 0}
     assert len(of_head) == expected[config]
+
+
+# Of docs/peft.md: options, whether the embedding is tied to the head, and how many parameters of both train.
+WRAPPED: dict[str, tuple[dict[str, Any], bool, int]] = {
+    "tokens-tied": ({"trainable_token_indices": [3, 5]}, True, 1),
+    "tokens-untied": ({"trainable_token_indices": {"lm_head": [3, 5]}}, False, 1),
+    "parameters-tied": ({"target_parameters": ["lm_head.weight"]}, True, 2),
+    "parameters-untied": ({"target_parameters": ["lm_head.weight"]}, False, 2),
+    "lora-tied": ({"target_modules": ["q_proj", "lm_head"]}, True, 2),
+    "copies-tied": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True, 1),
+    "copies-untied": ({"modules_to_save": ["embed_tokens", "lm_head"]}, False, 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", WRAPPED)
+def test_heads_and_embeddings_that_peft_trains(case: str) -> None:
+    """Catches a loss of the frozen weight, and of ``out_features``, which the copies of a tied head have wrong."""
+    config, tied, count = WRAPPED[case]
+    stock = model_of("Llama", tied, **{"target_modules": ["q_proj"], **config})
+    ours, truth = cce_dist.convert(copy.deepcopy(stock)), copy.deepcopy(stock).double()
+    losses = [trained(model) for model in (ours, stock, truth)]
+    cce_dist.require(ours)
+    assert_no_worse(losses[0], losses[1], losses[2])
+    found = assert_gradients_no_worse(ours, stock, truth)
+    assert len([where for where in found if "lm_head" in where or "embed_tokens" in where]) == count
+    with torch.no_grad():
+        for model in (ours, stock):
+            model.eval()
+        torch.testing.assert_close(ours(**batch()).logits + 0, stock(**batch()).logits)
+        with ours.disable_adapter(), stock.disable_adapter():
+            torch.testing.assert_close(ours(**batch()).logits + 0, stock(**batch()).logits)
 
 
 def test_bfloat16_keeps_what_a_young_adapter_adds() -> None:

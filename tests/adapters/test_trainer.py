@@ -119,6 +119,45 @@ def test_generate_in_training_mode_and_resized_embeddings() -> None:
     torch.testing.assert_close(losses[1], losses[0])
 
 
+def test_evaluation_alone_may_be_compiled(tmp_path: Path) -> None:
+    """Catches logits that accelerate cannot gather; after a training Trainer evaluates the model that is not compiled."""
+    from transformers import Trainer
+
+    found = []
+    for ours in (False, True):
+        forget()
+        torch._dynamo.reset()
+        model = cce_dist.convert(tiny_model()) if ours else tiny_model()
+        args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager")
+        found.append(Trainer(model, args, eval_dataset=Sentences(6), compute_metrics=metrics).evaluate())
+    names = [name for name in found[0] if not name.endswith(("time", "second"))]
+    assert {name: found[1][name] for name in names} == pytest.approx({name: found[0][name] for name in names}, rel=1e-5)
+
+
+@pytest.mark.parametrize("head", ["cpu", "disk"])
+@pytest.mark.parametrize("converted", ["before", "after"])
+def test_a_dispatched_model(tmp_path: Path, converted: str, head: str) -> None:
+    """With accelerate's hooks, as ``device_map`` adds them, around every forward; the head's weight may be on disk."""
+    from accelerate import dispatch_model
+
+    ids = Sentences()[0]["input_ids"][None]
+    expected = tiny_model().eval()(input_ids=ids, labels=ids)
+    model = tiny_model().eval()
+    if converted == "before":
+        cce_dist.convert(model)
+    dispatch_model(model, {"model": "cpu", "lm_head": head}, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    cce_dist.convert(model)
+    with torch.no_grad(), counted(deferred, "_dense") as computed:
+        found = model(input_ids=ids, labels=ids)
+        torch.testing.assert_close(found.loss, expected.loss)
+        assert computed == [0]
+        torch.testing.assert_close(found.logits + 0, expected.logits)
+        torch.testing.assert_close(model.forward(input_ids=ids, labels=ids).loss, expected.loss)
+    if converted == "after":
+        cce_dist.revert(model)
+        torch.testing.assert_close(model(input_ids=ids).logits, expected.logits)
+
+
 def test_accelerate() -> None:
     stock, ours = (with_accelerate(ours, "LlamaForCausalLM") for ours in (False, True))
     torch.testing.assert_close(ours[0], stock[0], rtol=TOLERANCE, atol=TOLERANCE)
