@@ -189,7 +189,7 @@ def list_candidates(
     # Rows that are not live may hold NaN or infinity from the bias. They begin past the list's end, so nothing is stored.
     begin = tl.where(live, begin, capacity)
     before = begin[:, None] + (((packed[:, None] >> byte) & 255) - of_lane).to(tl.int32)
-    # A lane has one cell or two; the slots of the second come after those of the first.
+    # A lane has one cell or two; the second cell's slots come after the first one's.
     later = (tl.arange(0, CELLS) > 0)[None, None, :]
     before = before[:, :, None] + tl.where(later, of_lane[:, :, None] - num_listed, 0).to(tl.int32)
     slot = before[:, :, :, None] + (((up_to - word)[:, :, :, None] >> shift) & 15).to(tl.int32)

@@ -115,7 +115,7 @@ def peak(backend: str, sizes: Sizes, spec: Spec, device: Planned | None, ready_r
 
 @lru_cache(maxsize=4096)
 def groups_peak(sizes: Sizes, groups: Groups, spec: Spec, device: Planned | None) -> int:
-    """Return the peak of a loss that finishes groups in forward: that of one group plus the tensors of all tokens."""
+    """Return the peak of a loss that finishes groups in forward: one group's peak plus the tensors of all tokens."""
     group = sizes._replace(num_tokens=min(groups.rows, sizes.num_tokens))
     spec = spec._replace(alone=True)
     x, module = _bare_operands(group, spec), named("exact")

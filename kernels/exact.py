@@ -143,7 +143,7 @@ def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Te
     num_tiles = cdiv(x.num_valid, tiles.lse.cols)
     keeping, parts = _kept_span(x, kept, tiles, at_once), 0
     if keeping.last < num_tiles:
-        # ``invariant`` calls use one number of parts for any number of tokens: that of 400 to 8,192 tokens on an H100.
+        # ``invariant`` calls always use the number of parts that 400 to 8,192 tokens get on an H100.
         cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
         parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
     buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)

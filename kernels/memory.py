@@ -55,8 +55,8 @@ BLOCK_N, BLOCK_V = 128, 256  # blocks of the dense backend are multiples of thes
 # 16; dense bf16 has 6.4e-3 to 8.1e-3 (H200, 2026-11). With more groups dC has 8 extra bits. If these exceed a third of the
 # budget there are at most MOST_GROUPS groups, and dC is rounded.
 LEAST_GROUP, MOST_ROUNDED, MOST_GROUPS = 896, 5, 16
-# Uneven groups are taken if they need less than FULLER of the time of even ones. Time is that of d_hidden and of one pass over
-# d_weight per group, in waves of d_hidden's tiles on the 132 programs of an H100 or H200: 1e-4 of a wave for each hidden unit.
+# Uneven groups are taken if they need less than FULLER of even groups' time. Time counts d_hidden and one pass over d_weight
+# per group (1e-4 of a wave for each hidden unit), in waves of d_hidden's tiles on the 132 programs of an H100 or H200.
 FULLER, D_WEIGHT_WAVES = 0.95, 1e-4
 
 
@@ -102,8 +102,8 @@ class Chunks(NamedTuple):
 def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
     """Return the smallest budget that keeps the exponentials of all columns.
 
-    It also holds hidden states and references of all tokens. If d_hidden is ``alone``, it holds those of a group in forward,
-    and the parts of d_hidden's last wave in backward: backward's hidden states are in d_hidden's own storage.
+    It also holds hidden states and references of all tokens. If d_hidden is ``alone``, it holds only a group's in forward, and
+    the parts of d_hidden's last wave in backward: backward's hidden states are in d_hidden's own storage.
     """
     num_tiles = cdiv(sizes.num_columns, tile_cols)
     row_bytes = _making_bytes(sizes, num_tiles)

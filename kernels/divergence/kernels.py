@@ -1,6 +1,6 @@
 """Divergence of two heads on Triton: write the logits of both heads, then compute statistics and gradients from the logits.
 
-Matrix products (``pair_logits.py``) write the logits of both heads: those of the first columns into memory that is kept for
+Matrix products (``pair_logits.py``) write the logits of both heads: the first columns' into memory that is kept for
 backward, the others chunk by chunk. In forward, passes over the logits sum up five numbers per token. In backward, a pass turns
 the student's logits into their gradient, in place, and the products of ``d_hidden.py`` and ``d_weight.py`` follow, as in
 ``exact.py``. ``heads.py`` has the formulas. A second backward computes the overwritten logits again, with the same bits.

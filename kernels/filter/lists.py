@@ -12,7 +12,7 @@ lists overflow (``memory.list_capacity``), all tokens do. ``listed_gradients`` c
 
     z_j = hidden . weight_j        g_j = scale * slope * (P p_j + LABEL [j = label])
 
-The time is that of latency and memory traffic, not of arithmetic. A program handles a block of one token's columns, whose rows
+Latency and memory traffic take the time, not arithmetic. A program handles a block of one token's columns, whose rows
 of the weight it has in registers. If the block is the whole list, it also sums g_j weight_j, the list's part of d_hidden.
 """
 
