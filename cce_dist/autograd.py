@@ -20,6 +20,7 @@ from cce_dist import merge
 from cce_dist.call import build, flat, schema
 from cce_dist.kernels.launch import replay
 from cce_dist.kernels.launch.replay import Replayed
+from cce_dist.kernels.precision import accumulator
 
 
 class Operator(NamedTuple):
@@ -159,7 +160,7 @@ class Operator(NamedTuple):
         return (
             torch.empty_like(hidden) if want[0] else nothing,
             torch.empty_like(weight) if want[1] and grad_weight_out is None else torch.empty_like(nothing),
-            weight.new_empty((sum(want[2:]), weight.shape[0]), dtype=torch.float32)
+            weight.new_empty((sum(want[2:]), weight.shape[0]), dtype=accumulator(weight.dtype))
             if any(want[2:])
             else torch.empty_like(nothing),
         )

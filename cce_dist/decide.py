@@ -82,7 +82,10 @@ def choose_backend(backend: str, forced: str, device_type: str, dtype: torch.dty
         return "triton" if backend == "auto" else backend
     on_gpu = device_type == "cuda"
     if backend == "auto":
-        return "triton" if on_gpu and torch.version.cuda is not None else "torch"
+        has_kernels = on_gpu and torch.version.cuda is not None and dtype != torch.float64
+        return "triton" if has_kernels else "torch"
+    if backend == "triton" and dtype == torch.float64:
+        raise TypeError("input is float64, which the torch backend alone takes: use backend='torch' or 'auto'")
     if backend == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"backend='triton' needs a GPU (or Triton's interpreter, TRITON_INTERPRET=1), input is on {device_type}"

@@ -32,6 +32,7 @@ from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
 from cce_dist.kernels.backends import named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.memory import Groups
+from cce_dist.kernels.precision import accumulator, widened
 from cce_dist.op import decided, operands_of, sum_group_of
 
 # Expected weights of a token, relative to the largest: the least, which stands for 0, and what counts as rounding.
@@ -155,7 +156,7 @@ class _InGroups(torch.autograd.Function):
         with torch.no_grad():
             if ctx.made is None:
                 ctx.made = run(hidden, weight, head, labels, *ctx.told)[1]
-            found = _times_upstream(ctx, (hidden, weight, head), grads[0].float())
+            found = _times_upstream(ctx, (hidden, weight, head), widened(grads[0]))
         if torch.is_grad_enabled():
             nothing = grads[0].new_empty(0)
             there = [nothing if tensor is None else tensor for tensor in found]
@@ -242,7 +243,7 @@ def _scale(values: Tensor | None, factor: Tensor, backend: str, out: Tensor | No
 
 def times(values: Tensor, factor: Tensor) -> Tensor:
     """Return the product in fp32, in which 0 times an infinity is 0."""
-    return torch.where((values == 0) | (factor == 0), 0.0, values.float() * factor)
+    return torch.where((values == 0) | (factor == 0), 0.0, widened(values) * factor)
 
 
 def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tensor | None) -> Tensor:
@@ -280,7 +281,7 @@ def run(
             hidden = merge.SequenceGather(hidden, group).wait()
         compile_ahead(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
         x = x._replace(hidden=hidden, ids=ids)
-        loss_N = torch.empty(x.num_tokens, dtype=torch.float32, device=hidden.device)
+        loss_N = torch.empty(x.num_tokens, dtype=accumulator(hidden.dtype), device=hidden.device)
         softmax = Softmax(torch.empty_like(loss_N), torch.empty_like(loss_N))
         d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
         has_low = call.way.groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16

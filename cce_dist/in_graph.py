@@ -15,6 +15,7 @@ from cce_dist import groups, merge, op
 from cce_dist.autograd import head_gradients
 from cce_dist.call import Call, Options, build, flat, numbers_of, schema, stand_in
 from cce_dist.kernels import Operands
+from cce_dist.kernels.precision import accumulator
 
 
 def loss(x: Operands, terms: groups.Terms, call: Call, options: Options) -> Tensor:
@@ -67,7 +68,7 @@ def _loss_and_gradients_fake(hidden: Tensor, weight: Tensor, head: list[Tensor],
         torch.empty_like(x) if wanted else hidden.new_empty(0)
         for x, wanted in zip((hidden, weight, *head), want, strict=True)
     )
-    return hidden.new_empty((), dtype=torch.float32), d_hidden, d_weight, d_head
+    return hidden.new_empty((), dtype=accumulator(hidden.dtype)), d_hidden, d_weight, d_head
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

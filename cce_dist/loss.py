@@ -22,6 +22,7 @@ from cce_dist.decide import Where
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
 from cce_dist.kernels.extras import Outputs
+from cce_dist.kernels.precision import accumulator
 from cce_dist.shard import VocabShard
 
 
@@ -105,7 +106,7 @@ def linear_cross_entropy(
     workspace_bytes: int | None = None,
     expected_weights: Tensor | bool = True,
     grad_weight_out: Tensor | None = None,
-    options: None = None,
+    options: Any = None,
 ) -> Tensor | LinearCrossEntropyOutput:
     """Cross-entropy of a language-model head, from hidden states, without ever holding the logits.
 
@@ -156,7 +157,8 @@ def linear_cross_entropy(
             compares. Where it is not so, dC takes two products more. False: expect nothing, make no gradients in forward.
         grad_weight_out: [V_r, D] contiguous buffer (fp32, say, as Megatron's main_grad) that backward adds dC into;
             linear_weight itself then gets no gradient.
-        options: None alone; it stands for the argument of that name in ``torch.nn.functional.linear_cross_entropy``.
+        options: Ignored. ``torch.nn.functional.linear_cross_entropy`` chooses how it saves memory by this argument; here
+            ``workspace_bytes`` does.
 
     Returns:
         The loss, fp32: 0-d, or target's shape for "none". The same bits on every rank of the group, and in every run.
@@ -194,7 +196,6 @@ def linear_cross_entropy(
         z_loss_weight=z_loss_weight, num_tokens=num_tokens, shard=shard, sequence_parallel=sequence_parallel,
         input_grad=input_grad, reduce_dtype=reduce_dtype, grad_filter=grad_filter, return_aux=return_aux, backend=backend,
         workspace_bytes=workspace_bytes, expected_weights=expected_weights, grad_weight_out=grad_weight_out,
-        options=options,
     )  # fmt: skip
     agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
     class_weights = None if weight is None else terms.ClassWeights(weight, x, shard, chosen.ignore_index)
@@ -257,6 +258,7 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
     """
     given = inspect.signature(linear_cross_entropy).bind(input, linear_weight, target, **options)
     given.apply_defaults()
+    del given.arguments["options"]
     x, shard, _, call, where, *_ = _prepare(on_meta=True, **given.arguments)
     way = op.decided(call, x.hidden, x.num_tokens, shard.group_size, where).way
     sizes = op.sizes_of_even_shard(x.hidden, x.num_tokens, shard.vocab_size, shard.group_size)
@@ -287,12 +289,10 @@ class _Prepared(NamedTuple):
 
 def _prepare(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None, weight: Tensor | None,
-    shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None, options: Any,
+    shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None,
     on_meta: bool = False, **given: Any,
 ) -> _Prepared:  # fmt: skip
     """Check the arguments of ``linear_cross_entropy``; with ``on_meta`` tensors may all be without values."""
-    if options is not None:
-        raise TypeError("options of F.linear_cross_entropy are not supported: leave options None")
     # A compiled graph reads no tensor: the scale is then a factor of every token, which the filter does not know.
     logit_scale, unread = given["logit_scale"], None
     if isinstance(logit_scale, Tensor) and logit_scale.dim() == 0 and given["grad_filter"] is None:
@@ -404,7 +404,7 @@ def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | 
         if class_weights is None:
             return (x.ids != options.ignore_index).sum().clamp(min=1)
         divisor = class_weights.of_labels.sum()
-    return (divisor + (divisor == 0)).float() if isinstance(divisor, Tensor) else divisor
+    return (divisor + (divisor == 0)).to(accumulator(x.hidden.dtype)) if isinstance(divisor, Tensor) else divisor
 
 
 def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: bool = False) -> None:
@@ -412,8 +412,8 @@ def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: boo
     checks.tensors({name: weight}, on_meta)
     if weight.requires_grad:
         raise TypeError(f"{name} has no gradient here: pass class weights that require none")
-    if weight.dtype not in DTYPES:
-        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {weight.dtype}")
+    if weight.dtype not in (*DTYPES, torch.float64):
+        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {weight.dtype}")
     if weight.shape != (vocab_size,):
         raise ValueError(f"{name} must be [{vocab_size}], one for each class, got {tuple(weight.shape)}")
 

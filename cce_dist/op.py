@@ -25,6 +25,7 @@ from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
 from cce_dist.kernels.launch.tape import recorded
 from cce_dist.kernels.memory import Sizes
+from cce_dist.kernels.precision import accumulator
 from cce_dist.shard import even_rows
 
 
@@ -236,7 +237,7 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     want, num_tokens = call.spec.want, labels.shape[0]
 
     def empty(*shape: int) -> Tensor:
-        return hidden.new_empty(shape, dtype=torch.float32)
+        return hidden.new_empty(shape, dtype=accumulator(hidden.dtype))
 
     nll = empty(*labels.shape)
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))

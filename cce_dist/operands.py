@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,7 +31,8 @@ def prepare(
     """
     if shard is None and type(weight) in (Tensor, torch.nn.Parameter) and weight.dim() == 2 and len(weight) > 0:
         shard = None if torch.compiler.is_compiling() else _whole(len(weight))
-    head = head_of(input, weight, bias, shard, on_meta)
+    dtypes = (*DTYPES, torch.float64) if isinstance(options, Options) else DTYPES
+    head = head_of(input, weight, bias, shard, on_meta, dtypes)
     checks.tensors({options.labels: labels, "input": head.input}, on_meta, grad_weight_out=buffer)
     _check_labels(labels, head, options)
     if buffer is not None:
@@ -70,15 +71,17 @@ class LocalHead(NamedTuple):
 
 
 def head_of(
-    input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None, on_meta: bool = False
-) -> LocalHead:
+    input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None, on_meta: bool = False,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+) -> LocalHead:  # fmt: skip
     """Return the rows that are here, cast as autocast asks; raise unless dtypes, devices and sizes fit each other."""
     checks.tensors({"input": input, "linear_weight": weight}, on_meta, linear_bias=bias)
     weight, bias, shard = local_rows(weight, bias, shard)
     autocast_type = "cuda" if input.is_meta else input.device.type
     if torch.is_autocast_enabled(autocast_type):
         dtype = torch.get_autocast_dtype(autocast_type)
-        input, weight = input.to(dtype), weight.to(dtype)
+        # Autocast leaves float64 alone.
+        input, weight = (x if x.dtype == torch.float64 else x.to(dtype) for x in (input, weight))
     if isinstance(input, DTensor):
         raise TypeError(_needs_local("input"))
     if input.dim() < 1:
@@ -90,8 +93,9 @@ def head_of(
     if input.dtype != weight.dtype:
         raise TypeError(f"input is {input.dtype}, linear_weight {weight.dtype}: cast one, or use autocast")
     for name, tensor in (("input", input), ("linear_bias", bias)):
-        if tensor is not None and tensor.dtype not in DTYPES:
-            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+        if tensor is not None and tensor.dtype not in dtypes:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise TypeError(f"{name} must be one of {names}, got {tensor.dtype}")
     for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
         if tensor is not None and tensor.device != input.device:
             raise ValueError(f"input is on {input.device}, {name} on {tensor.device}")

@@ -9,6 +9,7 @@ from torch import Tensor
 from cce_dist import merge
 from cce_dist.call import is_symbol
 from cce_dist.kernels import Operands
+from cce_dist.kernels.precision import accumulator, widened
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
 
@@ -61,7 +62,7 @@ def _dot(x: Tensor, d_x: Tensor | None) -> Tensor:
     """Sum of x times its gradient; where the gradient is 0, x may hold anything."""
     if d_x is None:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    return torch.where(d_x == 0, 0.0, x.float() * d_x.float()).sum()
+    return torch.where(d_x == 0, 0.0, widened(x) * widened(d_x)).sum()
 
 
 def with_factors(
@@ -87,7 +88,7 @@ def with_factors(
         factors = torch.stack((scale_N / temperature_N, torch.ones_like(scale_N)), 1)
     else:
         factors = torch.stack((scale_N, 1.0 / temperature_N), 1)
-    return x._replace(head=x.head._replace(factors=factors.float()))
+    return x._replace(head=x.head._replace(factors=factors.to(accumulator(x.hidden.dtype))))
 
 
 def _of_tokens(name: str, value: float | Tensor, x: Operands, tokens: torch.Size) -> Tensor:
@@ -111,7 +112,7 @@ class ClassWeights:
     """
 
     def __init__(self, weight: Tensor, x: Operands, shard: VocabShard, ignore_index: int) -> None:
-        self.weight, self.x, self.shard = weight.float(), x, shard
+        self.weight, self.x, self.shard = weight.to(accumulator(x.hidden.dtype)), x, shard
         self.counted = x.ids != ignore_index
         self.of_labels = torch.where(self.counted, self.weight[x.ids.clamp(0, shard.vocab_size - 1)], 0.0)
 
@@ -132,11 +133,11 @@ class ClassWeights:
         x, here = self.x, slice(0, self.shard.num_valid)
         with torch.autocast(x.hidden.device.type, enabled=False):
             w_V = self.weight[self.shard.start : self.shard.start + self.shard.num_valid]
-            of_bias = torch.zeros_like(w_V) if x.head.bias is None else x.head.bias[here].float()
-            vector = torch.cat((w_V @ x.weight[here].float(), (w_V @ of_bias)[None]))
+            of_bias = torch.zeros_like(w_V) if x.head.bias is None else x.head.bias[here].to(w_V.dtype)
+            vector = torch.cat((w_V @ widened(x.weight[here]), (w_V @ of_bias)[None]))
             if self.shard.group is not None:
                 vector = merge.SumOverRanks.apply(vector, self.shard.group)
             assert isinstance(vector, Tensor)
             # Hidden states of tokens that do not count may hold anything, and 0 times infinity is not 0.
-            hidden = x.hidden.float().masked_fill(~self.counted[:, None], 0.0)
+            hidden = widened(x.hidden).masked_fill(~self.counted[:, None], 0.0)
             return hidden @ vector[:-1] + vector[-1]

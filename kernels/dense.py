@@ -28,6 +28,7 @@ from cce_dist.kernels import (
     memory,
 )
 from cce_dist.kernels.extras import LEAST_KEY, keys_of, largest_keys, rows_of_keys
+from cce_dist.kernels.precision import accumulator, widened
 
 FLOOR = torch.finfo(torch.float32).min  # replaces a maximum of -inf where -inf - -inf would be NaN
 
@@ -68,7 +69,7 @@ class Block(NamedTuple):
     def logits(self) -> Tensor:
         z, head = _matmul(self.hidden_RD, self.weight_CD.t()), self.head
         if head.bias is not None:
-            z += head.bias.float()
+            z += head.bias.to(z.dtype)
         if head.factors is not None:
             z *= head.factors[:, :1]
         elif head.scale is not None:
@@ -117,16 +118,16 @@ def blocks_of(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[Block]]
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in fp32: operands in b's dtype, products accumulated in fp32."""
-    if b.dtype == torch.float32:
-        return a.float() @ b
+    """Return a @ b: operands in b's dtype, sums and result in fp32 (float64 for float64)."""
+    if b.dtype in (torch.float32, torch.float64):
+        return a.to(b.dtype) @ b
     if b.is_cuda:
         return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 def _zeros(*shape: int, like: Tensor) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float32, device=like.device)
+    return torch.zeros(shape, dtype=accumulator(like.dtype), device=like.device)
 
 
 def statistics(
@@ -208,7 +209,7 @@ def _with_label(kept: Tensor, block: Block) -> Tensor:
 
 
 class _Sums(NamedTuple):
-    """Gradients while blocks are added to them (fp32, except d_weight). ``dropped``: sums of the dropped R and |R|."""
+    """Sums of blocks of gradients, in fp32 (float64); d_weight in its own dtype. ``dropped``: sums of the dropped R and |R|."""
 
     hidden_ND: Tensor
     weight_VD: Tensor
@@ -228,7 +229,7 @@ def gradients(
     total. Sampled columns of R correct this for d_hidden, sampled rows for d_weight (``compensation.py``). d_bias is exact.
     Nothing is dropped if the entropy is differentiated.
     """
-    gain = torch.ones((), dtype=torch.float32, device=x.hidden.device)
+    gain = torch.ones((), dtype=accumulator(x.hidden.dtype), device=x.hidden.device)
     if x.hidden.dtype == torch.float16 and x.num_tokens:
         # fp16 cannot hold 1/N times a small probability, so coefficients are divided by the largest one until the end.
         given = [coef_4N] if x.cells is None else [coef_4N, x.cells.grad_NI]
@@ -320,12 +321,12 @@ def _add_compensation(
     share_V = torch.where(total > 0, dropped_V / total, 0.0)
     own = softmax.entropy is None
     if grads.want_hidden and spec.filter.hidden:
-        center_D = share_V @ x.weight[: x.num_valid].float()
+        center_D = share_V @ widened(x.weight[: x.num_valid])
         sums.hidden_ND.addcmul_(sums.dropped_N[:, None], center_D)
         if own and memory.sampled_columns(x.num_valid):
             sums.hidden_ND.add_(_from_columns(sums.dropped_N, x, softmax, coef_4N, spec, share_V, center_D))
     if grads.want_weight and spec.filter.weight:
-        hidden_ND = x.hidden.float().masked_fill(x.ids[:, None] < 0, 0.0)
+        hidden_ND = widened(x.hidden).masked_fill(x.ids[:, None] < 0, 0.0)
         rank_1_VD = share_V[:, None] * (sums.dropped_N @ hidden_ND)
         if own and x.num_tokens > memory.SAMPLE and memory.sampled_columns(x.num_valid):
             rank_1_VD += _from_tokens(sums.dropped_N, x, softmax, coef_4N, spec, share_V, hidden_ND)
@@ -338,7 +339,7 @@ def _from_columns(
     """Return the correction of d_hidden by sampled columns and by the linear model, [N, D]."""
     column_K, inverse_share_K = compensation.sample(share_V, memory.sampled_columns(x.num_valid))
     columns = x._replace(weight=x.weight[column_K], head=x.head.of_columns(column_K), num_valid=len(column_K))
-    centered_KD = columns.weight.float() - center_D
+    centered_KD = widened(columns.weight) - center_D
     squares_K = centered_KD.square().sum(1)
     weighted_ND, linear_ND = _linear_terms(dropped_N, x, share_V, center_D)
     estimate_ND, lines_ND = (_zeros(*x.hidden.shape, like=x.hidden) for _ in range(2))
@@ -365,10 +366,10 @@ def _linear_terms(dropped_N: Tensor, x: Operands, share_V: Tensor, center_D: Ten
     if x.num_tokens <= memory.SAMPLE or not num_columns:
         nothing_ND = _zeros(*x.hidden.shape, like=x.hidden)
         return nothing_ND, nothing_ND
-    hidden_ND = x.hidden.float().masked_fill(dropped_N[:, None] == 0, 0.0)
+    hidden_ND = widened(x.hidden).masked_fill(dropped_N[:, None] == 0, 0.0)
     share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
     weighted_ND = dropped_N[:, None] * (hidden_ND - share_N @ hidden_ND)
-    centered_MD = x.weight[compensation.sample(share_V, num_columns).place].float() - center_D
+    centered_MD = widened(x.weight[compensation.sample(share_V, num_columns).place]) - center_D
     return weighted_ND, weighted_ND @ (centered_MD.t() @ centered_MD / num_columns)
 
 
@@ -396,7 +397,7 @@ def _from_tokens(
     factor = compensation.signal_share(estimate_VD.square().sum(), noise)
     if not memory.covariance_columns(x.num_valid, x.hidden.shape[1]):
         return factor * estimate_VD
-    weight_VD = x.weight[: x.num_valid].float()
+    weight_VD = widened(x.weight[: x.num_valid])
     centered_VD = weight_VD - share_V @ weight_VD
     square_V, share_V1 = centered_VD.square().sum(1), share_V[:, None]
     shrinkage = compensation.shrinkage(
@@ -466,7 +467,8 @@ def mean(nll_N: Tensor, labels_N: Tensor, ignore_index: int) -> tuple[Tensor, Te
 def coefficients(
     grads: Sequence[Tensor | None], ids_N: Tensor, vocab_size: int, of_mean: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    zeros = _zeros(*ids_N.shape, like=ids_N)
+    like = next((d for d in (*grads, of_mean and of_mean[0]) if d is not None), ids_N)
+    zeros = _zeros(*ids_N.shape, like=like)
     d_nll, d_lse, d_target, d_uniform, d_entropy = (
         zeros if d is None else d.masked_fill(ids_N < 0, 0.0) for d in grads
     )

@@ -6,6 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums, statistics and losses of operands in ``dtype``: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widened(x: Tensor) -> Tensor:
+    """Cast to ``accumulator`` of the tensor's dtype."""
+    return x.to(accumulator(x.dtype))
 
 
 def fp32_precision() -> str:

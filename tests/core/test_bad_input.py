@@ -173,7 +173,6 @@ OPTIONS = [
     bad("return-aux-name", ValueError, "return_aux must be one of .*'accuracy'", return_aux=("nll", "accuracy")),
     bad("class-weights-shape", ValueError, r"weight must be \[20\].*\(21,\)", weight=torch.ones(V + 1)),
     bad("class-weights-int", TypeError, "weight must be .*int64", weight=torch.ones(V).long()),
-    bad("torchs-options", TypeError, "options", options={}),
     bad("class-weights-list", TypeError, "weight must be a tensor.*list", weight=[1.0] * V),
     bad("class-weights-learnable", TypeError, "weight.*gradient", weight=torch.ones(V, requires_grad=True)),
     bad("class-weights-softcap", ValueError, "weight with label_smoothing.*softcap", softcap=3.0, **SMOOTHED_CLASSES),
