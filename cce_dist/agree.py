@@ -62,10 +62,10 @@ def check_ranks(
 
 
 def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a public function: with CCE_DIST_DEBUG=1 an error of one rank, of its arguments say, is raised on all ranks.
+    """Decorate a public function: with CCE_DIST_DEBUG=1, raise on all ranks what one rank raises for a wrong argument.
 
-    The other ranks meet it in the exchange of ``check_ranks``. Nothing is exchanged for an error after that, nor where the
-    arguments do not say which ranks share the vocabulary.
+    The other ranks receive the error in ``check_ranks``. An error after that exchange stays on its rank, as does one of a call
+    whose arguments do not name the vocabulary-parallel group.
     """
 
     @functools.wraps(function)

@@ -195,13 +195,14 @@ def _times_upstream(
 
 def _common_factor(upstream_N: Tensor, made: _Made) -> tuple[Tensor, Tensor]:
     """Return the common factor of the upstream gradients, and whether they differ from it; the factor is 0 if they do."""
-    size_N = torch.where(made.ids_N >= 0, made.expected_N.abs(), -1.0)
+    has_label_N = made.ids_N >= 0
+    size_N = torch.where(has_label_N, made.expected_N.abs(), -1.0)
     largest = size_N.argmax(0, keepdim=True)
     factor = upstream_N.index_select(0, largest) / made.expected_N.index_select(0, largest)
     # LEAST_WEIGHT stands for 0 where the upstream gradient is 0. A NaN is not close to anything, nor is an infinity.
     reach_N = torch.where(upstream_N == 0, 2 * LEAST_WEIGHT, ROUNDING * size_N)
     close_N = (upstream_N - factor * made.expected_N).abs() <= factor.abs() * reach_N
-    differs = ~(close_N | (made.ids_N < 0)).all()
+    differs = ~torch.where(has_label_N, close_N, True).all()
     return torch.where(differs, 0.0, factor).view(()), differs
 
 
@@ -252,8 +253,8 @@ def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tenso
         return (1.0 / on_device(divisor, ids_N.device).float()).expand(len(ids_N))
     if expected_N is None:
         return torch.ones((), device=ids_N.device).expand(len(ids_N))
-    expected_N = expected_N.double()  # fp32 does not hold weights of every dtype
-    expected_N = torch.where((ids_N >= 0) & expected_N.isfinite(), expected_N, 0.0)
+    expected_N = expected_N.double().nan_to_num(0.0, 0.0, 0.0)  # fp32 does not hold weights of every dtype
+    expected_N = torch.where(ids_N >= 0, expected_N, 0.0)
     largest = expected_N.abs().amax() if len(ids_N) else expected_N.sum()
     # Weights that are all 0 are in proportion to nothing, so equal upstream gradients are expected instead.
     expected_N = torch.where(largest > 0, expected_N / largest, 1.0).float()
