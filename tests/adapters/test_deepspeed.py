@@ -823,7 +823,7 @@ def test_plain_initialize_says_that_it_ignores_the_section(tmp_path: Path, first
         "def body():\n"
         "    prepare()\n"
         "    for call, enabled in ((plain, True), (plain, False), (cce.initialize, True), (cce.initialize, False)):\n"
-        "        print('call', call.__module__, enabled, file=sys.stderr, flush=True)\n"
+        "        print('engine:', call.__module__, enabled, file=sys.stderr, flush=True)\n"
         "        call(model=one_model(), config=ds_config(enabled, Case()))\n"
         "if __name__ == '__main__':\n"
         "    ranks.run_ranks(body, 1)\n"
@@ -832,6 +832,6 @@ def test_plain_initialize_says_that_it_ignores_the_section(tmp_path: Path, first
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
     done = subprocess.run([sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    parts = done.stderr.split("call ")[1:]
+    parts = done.stderr.split("engine:")[1:]
     assert ["ignores the section" in part for part in parts] == [True, False, False, False], done.stderr
     assert "cce_dist.integrations.deepspeed.install()" in parts[0]
