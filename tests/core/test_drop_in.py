@@ -1,4 +1,4 @@
-"""``linear_cross_entropy`` beside torch's function of that name, on torch's own samples; and in float64, where gradcheck holds it."""
+"""``linear_cross_entropy`` beside torch's function of that name, on torch's own samples; and gradcheck in float64."""
 
 import warnings
 from typing import Any
