@@ -6,7 +6,7 @@ gradient of the weight is this rank's rows, as FSDP2 would have scattered it. An
 the same rows: each rank what it has, for the ids of all ranks.
 
     convert(model, shard_over=mesh)   the weight becomes a DTensor, rows split over the mesh's last dimension
-    fully_shard(..., ignored_params=) FSDP2 leaves it alone
+    fully_shard(..., ignored_params=) FSDP2 leaves it alone; ``_watch`` notes the mesh, the dtypes and the factor
     a loss                            labels and hidden states of all ranks, per-token losses, of which a rank reduces its own
 
 A rank's loss covers its own tokens, whatever is computed from it, and the gradients of the ranks' losses are averaged as FSDP2

@@ -339,17 +339,17 @@ def check_a_wrapper_alone() -> None:
         found = []
         for ours in (False, True):
             torch.manual_seed(0)
-            model = Small()
+            model: Any = Small()
             model.model.layers[0] = nn.Identity()
-            cce_dist.convert(model, **({"shard_over": mesh_of()} if ours else {}))
+            cce_dist.convert(model, shard_over=mesh_of() if ours else None)
             ignored = set(model.lm_head.parameters()) if ours else None
             wrapped: Any = fully_shard(Around(model), mesh=mesh_of(), mp_policy=precision, ignored_params=ignored)
             wrapped.set_gradient_divide_factor(3.0)
             wrapped.set_force_sum_reduction_for_comms(True)
             wrapped(**batch(Case()))["loss"].backward()
             found.append([one.grad.full_tensor() for one in model.lm_head.parameters()])
-        reach = {"rtol": 2e-2, "atol": 2e-3} if precision is BF16 else {"rtol": 1e-5, "atol": 1e-7}
-        torch.testing.assert_close(found[1], found[0], **reach)
+        rtol, atol = (2e-2, 2e-3) if precision is BF16 else (1e-5, 1e-7)
+        torch.testing.assert_close(found[1], found[0], rtol=rtol, atol=atol)
 
 
 def check_a_mesh_of_other_names() -> None:
@@ -373,10 +373,9 @@ def check_arguments_of_the_loss() -> None:
     rank = dist.get_rank()
     hidden, labels = torch.randn(6, 16), torch.randint(VOCAB, (6,))
     labels[2] = -100
-    head = VocabParallelHead(
-        16, VOCAB, shard_over=mesh_of(), ignore_index=None, return_aux=("nll", "entropy", "label_is_max")
-    )
-    logp = F.linear(hidden, head.weight.full_tensor().detach()).log_softmax(-1)  # pyright: ignore[reportCallIssue]
+    outputs = ("nll", "entropy", "label_is_max")
+    head: Any = VocabParallelHead(16, VOCAB, shard_over=mesh_of(), ignore_index=None, return_aux=outputs)
+    logp = F.linear(hidden, head.weight.full_tensor().detach()).log_softmax(-1)
     found: Any = head(hidden, labels)
     torch.testing.assert_close(found.loss, F.nll_loss(logp, labels))
     torch.testing.assert_close(found.nll, F.nll_loss(logp, labels, reduction="none"))
@@ -439,7 +438,7 @@ def check_engines_that_are_refused() -> None:
     with pytest.raises(ValueError, match="shard_over does not go with DDP"):
         ddp(**batch(Case()))
     with pytest.raises(ValueError, match="weight must be split over shard_over"):
-        VocabParallelHead(16, VOCAB, shard_over=mesh, weight=nn.Embedding(VOCAB, 16).weight)
+        VocabParallelHead(16, VOCAB, shard_over=mesh, weight=nn.Parameter(torch.ones(VOCAB, 16)))
     loading = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "True"}
     with mock.patch.dict(os.environ, loading), pytest.raises(ValueError, match="cpu_ram_efficient_loading"):
         cce_dist.convert(Small(), shard_over=mesh)
