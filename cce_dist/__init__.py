@@ -1,25 +1,30 @@
 """Cross-entropy of a language-model head from hidden states and a vocabulary-sharded weight, without the logits.
 
-Reading order: ``loss`` (the call, and the way of the data), ``log_probs`` (log-probabilities of given ids, on the same
-operator), ``operands`` (the tensors of a call, checked), ``op`` (forward and backward), ``shard`` (who holds which rows),
-``merge`` (the collectives), ``kernels`` (the arithmetic of one shard), ``filter``, and ``reference`` (the same, dense: the
-specification). ``convert``, ``require`` and ``revert`` take over the head of a model, and ``VocabParallelHead`` is a head; they
-are adapters, imported at their first use.
+Public names are imported at their first use, so that ``import cce_dist`` and ``cce-dist --help`` do not wait for torch.
+
+Reading order: ``loss`` (the call and its way through the code), ``log_probs`` (log-probabilities of given ids, by the same
+operator), ``operands`` (checks of a call's tensors), ``op`` (forward and backward), ``shard`` (which rank holds which rows),
+``merge`` (the collectives), ``kernels`` (the arithmetic of one shard), ``filter``, ``reference`` (the specification, dense).
+``convert``, ``require``, ``revert`` and ``VocabParallelHead`` are adapters, in ``integrations``.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cce_dist.divergence import linear_kl_divergence
-from cce_dist.divergence.topk import topk_kl_divergence
-from cce_dist.filter import FilterStats, GradFilter
-from cce_dist.kept_ids import KeptIds
-from cce_dist.log_probs import LogProbs, linear_log_probs
-from cce_dist.loss import LinearCrossEntropyOutput, explain, linear_cross_entropy
-from cce_dist.shard import VocabShard
+from cce_dist.integrations.on_import import on_import
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from cce_dist.divergence import linear_kl_divergence
+    from cce_dist.divergence.topk import topk_kl_divergence
+    from cce_dist.filter import FilterStats, GradFilter
     from cce_dist.integrations.convert import convert, require, revert
     from cce_dist.integrations.head import VocabParallelHead
+    from cce_dist.kept_ids import KeptIds
+    from cce_dist.log_probs import LogProbs, linear_log_probs
+    from cce_dist.loss import LinearCrossEntropyOutput, explain, linear_cross_entropy
+    from cce_dist.shard import VocabShard
 
 __all__ = [
     "FilterStats",
@@ -39,14 +44,41 @@ __all__ = [
     "topk_kl_divergence",
 ]
 
+_MODULE_OF = {
+    "FilterStats": "filter",
+    "GradFilter": "filter",
+    "KeptIds": "kept_ids",
+    "LinearCrossEntropyOutput": "loss",
+    "LogProbs": "log_probs",
+    "VocabParallelHead": "integrations.head",
+    "VocabShard": "shard",
+    "convert": "integrations.convert",
+    "explain": "loss",
+    "linear_cross_entropy": "loss",
+    "linear_kl_divergence": "divergence",
+    "linear_log_probs": "log_probs",
+    "require": "integrations.convert",
+    "revert": "integrations.convert",
+    "topk_kl_divergence": "divergence.topk",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("convert", "require", "revert"):
-        from cce_dist.integrations import convert as module
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'cce_dist' has no attribute '{name}'")
+    value = globals()[name] = getattr(import_module(f"cce_dist.{_MODULE_OF[name]}"), name)
+    return value
 
-        return getattr(module, name)
-    if name == "VocabParallelHead":
-        from cce_dist.integrations.head import VocabParallelHead
 
-        return VocabParallelHead
-    raise AttributeError(f"module 'cce_dist' has no attribute '{name}'")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _watch(deepspeed: Any) -> None:
+    from cce_dist.integrations.deepspeed.engine import watch
+
+    watch(deepspeed)
+
+
+# An engine of plain deepspeed.initialize ignores our section of ds_config. The log says so.
+on_import("deepspeed", _watch)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import hashlib
-from typing import Any
+import os
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from cce_dist import merge
 from cce_dist.call import Call, LogProbOptions, Options
 from cce_dist.kernels import OUTSIDE, Operands
 from cce_dist.kernels.dense import label_ids
 from cce_dist.shard import VocabShard
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def label_error(name: str, labels: Tensor, ids: Tensor, vocab_size: int, ignore_index: int) -> str:
@@ -49,7 +57,46 @@ def check_ranks(
     ids = label_ids(labels, options.ignore_index, shard.vocab_size)
     error = label_error(options.labels, labels, ids, shard.vocab_size, options.ignore_index)
     rows = (shard.start, shard.stop)
-    merge.assert_ranks_agree(options.function, facts, rows, shard.group, shard.vocab_size, error)
+    wrong = IndexError(error) if error else None
+    merge.assert_ranks_agree(options.function, facts, rows, shard.group, shard.vocab_size, wrong)
+
+
+def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a public function: with CCE_DIST_DEBUG=1 an error of one rank, of its arguments say, is raised on all ranks.
+
+    The other ranks meet it in the exchange of ``check_ranks``. Nothing is exchanged for an error after that, nor where the
+    arguments do not say which ranks share the vocabulary.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        before = merge.num_exchanges
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            group = _group_of(args, kwargs) if os.environ.get("CCE_DIST_DEBUG", "0") not in ("", "0") else None
+            if group is not None and merge.num_exchanges == before:
+                with contextlib.suppress(Exception):  # the error itself
+                    merge.assert_ranks_agree(function.__name__, {}, (0, 0), group, 0, error)
+            raise
+
+    return checked
+
+
+def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the vocabulary-parallel group of a call's arguments, or None."""
+    for name in ("shard", "teacher_shard"):
+        shard = kwargs.get(name)
+        if isinstance(shard, VocabShard) and shard.group is not None:
+            return shard.group
+    weight = args[1] if len(args) > 1 else kwargs.get("linear_weight")
+    if not isinstance(weight, DTensor):
+        return None
+    with contextlib.suppress(ValueError):
+        return VocabShard.from_dtensor(weight).group
+    return None
 
 
 def facts_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:

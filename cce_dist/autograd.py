@@ -30,7 +30,7 @@ class Operator(NamedTuple):
     takes the outputs' gradients, the kept arguments of forward, what forward saved, ``grad_weight_out``, which gradients are
     wanted, and the call. It returns the gradients of hidden states and weight, and [K, V] fp32 with a row for each tensor of
     the head whose gradient is wanted: an operator that writes to an argument cannot return a list. The operators of
-    torch.library take the call's flat values in place of the call.
+    torch.library take the call's flat values in place of the call, and behind them the tensor of ``call.numbers_of``.
 
     Attributes:
         public_name: Of the function that the user called, for what is refused.
@@ -60,13 +60,14 @@ class Operator(NamedTuple):
         return self.tensors.count(",") + 1
 
     def apply(
-        self, hidden: Tensor, weight: Tensor, head: list[Tensor], *others: Any, call: Any, needs_grad: bool
-    ) -> Any:
+        self, hidden: Tensor, weight: Tensor, head: list[Tensor], *others: Any, call: Any, needs_grad: bool,
+        numbers: Tensor | None = None,
+    ) -> Any:  # fmt: skip
         """Call forward; what it saves may be left out of its results."""
         refuse_transforms(self.public_name, hidden, weight, *head)
         if torch.compiler.is_compiling() or not needs_grad:
             operator = getattr(torch.ops.cce_dist, self.forward_name)
-            return operator(hidden, weight, head, *others, *flat(call))
+            return operator(hidden, weight, head, *others, *flat(call), numbers)
         return _Eager.apply(self, others, call, hidden, weight, *head)
 
     def register(self, forward_fake: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -86,7 +87,7 @@ class Operator(NamedTuple):
                 self.backward_fake,
             ),
         ):
-            library.define(f"{name}({arguments}, {values}) -> {results}")
+            library.define(f"{name}({arguments}, {values}, Tensor? numbers) -> {results}")
             library.impl(name, function, "CompositeExplicitAutograd")
             torch.library.register_fake(f"cce_dist::{name}", fake, lib=library)
         torch.library.register_autograd(
@@ -98,7 +99,7 @@ class Operator(NamedTuple):
         """Return a function that takes a call's flat values and returns an empty tensor in place of None."""
 
         def of_flat_call(*given: Any) -> tuple[Any, ...]:
-            found = function(*given[:num_others], build(self.call, iter(given[num_others:])))
+            found = function(*given[:num_others], called(self.call, given[num_others:]))
             return tuple(given[hidden_at].new_empty(0) if value is None else value for value in found)
 
         return of_flat_call
@@ -130,11 +131,12 @@ class Operator(NamedTuple):
         twice = torch.is_grad_enabled()
         with torch.no_grad():
             given = (d_outputs, *operands, [*tensors], ctx.grad_weight_out, want)
-            call = build(self.call, iter(ctx.told)) if len(ctx.told) > 1 else ctx.told[0]
             if nobody_listens(hidden, weight):
+                call = ctx.told[0] if len(ctx.told) == 1 else called(self.call, ctx.told)
                 d_hidden, d_weight, d_head_KV = self.backward(*given, call)
             else:
-                d_hidden, d_weight, d_head_KV = getattr(torch.ops.cce_dist, self.backward_name)(*given, *flat(call))
+                told = (*flat(ctx.told[0]), None) if len(ctx.told) == 1 else ctx.told
+                d_hidden, d_weight, d_head_KV = getattr(torch.ops.cce_dist, self.backward_name)(*given, *told)
             found = [d_hidden, d_weight, *head_gradients(d_head_KV, head, want[2:])]
         if twice:
             found = [hidden.new_empty(0) if grad is None else grad for grad in found]
@@ -161,6 +163,13 @@ class Operator(NamedTuple):
             if any(want[2:])
             else torch.empty_like(nothing),
         )
+
+
+def called(record: type, values: Sequence[Any]) -> Any:
+    """Return the call of an operator's flat values, with the numbers of the tensor behind them if there is one."""
+    *plain, numbers = values
+    call = build(record, iter(plain))
+    return call if numbers is None else call.with_numbers(numbers)
 
 
 def head_rows(found: Sequence[Tensor | None], want: Sequence[bool]) -> Tensor | None:
@@ -206,7 +215,7 @@ class _Eager(torch.autograd.Function):
         if nobody_listens(hidden, weight):
             output = operator.forward(*tensors, call)
         else:
-            output = getattr(torch.ops.cce_dist, operator.forward_name)(*tensors, *flat(call))
+            output = getattr(torch.ops.cce_dist, operator.forward_name)(*tensors, *flat(call), None)
         ctx.operator = operator
         operator.save(ctx, (*tensors, call), output)
         return output[:-1]

@@ -47,6 +47,28 @@ class LossOptions(TypedDict, total=False):
     options: None
 
 
+def is_symbol(value: Any) -> bool:
+    """Whether a number is a symbol of torch.compile: it changes from call to call, and no graph is made for each value."""
+    if value is None or isinstance(value, Tensor) or not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(value)
+
+
+def numbers_of(*values: float | None) -> Tensor | None:
+    """Return the numbers of a call as a tensor on the CPU if one is a symbol, which no operator takes as an argument."""
+    if not any(is_symbol(value) for value in values):
+        return None
+    zero = torch.zeros((), dtype=torch.float64, device="cpu")
+    return torch.stack([zero if value is None else zero + value for value in values])
+
+
+def stand_in(value: float) -> float:
+    """Return the number, or in place of a symbol one for which a graph takes the same turns; see ``numbers_of``."""
+    return 2.0 if is_symbol(value) else value
+
+
 def _plain(name: str, value: Any) -> float:
     """A number, or a 0-d tensor that needs no gradient: reading one that is on a GPU waits for the GPU."""
     if not isinstance(value, float) and isinstance(value, Tensor):
@@ -271,6 +293,12 @@ class Call(NamedTuple):
     debug: bool = False
     argument: str = "target"
     way: Way = Way()
+
+    def with_numbers(self, numbers: Tensor) -> Call:
+        """Return the call with the numbers of ``numbers_of(logit_scale, softcap)`` in place of their stand-ins."""
+        scale, softcap = numbers.tolist()
+        logits = self.spec.logits._replace(logit_scale=scale, softcap=softcap)
+        return self._replace(spec=self.spec._replace(logits=logits))
 
 
 @cache

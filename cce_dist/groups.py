@@ -23,9 +23,9 @@ from torch import Tensor
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
-from cce_dist import decide, merge
+from cce_dist import checks, decide, merge
 from cce_dist.agree import label_error
-from cce_dist.autograd import differentiable_once, nobody_listens, replayed
+from cce_dist.autograd import differentiable_once, nobody_listens, refuse_transforms, replayed
 from cce_dist.call import Call
 from cce_dist.decide import Where
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
@@ -43,7 +43,7 @@ _FORCED: Groups | None = None
 def of_rows(rows: int | None, low: bool = False) -> Iterator[None]:
     """Test hook: force groups of so many tokens, on any backend and at any size. None restores the default."""
     global _FORCED
-    before, _FORCED = _FORCED, None if rows is None else Groups(rows, low)
+    before, _FORCED = _FORCED, None if rows is None else Groups(checks.integer("rows", rows, 1), low)
     try:
         yield
     finally:
@@ -149,11 +149,13 @@ class _InGroups(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> Any:
+        # First, and once: a checkpoint recomputes its forward here, and hands out each tensor a single time.
         labels, hidden, weight, *head = ctx.saved_tensors
+        refuse_transforms("linear_cross_entropy", grads[0])
         with torch.no_grad():
             if ctx.made is None:
                 ctx.made = run(hidden, weight, head, labels, *ctx.told)[1]
-            found = _times_upstream(ctx, grads[0].float())
+            found = _times_upstream(ctx, (hidden, weight, head), grads[0].float())
         if torch.is_grad_enabled():
             nothing = grads[0].new_empty(0)
             there = [nothing if tensor is None else tensor for tensor in found]
@@ -162,7 +164,9 @@ class _InGroups(torch.autograd.Function):
         return None, *found
 
 
-def _times_upstream(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+def _times_upstream(
+    ctx: Any, operands: tuple[Tensor, Tensor, list[Tensor]], upstream: Tensor
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of hidden states, weight and head, in the storage of those that were made, and take these away."""
     made, ctx.made = ctx.made, None
     (terms, _, call, *_), out = ctx.told, ctx.grad_weight_out
@@ -184,7 +188,7 @@ def _times_upstream(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     if out is not None:
         made = made._replace(weight=None if made.weight is None else out)  # The other's memory is free.
     if anew:
-        _add_anew(ctx.saved_tensors, made._replace(ids_N=ids_N), upstream, terms, call)
+        _add_anew(operands, made._replace(ids_N=ids_N), upstream, terms, call)
     return made.hidden, made.weight if out is None else None, *call.spec.logits.listed(bias=made.bias)
 
 
@@ -193,15 +197,18 @@ def _common_factor(upstream_N: Tensor, made: _Made) -> tuple[Tensor, Tensor]:
     size_N = torch.where(made.ids_N >= 0, made.expected_N.abs(), -1.0)
     largest = size_N.argmax(0, keepdim=True)
     factor = upstream_N.index_select(0, largest) / made.expected_N.index_select(0, largest)
-    # A NaN is not close to anything, nor is an infinity.
-    close_N = (upstream_N - factor * made.expected_N).abs() <= factor.abs() * (ROUNDING * size_N + 2 * LEAST_WEIGHT)
+    # LEAST_WEIGHT stands for 0 where the upstream gradient is 0. A NaN is not close to anything, nor is an infinity.
+    reach_N = torch.where(upstream_N == 0, 2 * LEAST_WEIGHT, ROUNDING * size_N)
+    close_N = (upstream_N - factor * made.expected_N).abs() <= factor.abs() * reach_N
     differs = ~(close_N | (made.ids_N < 0)).all()
     return torch.where(differs, 0.0, factor).view(()), differs
 
 
-def _add_anew(saved: tuple[Tensor, ...], made: _Made, upstream_N: Tensor, terms: Terms, call: Call) -> None:
+def _add_anew(
+    operands: tuple[Tensor, Tensor, list[Tensor]], made: _Made, upstream_N: Tensor, terms: Terms, call: Call
+) -> None:
     """Add the gradients of weight and bias; launches end at once where all tokens are without a label."""
-    _, hidden, weight, *head = saved
+    hidden, weight, head = operands
     group = merge.resolve(call.layout.group_name)
     backend, spec = named(call.way.backend), call.spec
     with torch.autocast(hidden.device.type, enabled=False):
@@ -244,9 +251,11 @@ def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tenso
         return (1.0 / on_device(divisor, ids_N.device).float()).expand(len(ids_N))
     if expected_N is None:
         return torch.ones((), device=ids_N.device).expand(len(ids_N))
-    expected_N = torch.where((ids_N >= 0) & expected_N.isfinite(), expected_N.float(), 0.0)
+    expected_N = expected_N.double()  # fp32 does not hold weights of every dtype
+    expected_N = torch.where((ids_N >= 0) & expected_N.isfinite(), expected_N, 0.0)
     largest = expected_N.abs().amax() if len(ids_N) else expected_N.sum()
-    expected_N = expected_N / torch.where(largest > 0, largest, 1.0)
+    # Weights that are all 0 are in proportion to nothing, so equal upstream gradients are expected instead.
+    expected_N = torch.where(largest > 0, expected_N / largest, 1.0).float()
     # d_hidden of a token is multiplied by its own upstream gradient, so none is made for 0.
     return torch.where(expected_N.abs() < LEAST_WEIGHT, LEAST_WEIGHT, expected_N)
 

@@ -13,31 +13,37 @@ from torch import Tensor
 
 from cce_dist import groups, merge, op
 from cce_dist.autograd import head_gradients
-from cce_dist.call import Call, build, flat, schema
+from cce_dist.call import Call, Options, build, flat, numbers_of, schema, stand_in
 from cce_dist.kernels import Operands
 
 
-def loss(x: Operands, terms: groups.Terms, call: Call) -> Tensor:
+def loss(x: Operands, terms: groups.Terms, call: Call, options: Options) -> Tensor:
     """Return what ``groups.loss`` does of one number, by an operator that torch.compile takes into its graph.
 
     Its gradients are made in forward also where they are not made in groups. The arguments are described at ``groups.loss``.
     """
     divisor, z_loss_weight, label_smoothing, weight_N = terms
-    assert divisor is not None
+    assert divisor is not None and not isinstance(z_loss_weight, Tensor)
+    numbers = numbers_of(options.logit_scale, options.softcap, z_loss_weight, label_smoothing)
     divisor = groups.on_device(divisor, x.hidden.device)
     head = [*x.head.tensors.values()]
     want = [tensor.requires_grad for tensor in (x.hidden, x.weight, *head)]
     return torch.ops.cce_dist.loss_and_gradients(
-        x.hidden, x.weight, head, x.ids, divisor, weight_N, z_loss_weight, label_smoothing, want, *flat(call)
-    )[0]
+        x.hidden, x.weight, head, x.ids, divisor, weight_N, stand_in(z_loss_weight), stand_in(label_smoothing), want,
+        *flat(call), numbers,
+    )[0]  # fmt: skip
 
 
 def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, divisor: Tensor, weight_N: Tensor | None,
-    z_loss_weight: float, label_smoothing: float, want: list[bool], *flat_call: Any,
+    z_loss_weight: float, label_smoothing: float, want: list[bool], *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """The operator: the loss, 0-d fp32, and the gradients that are wanted, as if upstream's were 1."""
-    call, terms = build(Call, iter(flat_call)), groups.Terms(divisor, z_loss_weight, label_smoothing, weight_N)
+    *flat_call, numbers = given
+    call = build(Call, iter(flat_call))
+    if numbers is not None:
+        call, (z_loss_weight, label_smoothing) = call.with_numbers(numbers[:2]), numbers[2:].tolist()
+    terms = groups.Terms(divisor, z_loss_weight, label_smoothing, weight_N)
     x, group = op.operands_of(hidden, weight, head, labels, call.spec), merge.resolve(call.layout.group_name)
     num_ranks = merge.size_of(group)
     call = groups.decided_now(call, x, num_ranks, op.where_of(call, hidden, num_ranks, "number"))
@@ -83,7 +89,8 @@ def _gradients_times(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
 _LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")  # lives as long as its operator
 _LIBRARY.define(
     "loss_and_gradients(Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor divisor, Tensor? class_weight, "
-    f"float z_loss_weight, float label_smoothing, bool[] want, {', '.join(schema(Call))}) -> (Tensor, Tensor, Tensor, Tensor[])"
+    f"float z_loss_weight, float label_smoothing, bool[] want, {', '.join(schema(Call))}, Tensor? numbers) "
+    "-> (Tensor, Tensor, Tensor, Tensor[])"
 )
 _LIBRARY.impl("loss_and_gradients", _loss_and_gradients, "CompositeExplicitAutograd")
 torch.library.register_fake("cce_dist::loss_and_gradients", _loss_and_gradients_fake, lib=_LIBRARY)

@@ -27,22 +27,28 @@ class KeptIds(NamedTuple):
     ids: Tensor
 
     @classmethod
-    def from_bits(cls, bits: Tensor) -> KeptIds:
+    def from_bits(cls, bits: Tensor, vocab_size: int | None = None) -> KeptIds:
         """Make lists of a mask of the vocabulary in bits, as engines and grammars hand it. Waits for the mask's device.
 
         Args:
             bits: [..., ceil(V / 8)] uint8: bit b of byte c, the lowest first, is id ``8 c + b``. Words of 32 bits of the same
                 order are ``words.view(torch.uint8)`` on a machine whose numbers have the lowest byte first.
+            vocab_size: V. Bits of ids from V on, the mask's padding, are left out. None: the mask has none that is set.
 
         Raises:
             TypeError: bits is no tensor of uint8.
+            ValueError: bits are too few for the vocabulary.
         """
         checks.tensors({"bits": bits})
         if bits.dtype != torch.uint8 or bits.dim() < 1:
             raise TypeError(f"bits must be [..., ceil(V / 8)] uint8, got {bits.dtype} {tuple(bits.shape)}")
+        if vocab_size is not None and 8 * bits.shape[-1] < checks.integer("vocab_size", vocab_size, 1):
+            raise ValueError(f"bits has {8 * bits.shape[-1]} bits a token, fewer than vocab_size {vocab_size}")
         rows = bits.reshape(-1, bits.shape[-1])
         row, byte = rows.nonzero(as_tuple=True)
         is_set = (rows[row, byte][:, None] >> torch.arange(8, device=bits.device)) & 1
+        if vocab_size is not None:
+            is_set &= 8 * byte[:, None] + torch.arange(8, device=bits.device) < vocab_size
         entry, bit = is_set.nonzero(as_tuple=True)
         counts = torch.bincount(row[entry], minlength=rows.shape[0])
         return cls(torch.cat((counts.new_zeros(1), counts.cumsum(0))), 8 * byte[entry] + bit)
@@ -84,7 +90,8 @@ def error(kept: KeptIds, token_L: Tensor, ids_N: Tensor, vocab_size: int) -> Exc
     if outside.any():
         place = int(outside.nonzero()[0])
         return IndexError(
-            f"kept.ids[{place}], of token {int(token_L[place])}, is {int(ids[place])}: not in [0, {vocab_size})"
+            f"kept.ids[{place}], of token {int(token_L[place])}, is {int(ids[place])}: not in [0, {vocab_size}); a mask's "
+            "padding is left out by KeptIds.from_bits(bits, vocab_size)"
         )
     key, order = torch.where(live, token_L * vocab_size + ids, -1).sort()
     twice = (key[1:] == key[:-1]) & (key[1:] >= 0)

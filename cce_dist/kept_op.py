@@ -141,8 +141,10 @@ _OPERATOR = Operator(
 _OPERATOR.register(_forward_fake)
 
 
-def forward(x: Operands, kept: KeptIds, grad_weight_out: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def forward(
+    x: Operands, kept: KeptIds, grad_weight_out: Tensor | None, call: Call, numbers: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The operator as ``linear_log_probs`` calls it; see ``_run_forward``. Returns its first three results."""
     head = [*x.head.tensors.values()]
     tensors = (x.hidden, x.weight, head, x.ids, kept.offsets.contiguous(), kept.ids.contiguous())
-    return _OPERATOR.apply(*tensors, grad_weight_out, call=call, needs_grad=call.spec.want.grad)[:3]
+    return _OPERATOR.apply(*tensors, grad_weight_out, call=call, needs_grad=call.spec.want.grad, numbers=numbers)[:3]

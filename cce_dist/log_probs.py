@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import agree, checks, kept_ids, kept_op, op, operands, terms
-from cce_dist.call import Call, LogProbOptions, checked
+from cce_dist.call import Call, LogProbOptions, checked, is_symbol, numbers_of
 from cce_dist.kept_ids import KeptIds
 from cce_dist.kernels import Operands, Spec, Want
 from cce_dist.kernels.kept_ids import rising
@@ -49,6 +49,7 @@ class LogProbs(NamedTuple):
     kept_mass: Tensor | None = None
 
 
+@agree.errors_reach_all_ranks
 def linear_log_probs(
     input: Tensor,
     linear_weight: Tensor,
@@ -77,9 +78,9 @@ def linear_log_probs(
     """Log-probabilities of given ids, from hidden states, without ever holding the logits: for RL and distillation.
 
     The logits are ``softcap * tanh(u / softcap) / temperature`` (``u / temperature`` without a softcap) with
-    ``u = logit_scale * (input @ linear_weight.T + linear_bias)``. Kernels, shards, budgets and checks are those of
-    ``linear_cross_entropy``; all sums are in fp32, as with an "fp32 head". A policy takes the gradient of one id a token,
-    distillation that of some hundred.
+    ``u = logit_scale * (input @ linear_weight.T + linear_bias)``. Kernels, shards, budgets and checks are
+    ``linear_cross_entropy``'s; all sums are in fp32, as with an "fp32 head". A policy loss needs one id per token, distillation
+    a few hundred.
 
     There is no gradient filter. The filter promises an error relative to weights of one sign, and upstream gradients of a
     policy have both signs and very different sizes.
@@ -155,15 +156,16 @@ def linear_log_probs(
     call = operands.call_of(x, _spec(x, 1.0 if scale is None else scale, shard, options), shard, options)
     if options.batch_invariant and call.backend == "torch":
         raise ValueError("batch_invariant needs the Triton backend: sums of the torch backend depend on the batch")
+    numbers = numbers_of(1.0 if scale is None else scale, options.softcap)
     lists = {} if kept is None else {"kept.offsets": kept.offsets, "kept.ids": kept.ids}
     agree.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature} | lists, shard, options, call)
     if kept is not None:
-        nll, lse, entropies = kept_op.forward(x, kept, grad_weight_out, call)
+        nll, lse, entropies = kept_op.forward(x, kept, grad_weight_out, call, numbers)
         out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
-        return _with_mass(out, x, kept, call) if kept_mass else out
+        return _with_mass(out, x, kept, call, numbers) if kept_mass else out
     if not torch.compiler.is_compiling():
         call = op.decided(call, x.hidden, x.num_tokens, shard.group_size)
-    found = op.forward(x, grad_weight_out, call)
+    found = op.forward(x, grad_weight_out, call, numbers)
     statistics = (found.sum_p_squared, found.max_logit, found.argmax)
     squares, max_logit, best = (None if values is None else values.view(tokens) for values in statistics)
     most = (None if values is None else values.view(*tokens, top_k) for values in (found.top_log_probs, found.top_ids))
@@ -174,11 +176,11 @@ def linear_log_probs(
 
 
 @torch.no_grad()
-def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, call: Call) -> LogProbs:
+def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, call: Call, numbers: Tensor | None) -> LogProbs:
     """Add what a sweep over the whole vocabulary says of the tokens whose list is not empty."""
     ids = x.ids.masked_fill(rising(kept.offsets, kept.ids.shape[0]).diff() == 0, call.spec.ignore_index)
     sweep = call._replace(spec=call.spec._replace(want=Want(grad=False)))
-    found = op.forward(x._replace(ids=ids), None, sweep)
+    found = op.forward(x._replace(ids=ids), None, sweep, numbers)
     mass = (out.lse.view(-1) - found.lse).exp().clamp(max=1.0).masked_fill(ids == call.spec.ignore_index, 0.0)
     full = (0.0 - found.nll).view(out.log_probs.shape)
     return out._replace(full_log_probs=full, kept_mass=mass.view(out.lse.shape))
@@ -211,7 +213,7 @@ def _one_scale(logit_scale: float | Tensor, temperature: float | Tensor, softcap
         return None
     if softcap is None:
         return checks.number("logit_scale / temperature", logit_scale / temperature)
-    return float(logit_scale) if temperature == 1 else None
+    return float(logit_scale) if not is_symbol(temperature) and temperature == 1 else None
 
 
 def _check_kept(kept: KeptIds, x: Operands, options: LogProbOptions) -> None:

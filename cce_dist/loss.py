@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from cce_dist import agree, checks, decide, groups, in_graph, op, operands, terms
-from cce_dist.call import DTYPES, Call, LossOptions, Options, checked
+from cce_dist.call import DTYPES, Call, LossOptions, Options, checked, numbers_of
 from cce_dist.decide import Where
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
@@ -80,6 +80,7 @@ def linear_cross_entropy(
 ) -> LinearCrossEntropyOutput: ...
 
 
+@agree.errors_reach_all_ranks
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -113,7 +114,7 @@ def linear_cross_entropy(
     z_loss_weight * lse**2``, in nats. Arguments are named as in ``torch.nn.functional.linear_cross_entropy``. Numbers may be
     0-d tensors that need no gradient. A tensor on a GPU is read, which waits for the device (``num_tokens`` is not read). Under
     ``torch.compile(fullgraph=True)``, which reads none, only ``num_tokens``, ``z_loss_weight`` and, without a filter,
-    ``logit_scale`` may be tensors.
+    ``logit_scale`` may be tensors. Numbers that change from call to call are compiled twice at most.
 
     Args:
         input: [..., D] hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
@@ -133,7 +134,7 @@ def linear_cross_entropy(
         z_loss_weight: Weight of lse**2.
         num_tokens: Divisor of "mean", int or 0-d tensor: the global count over data and context parallel ranks and
             microbatches, so that the parts' gradients sum to the whole batch's gradient. A tensor may hold 0 where all
-            labels are ignored.
+            labels are ignored. One that requires a gradient gets it.
         shard: Which rows of the vocabulary ``linear_weight`` is; None means all of them.
         sequence_parallel: input is this rank's slice of dim 0 (slices in group-rank order), target is whole.
         input_grad: "summed" over the group, or "partial": this shard's part, for a framework that sums it itself.
@@ -203,14 +204,18 @@ def linear_cross_entropy(
     else:
         call = groups.decided_now(call, x, shard.group_size, where)
     if in_operator or call.way.passes == "one":
-        divisor = None if reduction == "none" else _divisor(x, chosen, class_weights)
+        is_learned = isinstance(num_tokens, Tensor) and num_tokens.requires_grad and torch.is_grad_enabled()
+        divisor = None if reduction == "none" else 1.0 if is_learned else _divisor(x, chosen, class_weights)
         of_labels = None if class_weights is None else class_weights.of_labels
         made_of = groups.Terms(divisor, chosen.z_loss_weight, chosen.label_smoothing, of_labels)
         if in_operator:
-            return in_graph.loss(x, made_of, call)
-        loss = groups.loss(x, made_of, call, expected, grad_weight_out)
+            loss = in_graph.loss(x, made_of, call, chosen)
+        else:
+            loss = groups.loss(x, made_of, call, expected, grad_weight_out)
+        if is_learned:  # autograd divides, and num_tokens gets its gradient
+            return loss / _divisor(x, chosen, class_weights)
         return loss.view(target.shape) if reduction == "none" else loss
-    found = op.forward(x, grad_weight_out, call)
+    found = op.forward(x, grad_weight_out, call, numbers_of(chosen.logit_scale, chosen.softcap))
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
     if call.spec.want.uniform:
         loss = loss + chosen.label_smoothing * found.uniform_nll
@@ -303,6 +308,7 @@ def _prepare(
         _check_weighted(weight, input, chosen, grad_weight_out)
     if isinstance(chosen.num_tokens, Tensor) and chosen.num_tokens.device not in (input.device, torch.device("cpu")):
         raise ValueError(f"input is on {input.device}, num_tokens on {chosen.num_tokens.device}")
+    _check_no_tokens(chosen, x)
     scale = chosen.logit_scale if unread is None else unread
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         part = chosen.sequence_parallel or chosen.input_grad == "partial"
@@ -319,6 +325,15 @@ def _prepare(
     upstream = decide.upstream_of(chosen.reduction, chosen.expected_weights, returns_more)
     where = op.where_of(call, x.hidden, shard.group_size, upstream, grad_weight_out is not None)
     return _Prepared(x, shard, chosen, call, where, scale, expected)
+
+
+def _check_no_tokens(options: Options, x: Operands) -> None:
+    """Raise ValueError if there are labels, and 0 tokens by a tensor; a graph reads neither, and reading waits for a GPU."""
+    divisor = options.num_tokens
+    if not isinstance(divisor, Tensor) or torch.compiler.is_compiling() or not (divisor.is_cpu and x.ids.is_cpu):
+        return
+    if divisor == 0 and (x.ids != options.ignore_index).any():
+        raise ValueError(f"num_tokens is 0, and {options.labels} has labels that are not ignored")
 
 
 def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options) -> Spec:
@@ -342,6 +357,9 @@ def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Optio
     """Return expected weights in one dimension; None: there are none."""
     if not isinstance(expected, Tensor):
         return None
+    checks.tensors({"expected_weights": expected}, on_meta=True)
+    if expected.is_complex():
+        raise TypeError(f"expected_weights must be real numbers, got {expected.dtype}")
     if options.reduction != "none":
         raise ValueError(f'expected_weights is of a loss for each token; reduction is "{options.reduction}"')
     if expected.shape != target.shape or expected.device != target.device:

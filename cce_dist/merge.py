@@ -214,28 +214,35 @@ def largest(number: int, group: Any, named: bool) -> int:
     return int(found)
 
 
+num_exchanges = 0  # how many calls of ``assert_ranks_agree`` began
+
+
 def assert_ranks_agree(
     function: str,
     facts: dict[str, Any],
     rows: tuple[int, int],
     group: dist.ProcessGroup,
     vocab_size: int,
-    error: str = "",
+    error: Exception | None = None,
 ) -> None:
     """Raise on every rank if a rank has an error, if their facts differ, or if their rows do not tile the vocabulary.
 
-    A collective of its own, made only under CCE_DIST_DEBUG=1.
+    A collective of its own, made under CCE_DIST_DEBUG=1, and on a CPU for the ids of a teacher that is split.
 
     Raises:
-        IndexError: A rank's error.
-        RuntimeError: Names the first fact that differs and each rank's value of it, or the gap.
+        ValueError, TypeError, IndexError: A rank's error.
+        RuntimeError: Names the first fact that differs and each rank's value of it, or the gap; or a rank's other error.
     """
+    global num_exchanges
+    num_exchanges += 1
     calls: list = [None] * group.size()
-    dist.all_gather_object(calls, (facts, rows, error), group=group)
-    for rank, (_, _, error) in enumerate(calls):
-        if error:
-            raise IndexError(f"{function}: rank {rank} of the group: {error}")
-    for name in facts:
+    told = None if error is None else (type(error).__name__, str(error))
+    dist.all_gather_object(calls, ({"function": function, **facts}, rows, told), group=group)
+    for rank, (_, _, told) in enumerate(calls):
+        if told is not None:
+            kinds = {kind.__name__: kind for kind in (ValueError, TypeError, IndexError)}
+            raise kinds.get(told[0], RuntimeError)(f"{function}: rank {rank} of the group: {told[1]}")
+    for name in ("function", *facts):
         values = [call[0].get(name) for call in calls]
         if any(value != values[0] for value in values):
             raise RuntimeError(f"{function}: the ranks of the group disagree on {name}: by rank {values}")

@@ -273,7 +273,8 @@ _OPERATOR = Operator(
 _forward, _backward = _OPERATOR.register(_forward_fake)
 
 
-def forward(x: Operands, grad_weight_out: Tensor | None, call: Call) -> Outputs:
-    """The operator as the loss calls it; see ``_run_forward``. ``x.ids`` are the labels."""
+def forward(x: Operands, grad_weight_out: Tensor | None, call: Call, numbers: Tensor | None = None) -> Outputs:
+    """The operator as the loss calls it; see ``_run_forward``. ``x.ids`` are the labels; ``numbers`` is of ``numbers_of``."""
     tensors = (x.hidden, x.weight, [*x.head.tensors.values()], x.ids, grad_weight_out)
-    return Outputs.of(_OPERATOR.apply(*tensors, call=call, needs_grad=call.spec.want.grad), call.spec.want)
+    found = _OPERATOR.apply(*tensors, call=call, needs_grad=call.spec.want.grad, numbers=numbers)
+    return Outputs.of(found, call.spec.want)

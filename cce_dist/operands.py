@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import checks
-from cce_dist.call import DTYPES, Call, Layout, LogProbOptions, Options
+from cce_dist.call import DTYPES, Call, Layout, LogProbOptions, Options, stand_in
 from cce_dist.decide import choose_backend
 from cce_dist.kernels import Operands, ShardLogits, Spec
 from cce_dist.shard import VocabShard, local_rows
@@ -47,7 +47,8 @@ def prepare(
 
 def logits_of(shard: VocabShard, logit_scale: float, softcap: float | None, tensors: Iterable[str]) -> ShardLogits:
     """Return how logits come from hidden states on a shard, as plain values; ``tensors`` names the tensors of ``Head``."""
-    return ShardLogits(shard.start, shard.num_valid, logit_scale, softcap or 0.0, " ".join(tensors))
+    softcap = 0.0 if softcap is None else stand_in(softcap)
+    return ShardLogits(shard.start, shard.num_valid, stand_in(logit_scale), softcap, " ".join(tensors))
 
 
 class LocalHead(NamedTuple):

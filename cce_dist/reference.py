@@ -214,7 +214,7 @@ def _correction(
     reweighting: Tensor | None = None,
     usual: Tensor | None = None,
 ) -> Tensor:
-    """Return a matrix whose product with ``operand`` estimates that of ``difference``, from ``size`` of its columns.
+    """Return a sparse matrix, of ``size`` columns of ``difference``, that estimates ``difference @ operand`` in its place.
 
     The columns are sampled by ``share``. Row sums stay 0, and the estimate is shrunk by the part of its square that is noise;
     where less than a quarter would be left it is 0.
@@ -222,7 +222,7 @@ def _correction(
     Args:
         reweighting: Each row's mass times its hidden state less the mean. With it a linear model is taken from 64 of 1,024 rows
             of ``operand``, times the factor that minimises the expected error, and the sample estimates the rest.
-        usual: Square of the product's rows over that of a row of ``operand``. What corrects less than 4e-6 of it is left out.
+        usual: Mean square of the product's rows relative to ``operand``'s rows. A correction below 4e-6 of it is left out.
     """
     center = share @ operand
     columns = _sampled(share, size)

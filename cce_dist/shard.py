@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cce_dist.checks import integer, kind
@@ -161,6 +162,13 @@ def _check_member(group: Any) -> None:
         kind("group", group, dist.ProcessGroup)
     if not member or dist.get_group_rank(group, dist.get_rank()) < 0:  # type: ignore[arg-type]
         raise ValueError("this rank is not a member of the shard's process group")
+
+
+def group_of(name: str, mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of a mesh's last dimension; ValueError on a rank that is not in the mesh."""
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"this rank ({dist.get_rank()}) is not a member of {name}, {mesh}")
+    return mesh.get_group(mesh.ndim - 1)
 
 
 def local_rows(

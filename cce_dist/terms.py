@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import merge
+from cce_dist.call import is_symbol
 from cce_dist.kernels import Operands
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
@@ -93,7 +94,8 @@ def _of_tokens(name: str, value: float | Tensor, x: Operands, tokens: torch.Size
     """One float64 number for each token. [...] or [] -> [N]."""
     like = torch.empty(0, dtype=torch.float64, device=x.ids.device)
     if not isinstance(value, Tensor):
-        return like.new_full((x.num_tokens,), value)
+        # A graph adds a symbol to a tensor, and is made for one number where it fills a tensor with that.
+        return like.new_zeros(x.num_tokens) + value if is_symbol(value) else like.new_full((x.num_tokens,), value)
     if value.dim() and value.device != x.ids.device:
         raise ValueError(f"input is on {x.ids.device}, {name} on {value.device}")
     if value.dim() and value.shape != tokens:

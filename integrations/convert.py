@@ -50,7 +50,7 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
 
     Sharding: The weight is whole where the head runs. FSDP2 and ZeRO-3 gather the weight around the loss, as around any layer.
         With ``shard_over`` a rank computes its rows of the vocabulary for the tokens of all ranks of the mesh's last dimension.
-    Communication: None but theirs. With ``shard_over`` that of ``linear_cross_entropy`` with sequence parallelism; an
+    Communication: None but theirs. With ``shard_over`` as in ``linear_cross_entropy`` with sequence parallelism; an
         all-gather of labels in forward, of a number for each token in backward; with replicas an all-reduce of the rows'
         gradient. A tied embedding all-gathers ids and reduce-scatters embeddings in forward, and gathers their gradient in
         backward. Logits that are looked at gather the weight.

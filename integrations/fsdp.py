@@ -9,15 +9,18 @@ the same rows: each rank what it has, for the ids of all ranks.
     fully_shard(..., ignored_params=) FSDP2 leaves it alone
     a loss                            labels and hidden states of all ranks, per-token losses, of which a rank reduces its own
 
-A rank's loss is that of its own tokens, whatever is made of it, and the gradients of the ranks' losses are averaged as FSDP2
-does it. Collectives are in ``cce_dist/merge.py``.
+A rank's loss covers its own tokens, whatever is computed from it, and the gradients of the ranks' losses are averaged as FSDP2
+averages them. Collectives are in ``cce_dist/merge.py``.
 
 Letters: T ranks of the shard group, N tokens of this rank, M of the rank that has most, D hidden size, V_r rows of this rank.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,16 +30,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from cce_dist import merge
-from cce_dist.checks import kind
+from cce_dist.call import Options, checked
+from cce_dist.checks import kind, tensors
 from cce_dist.integrations import peft
+from cce_dist.integrations.patching import Place
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.operands import environment
-from cce_dist.shard import VocabShard
+from cce_dist.shard import VocabShard, group_of
 
 Function = TypeVar("Function", bound=Callable)
+
+BESIDE_DDP = (
+    "shard_over does not go with DDP (DistributedDataParallel), which would average the rows of different ranks: use "
+    "fully_shard, or leave shard_over out"
+)
+EFFICIENT_LOADING = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")  # Accelerate's variables
 
 
 class Policy(NamedTuple):
@@ -53,17 +66,12 @@ class Policy(NamedTuple):
     divide_factor: float | None = None
 
     @classmethod
-    def of(cls, model: nn.Module) -> Policy:
-        """Return the policy of a model, or of the first of its modules, that ``fully_shard`` was called for."""
-        for module in model.modules():
-            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-            if state is None:
-                continue
-            groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            if groups[0] is not None:  # torch before 2.13 has one group at most
-                precision = state._mp_policy
-                return cls(precision.param_dtype, precision.reduce_dtype, groups[0].gradient_divide_factor)
-        return cls()
+    def of(cls, state: Any) -> Policy:
+        """Return what a call of ``fully_shard`` was given, and ``set_gradient_divide_factor`` since; None: nothing."""
+        if state is None:
+            return cls()
+        precision = state._mp_policy
+        return cls(precision.param_dtype, precision.reduce_dtype, getattr(state, "cce_divide_factor", None))
 
 
 def _outside_of_graphs(function: Function) -> Function:
@@ -75,17 +83,17 @@ class _Averaged(torch.autograd.Function):
     """Rows in the dtype of the computation. Their gradient is averaged over all data-parallel ranks."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
-        ctx.replicas, ctx.policy, ctx.num_ranks, ctx.dtype = rows.replicas, rows.policy, rows.mesh.size(), local.dtype
+    def forward(ctx, local: Tensor, rows: Rows, policy: Policy, dtype: torch.dtype) -> Tensor:
+        ctx.replicas, ctx.policy, ctx.num_ranks, ctx.dtype = rows.replicas, policy, rows.mesh.size(), local.dtype
         return local.to(dtype) if dtype != local.dtype else local.view_as(local)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,), policy = grads, ctx.policy
         if ctx.replicas is not None:
             grad = grad.to(policy.reduce_dtype or grad.dtype, copy=True)
             grad = merge.sum_over_ranks(grad.contiguous(), ctx.replicas)
-        return grad.to(ctx.dtype) / (policy.divide_factor or ctx.num_ranks), None, None
+        return grad.to(ctx.dtype) / (policy.divide_factor or ctx.num_ranks), None, None, None
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,15 +104,18 @@ class Rows:
         mesh: The data-parallel ranks, as ``fully_shard`` takes it: one dimension, or replicas before it.
         shard: The rows.
         equal_tokens: The caller promises that all ranks have the same number of tokens in every call.
+        state: What FSDP2 keeps of the call of ``fully_shard`` that the head is in; None: there was none.
     """
 
     mesh: DeviceMesh
     shard: VocabShard
     equal_tokens: bool
-    policy: Policy = dataclasses.field(default_factory=Policy)
+    state: Any = None
 
     def __post_init__(self) -> None:
-        self.group = self.mesh.get_group(self.mesh.ndim - 1)
+        _watch()
+        self.fsdp_mesh = self.mesh
+        self.group = group_of("shard_over", self.mesh)
         self.line = DeviceMesh.from_group(self.group, self.mesh.device_type)
         self.replicas = self.mesh.get_group(0) if self.mesh.ndim == 2 else None
         self.cpu_group: Any = self.group
@@ -113,20 +124,49 @@ class Rows:
             self.cpu_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def __deepcopy__(self, memo: dict) -> Rows:
-        return self
+        # A copied model has the same groups, but is given to fully_shard by itself.
+        memo[id(self)] = new = copy.copy(self)
+        return new
 
     def enter(self, model: nn.Module) -> None:
-        """Note at the start of a forward how FSDP2 computes and averages; the user may have said so just now."""
-        self.policy = Policy.of(model)
+        """Look for a call of ``fully_shard`` inside a model, where none with the head was seen (torch before 2.13 hides it)."""
+        for module in () if self.state is not None else model.modules():
+            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            if groups[0] is not None:
+                return self.belong_to(state, groups[0].mesh_info.mesh, nn.Module())
+
+    def belong_to(self, state: Any, mesh: DeviceMesh, module: nn.Module) -> None:
+        """Follow the first call of ``fully_shard`` that the head is in, as FSDP2 does, with the rows of one module.
+
+        Raises:
+            ValueError: The mesh has other ranks, or other replicas. Copies of the rows would not stay equal.
+        """
+        if self.state is None:
+            if not torch.equal(mesh.mesh, self.mesh.mesh):
+                raise ValueError(f"shard_over is {self.mesh}, but fully_shard is given {mesh}: give both the same mesh")
+            self.state, self.fsdp_mesh = state, mesh
+        # The same ranks, but dimensions may have other names, which clip_grad_norm_ would not accept.
+        for parameter in self.of(module):
+            parameter._spec = dataclasses.replace(parameter._spec, mesh=self.fsdp_mesh)
+
+    def of(self, module: nn.Module) -> list[DTensor]:
+        """Return a module's own parameters that are rows."""
+        return [one for one in module.parameters(recurse=False) if isinstance(one, DTensor)]
 
     def split(self, whole: Tensor) -> nn.Parameter:
         """Return a parameter [V, ...] of which this rank holds its rows alone."""
         local = whole.detach()[self.shard.start : self.shard.stop].clone()
         return nn.Parameter(_distributed(local, self.mesh, whole), requires_grad=whole.requires_grad)
 
-    def local(self, parameter: Any, dtype: torch.dtype) -> Tensor:
-        """Return the rows [V_r, ...] that are here, of a parameter that ``split`` made."""
-        return _Averaged.apply(parameter.to_local(), self, dtype)  # type: ignore[return-value]
+    @_outside_of_graphs
+    def local(self, parameter: Any, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the rows [V_r, ...] that are here, of a parameter that ``split`` made; dtype None: what FSDP2 computes in."""
+        if DistributedDataParallel._active_ddp_module is not None:
+            raise ValueError(BESIDE_DDP)
+        policy = Policy.of(self.state)
+        dtype = dtype or policy.param_dtype or parameter.dtype
+        return _Averaged.apply(parameter.to_local(), self, policy, dtype)  # type: ignore[return-value]
 
     def whole(self, hidden: Tensor, parameter: Any) -> Tensor:
         """Return a parameter [V, ...] in hidden's dtype, gathered; for logits."""
@@ -160,7 +200,7 @@ class Rows:
         *,
         shard: VocabShard,
         reduction: str = "mean",
-        ignore_index: int = -100,
+        ignore_index: int | None = -100,
         num_tokens: Any = None,
         return_aux: Any = False,
         **call: Any,
@@ -177,12 +217,14 @@ class Rows:
             ignore_index, return_aux: As in ``linear_cross_entropy``.
             **call: Further options of it.
         """
+        chosen = self._checked(hidden, target, reduction=reduction, ignore_index=ignore_index, num_tokens=num_tokens)
         count, most = target.numel(), self.most(target.numel())
         hidden = F.pad(hidden.reshape(count, hidden.shape[-1]), (0, 0, 0, most - count))
-        labels = merge.gather_sequence(F.pad(target.reshape(count), (0, most - count), value=ignore_index), self.group)
+        padded = F.pad(target.reshape(count), (0, most - count), value=chosen.ignore_index)
+        labels = merge.gather_sequence(padded, self.group)
         expected = True
         if reduction == "mean" and num_tokens is None:  # of each rank's own tokens
-            counts = (labels.view(self.group.size(), most) != ignore_index).sum(1, keepdim=True).clamp(min=1)
+            counts = (labels.view(self.group.size(), most) != chosen.ignore_index).sum(1, keepdim=True).clamp(min=1)
             expected = counts.float().reciprocal().expand(-1, most).reshape(-1)
         found = linear_cross_entropy(
             hidden,
@@ -206,10 +248,34 @@ class Rows:
         if reduction != "none":
             loss = loss.sum()
         if reduction == "mean":
-            loss = loss / ((target != ignore_index).sum().clamp(min=1) if num_tokens is None else num_tokens)
-        return (
-            found._replace(**{name: own(x) for name, x in found._asdict().items()}, loss=loss) if return_aux else loss
-        )
+            divisor = (target != chosen.ignore_index).sum() if num_tokens is None else num_tokens
+            loss = loss / (divisor + (divisor == 0))  # the mean of nothing is 0
+        if not return_aux:
+            return loss
+        return type(found)(loss, *map(own, found[1:]))
+
+    def _checked(self, hidden: Tensor, target: Tensor, **given: Any) -> Options:
+        """Check what ``linear_cross_entropy`` is not told. With CCE_DIST_DEBUG=1 an error of one rank is raised on all."""
+        chosen, error = Options(), None
+        try:
+            chosen = checked(Options, **given)
+            tensors({"input": hidden, "target": target})
+            if hidden.shape[:-1] != target.shape:
+                raise ValueError(
+                    f"target must be {tuple(hidden.shape[:-1])} as input's tokens, got {tuple(target.shape)}"
+                )
+        except (TypeError, ValueError) as wrong:
+            error = wrong
+        if environment()[1]:
+            count = chosen.num_tokens
+            facts = {"reduction": chosen.reduction, "num_tokens": count.item() if isinstance(count, Tensor) else count}
+            facts = {"arguments": str(error)} if error else {"arguments": ""} | facts
+            self.cpu_group.monitored_barrier(wait_all_ranks=True)
+            rows = (self.shard.start, self.shard.stop)
+            merge.assert_ranks_agree("shard_over", facts, rows, self.group, self.shard.vocab_size)
+        if error is not None:
+            raise error
+        return chosen
 
     @_outside_of_graphs
     def lookup(self, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
@@ -254,8 +320,7 @@ class _Embedding(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         parameter = self.weight
-        dtype: Any = self.cce_rows.policy.param_dtype or parameter.dtype
-        self._parameters["weight"] = self.cce_rows.local(parameter, dtype)  # type: ignore[assignment]
+        self._parameters["weight"] = self.cce_rows.local(parameter)  # type: ignore[assignment]
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -271,6 +336,61 @@ class _Lookup(nn.Embedding):
         return self.cce_rows.lookup(input, self.weight, self.padding_idx)
 
 
+def check_mesh(mesh: Any) -> None:
+    """Raise TypeError or ValueError unless a head can be split over this mesh, in this process."""
+    kind("shard_over", mesh, DeviceMesh)
+    if mesh is None or mesh.ndim > 2:
+        raise ValueError("shard_over must be the data-parallel mesh: one dimension, or replicas and shards")
+    if all(os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "t", "on") for name in EFFICIENT_LOADING):
+        raise ValueError(
+            "shard_over does not go with Accelerate's cpu_ram_efficient_loading, which makes new parameters that fully_shard "
+            "does not ignore: turn FSDP_CPU_RAM_EFFICIENT_LOADING off"
+        )
+
+
+@functools.cache
+def _watch() -> None:
+    """Have FSDP2 and DDP look for rows in every module that they are given, from now to the end of the process."""
+    add_group = getattr(_fsdp_init, "_init_param_group", None)  # torch 2.13
+    set_factor, wrap = FSDPModule.set_gradient_divide_factor, DistributedDataParallel.__init__
+
+    def add_group_of_all_but_rows(
+        state: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **given: Any
+    ) -> Any:
+        for module, rows in _with_rows(*modules):
+            if any(one is parameter for one in params for parameter in rows.of(module)):
+                raise ValueError(
+                    f"fully_shard is given the rows of a {type(module).__name__} that shard_over has split: leave them out by "
+                    "ignored_params=set(model.lm_head.parameters())"
+                )
+            rows.belong_to(state, mesh_info.mesh, module)
+        return add_group(state, params, modules, mesh_info, *args, **given)  # type: ignore[misc]
+
+    @functools.wraps(set_factor)
+    def set_gradient_divide_factor(self: Any, factor: float) -> None:
+        # FSDP2 itself has no place for it in a module whose parameters are all ignored.
+        self._get_fsdp_state().cce_divide_factor = factor
+        set_factor(self, factor)
+
+    @functools.wraps(wrap)
+    def wrap_none_with_rows(self: Any, module: nn.Module, *args: Any, **given: Any) -> None:
+        if _with_rows(module):
+            raise ValueError(BESIDE_DDP)
+        wrap(self, module, *args, **given)
+
+    if add_group is not None:
+        Place(_fsdp_init.__name__, "_init_param_group").put(add_group_of_all_but_rows)
+    Place(FSDPModule.__module__, "FSDPModule.set_gradient_divide_factor").put(set_gradient_divide_factor)
+    Place(DistributedDataParallel.__module__, "DistributedDataParallel.__init__").put(wrap_none_with_rows)
+
+
+def _with_rows(*modules: nn.Module) -> list[tuple[nn.Module, Rows]]:
+    """Return the modules in some modules that hold rows, heads and embeddings tied to them."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    found = ((part, vars(part).get(name)) for part in parts for name in ("rows", "cce_rows"))
+    return [(part, rows) for part, rows in found if isinstance(rows, Rows)]
+
+
 def shard_over(model: nn.Module, head: Any, mesh: Any, equal_tokens: bool) -> Rows:
     """Split the weight and the bias of a head over data-parallel ranks, also where an embedding is tied to it.
 
@@ -278,9 +398,7 @@ def shard_over(model: nn.Module, head: Any, mesh: Any, equal_tokens: bool) -> Ro
         ValueError: The head, an embedding, or the mesh does not allow it; one line says why.
         TypeError: No mesh.
     """
-    kind("shard_over", mesh, DeviceMesh)
-    if mesh is None or mesh.ndim > 2:
-        raise ValueError("shard_over must be the data-parallel mesh: one dimension, or replicas and shards")
+    check_mesh(mesh)
     if peft.is_lora(type(head)):
         raise ValueError("shard_over does not go with LoRA on the head: leave the head out of target_modules")
     weight, bias = head.weight, head.bias
@@ -294,8 +412,8 @@ def shard_over(model: nn.Module, head: Any, mesh: Any, equal_tokens: bool) -> Ro
         _check_embedding(module)
     if bias is not None and _others_with(bias, model, head):
         raise ValueError("shard_over: the head's bias is also another module's, which would keep the whole of it")
-    rows = Rows(mesh, VocabShard.even(len(weight), mesh.get_group(mesh.ndim - 1)), equal_tokens)
-    head.weight = rows.split(weight)
+    rows = Rows(mesh, VocabShard.even(len(weight), group_of("shard_over", mesh)), equal_tokens)
+    head.weight, head.cce_rows = rows.split(weight), rows
     if bias is not None:
         head.bias = rows.split(bias)
     for module in tied:

@@ -18,7 +18,7 @@ from cce_dist.call import Options, checked
 from cce_dist.checks import integer, kind, number, tensors
 from cce_dist.loss import LinearCrossEntropyOutput, check_class_weights, linear_cross_entropy
 from cce_dist.operands import check_buffer
-from cce_dist.shard import VocabShard
+from cce_dist.shard import VocabShard, group_of
 
 INIT_ROWS = 1024  # rows of the weight that one generator draws, whatever the sharding
 
@@ -87,14 +87,15 @@ class VocabParallelHead(nn.Module):
             raise ValueError("mesh must be 1-D, and comes instead of group")
         if shard_over is not None:
             _check_over(shard_over, {"mesh": mesh, "group": group, "class_weights": class_weights, **loss_options})
-            mesh, group = shard_over, shard_over.get_group(shard_over.ndim - 1)
+            _check_tied(weight, shard_over)
+            mesh, group = shard_over, group_of("shard_over", shard_over)
         integer("hidden_size", hidden_size, 1)
         _check_options(loss_options)
         if class_weights is not None:
             check_class_weights("class_weights", class_weights, integer("vocab_size", vocab_size, 1))
         self.hidden_size, self.vocab_size, self.init_std = hidden_size, vocab_size, init_std
         if mesh is not None and group is None:
-            group = mesh.get_group()
+            group = group_of("mesh", mesh)
         self.shard, self.rows = VocabShard.even(vocab_size, group), None
         if shard_over is not None:
             from cce_dist.integrations.fsdp import Rows
@@ -215,15 +216,24 @@ def _check_kinds(mesh: Any, weight: Any, init_std: Any) -> None:
 
 def _check_over(mesh: Any, given: dict[str, Any]) -> None:
     """Raise TypeError or ValueError unless a head can be split over data-parallel ranks, and nothing beside speaks of ranks."""
-    kind("shard_over", mesh, DeviceMesh)
-    if mesh.ndim > 2:
-        raise ValueError("shard_over must be the data-parallel mesh: one dimension, or replicas and shards")
+    from cce_dist.integrations.fsdp import check_mesh
+
+    check_mesh(mesh)
     names = ("mesh", "group", "class_weights", "sequence_parallel", "input_grad", "grad_weight_out", "expected_weights")
     wrong = [name for name in names if given.get(name) is not None]
     if isinstance(given.get("logit_scale"), Tensor):
         wrong.append("a logit_scale that is learned")
     if wrong:
         raise ValueError(f"shard_over goes without {', '.join(wrong)}")
+
+
+def _check_tied(weight: Any, mesh: DeviceMesh) -> None:
+    """Raise ValueError unless a weight to tie to is split over the mesh as the head's own would be."""
+    split = isinstance(weight, DTensor) and weight.device_mesh == mesh and weight.placements[-1] == Shard(0)
+    if weight is not None and not split:
+        raise ValueError(
+            "weight must be split over shard_over as another such head's is: to tie an embedding, use cce_dist.convert instead"
+        )
 
 
 def _check_options(loss_options: dict) -> None:
@@ -270,4 +280,5 @@ def _localize_entries(head: VocabParallelHead, state_dict: dict, prefix: str, *_
         entry = _local(entry)
         if entry.shape[0] == head.vocab_size != rows:
             entry = entry[head.shard.start : head.shard.stop]
-        state_dict[key] = entry if head.mesh is None else _distribute(entry, head.vocab_size, head.mesh)
+        mesh = head.mesh if head.rows is None else head.rows.fsdp_mesh
+        state_dict[key] = entry if mesh is None else _distribute(entry, head.vocab_size, mesh)

@@ -12,7 +12,7 @@ NeMo-RL does not give that function the lengths of packed sequences, so its own 
 A second patch hands the lengths on. Ours then returns a row for each sequence, gathered over context-parallel ranks. NeMo-RL's
 log-probabilities take such rows; a third patch has its losses take them.
 
-Letters: B sequences, S tokens of a sequence, T those of all packed sequences, D hidden size, V_r the rows of the vocabulary on
+Letters: B sequences, S tokens of a sequence, T tokens of all packed sequences, D hidden size, V_r the rows of the vocabulary on
 this rank.
 """
 
@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cce_dist import linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
-from cce_dist.integrations.megatron.scores import next_ids
+from cce_dist.integrations.megatron.scores import next_ids, sequence_boundaries
 from cce_dist.integrations.options import ScoreOptions
 from cce_dist.integrations.patching import Patch, install_all, say_once, uninstall_all
 
@@ -106,7 +106,7 @@ def _loss(_: ScoreOptions) -> Callable:
     return __call__
 
 
-SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # of a loss; the second is that of NeMo-RL 0.7
+SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # of a loss; the second is NeMo-RL 0.7's name
 KNOWN = "NeMo-RL 0.7 and main of 2026-08"
 PATCH = Patch("nemo_rl.distributed.model_utils", "from_parallel_hidden_states_to_logprobs", KNOWN, _scores)
 _FORWARD = "_gpt_forward_with_linear_ce_fusion"
@@ -133,10 +133,10 @@ def _unpacked(log_probs: Tensor, packed: Any, cp_group: dist.ProcessGroup | None
     gather = importlib.import_module(PATCH.module).allgather_cp_sharded_tensor
     size = 1 if cp_group is None else cp_group.size()
     rows = []
-    for start, stop in itertools.pairwise(packed.cu_seqlens_q.tolist()):
+    for start, stop in itertools.pairwise(sequence_boundaries(packed, log_probs.shape[1], size)):
         row = log_probs[0, start // size : stop // size]
-        rows.append(row if cp_group is None else gather(row, cp_group, seq_dim=0))
-    return pad_sequence(rows, batch_first=True)[:, :-1]
+        rows.append(row if cp_group is None or start == stop else gather(row, cp_group, seq_dim=0))
+    return pad_sequence(rows, batch_first=True)[:, :-1] if rows else log_probs
 
 
 def _refuse(hidden: Tensor, target: Tensor, rows: tuple[int, int], shard: Any, in_slices: bool, packed: Any) -> bool:

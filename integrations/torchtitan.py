@@ -22,10 +22,16 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import spmd_types as spmd
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
+
+try:
+    import spmd_types as spmd
+    import torchtitan  # noqa: F401
+except ModuleNotFoundError as error:
+    message = "cce_dist.integrations.torchtitan needs torchtitan, which is not installed: pip install torchtitan"
+    raise ModuleNotFoundError(message, name="torchtitan") from error
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
@@ -103,7 +109,7 @@ class CCELoss(ChunkedLossWrapper):
             labels: [B, S] ids in the whole vocabulary, -100 where there is none.
             global_valid_tokens: What the sum of the tokens' losses is divided by; None: nothing.
 
-        Communication: that of ``linear_cross_entropy`` on the tensor-parallel group, without the sum of dE; and FSDP2's.
+        Communication: as in ``linear_cross_entropy`` on the tensor-parallel group, without the sum of dE; and FSDP2's.
         """
         head: Any = self.lm_head
         checking = spmd.is_type_checking()

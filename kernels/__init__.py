@@ -3,9 +3,9 @@
 The logits of the shard are ``z = softcap * tanh(u / softcap)`` with ``u = logit_scale * (hidden @ weight.T + bias)``
 (``z = u`` without a softcap). Rows of the weight at or past ``num_valid`` are padding: logit -inf, gradient exactly 0.
 
-This file holds the records that travel between host functions. ``backends`` names the functions that each of the three
-backends has: ``dense`` (plain torch, any device), ``exact`` (the kernels of this folder) and ``filter`` (the same with a
-filter). ``memory`` is the arithmetic of ``workspace_bytes``. The table of kernels is in docs/kernels.md.
+This file holds the records that host functions exchange. ``backends`` names the functions that each of the three backends
+has: ``dense`` (plain torch, any device), ``exact`` (the kernels of this folder) and ``filter`` (these kernels with a
+gradient filter). ``memory`` decides what fits in ``workspace_bytes``. The table of kernels is in docs/kernels.md.
 
 **Letters** at the end of a tensor's name are its dimensions:
 
@@ -13,21 +13,21 @@ filter). ``memory`` is the arithmetic of ``workspace_bytes``. The table of kerne
 letter  counts
 ======  ============================================================================================================
 N       tokens of the call
-R       tokens of a group that is worked on together, those with a label first
+R       tokens of a group that is processed together, labelled tokens first
 S       tokens of a sample
 D       hidden size
 V       rows of the weight on this shard: columns of its logits
-F       frequent columns: those that the filter keeps for every token
-B       blocks: tiles side by side, of columns or of rows
+F       frequent columns: the filter keeps them for every token
+B       blocks of columns or of rows
 W       words of 32 columns, a bit each
-L       columns that a token's list has room for
+L       capacity of a token's list, in columns
 M       entries: listed columns of all tokens together
 K       numbers kept for a token: statistics, coefficients, planes of partial sums
 I       ids of a token whose log-probabilities are asked for
 P       parts that a sum is cut into
 C       columns of a tile
 T       shards of the group
-2 to 4  as many rows
+2 to 4  that many rows
 ======  ============================================================================================================
 
 **Statistics of a shard** are the rows of ``stats_KN`` (a maximum of -inf and zeros where the shard has no valid row):
@@ -43,21 +43,19 @@ row   name         value
 last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wanted
 ====  ===========  ====================================================================================
 
-``linear_log_probs`` has up to four more kinds of rows behind these (``extras.py`` merges them), in this order: SUM_SQUARE, the
-sum of exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows with the logits of each token's
-ids, 0 where the id is no valid row of this shard; and 2 k rows of bits, the keys of the k largest logits. TARGET is of no use
-beside several ids.
+``linear_log_probs`` appends up to four kinds of rows (``extras.py`` merges them), in this order: SUM_SQUARE, the sum of
+exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows with the logits of each token's ids,
+0 where the id is no valid row of this shard; and 2 k rows of bits, the keys of the k largest logits.
 
 **Gradient of a logit** comes from four coefficients per token (rows of ``coef_4N``: ``P``, ``LABEL``, ``UNIFORM``,
-``ENTROPY``) and from the merged maximum M and logarithm of the sum L, so that p_j = exp(z_j - M - L) is exact next to any
-offset:
+``ENTROPY``), the merged maximum M and the logarithm L of the merged sum. M and L stay separate, so that
+p_j = exp(z_j - M - L) is accurate however large the logits are:
 
     dL/dz_j = P * p_j + LABEL * [j = label] + UNIFORM - ENTROPY * p_j * (log p_j + H)
 
 and dL/du_j is that times 1 - (z_j / softcap)^2.
 
-**Several ids a token.** Then LABEL is 0, and the cells of the ids are overwritten with their whole gradient (``cells.py``),
-which comes from the logit that forward saved: no cell is added to.
+**Several ids a token.** TARGET is not used, and LABEL is 0. ``cells.py`` overwrites the ids' cells with their whole gradient.
 
 **Factors of a token** are two numbers, ``a`` and ``b``: ``u = a * (hidden @ weight.T + bias)`` and
 ``z = b * softcap * tanh(u / softcap)`` (``z = u`` without a softcap). ``logit_scale`` is 1 then.
@@ -76,29 +74,29 @@ IGNORED, OUTSIDE = -1, -2  # stand for a label that is the ignore_index, and for
 
 
 class ShardLogits(NamedTuple):
-    """How logits come from hidden states on this shard, as plain values."""
+    """How this shard turns hidden states into logits, as plain values."""
 
     start: int  # First vocabulary id of the shard; row j of the weight is id ``start + j``
     num_valid: int  # Rows of the weight that are part of the vocabulary; rows from here on are padding
     logit_scale: float = 1.0  # Multiplies the logits
     softcap: float = 0.0  # Bound of the logits, ``softcap * tanh(u / softcap)``; 0 means none
-    # Names of the tensors of ``Head`` that there are, with spaces between them. An operator takes these tensors as a list.
+    # Names of the tensors that ``Head`` has here, separated by spaces. An operator takes these tensors as a list.
     tensors: str = ""
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Return what a list has for each of the head's tensors, by the tensor's name."""
+        """Return a dict from the names in ``tensors`` to ``values``, which are in the same order."""
         return dict(zip(self.tensors.split(), values, strict=True))
 
     def listed(self, **values: _T) -> list[_T | None]:
-        """Return what belongs to each of the head's tensors, None where nothing is named, in the order of the list."""
+        """Return the values given by name as a list in the order of ``tensors``; None for a name that is not given."""
         return [values.get(name) for name in self.tensors.split()]
 
 
 class Head(NamedTuple):
-    """What turns the products ``hidden @ weight.T`` into logits, beside the weight itself. None means absent.
+    """The parameters that turn products ``hidden @ weight.T`` into logits. None means absent.
 
-    A kernel takes the record as one argument, and ``head.py`` alone reads it there. Triton compiles a kernel for what is
-    absent, so nothing else tells a kernel whether there is a bias.
+    A kernel takes the record as one argument, and only ``head.py`` reads it there. Triton compiles a kernel again for each set
+    of absent fields, so no flag says whether there is a bias.
     """
 
     bias: torch.Tensor | None = None  # [V] contiguous
@@ -107,19 +105,19 @@ class Head(NamedTuple):
     # 1 if the softcap is above FAR_SOFTCAP, else None. Logits may then be so far below the softcap that tanh must be exact for
     # small arguments: a logit is off by some 1e-7 softcaps otherwise. The exact form takes 5 to 7 % of a step (H200, 2026-11).
     far: int | None = None
-    # [N, 2] fp32 contiguous: each token's factors, before and after the softcap. There is no scale beside them.
+    # [N, 2] fp32 contiguous: each token's factors, before and after the softcap. ``scale`` is None then.
     factors: torch.Tensor | None = None
 
     @classmethod
     def of(cls, logits: ShardLogits, **tensors: torch.Tensor | None) -> Head:
-        """Return the head that has these tensors."""
+        """Return the head with the scale and softcap of ``logits`` and these tensors."""
         scale = None if logits.logit_scale == 1.0 else logits.logit_scale
         softcap = logits.softcap if logits.softcap > 0.0 else None
         return cls(scale=scale, softcap=softcap, far=1 if logits.softcap > FAR_SOFTCAP else None, **tensors)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that there are, by name."""
+        """The fields that are tensors, by name."""
         return {name: x for name, x in zip(self._fields, self, strict=True) if isinstance(x, torch.Tensor)}
 
     @property
@@ -137,7 +135,7 @@ class Head(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """The part of the gradient that is dropped; eps = 0 drops nothing. The documented form is ``cce_dist.GradFilter``."""
+    """Options of the gradient filter, documented at ``cce_dist.GradFilter``. eps = 0 drops nothing."""
 
     eps: float = 0.0
     compensate: bool = True
@@ -147,7 +145,7 @@ class Filter(NamedTuple):
 
 
 class Want(NamedTuple):
-    """The outputs that a call asks for beside nll, log-sum-exp and target logit, which cost nothing more; a bit each."""
+    """Optional outputs of a call. Nll, log-sum-exp and target logit are always computed."""
 
     grad: bool = True  # A backward pass may follow
     uniform: bool = False  # Nll of the uniform distribution, for label smoothing
@@ -161,7 +159,7 @@ class Want(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """The task of a shard: plain numbers, the same in forward and backward."""
+    """Sizes and options of one shard's computation, as plain values. Forward and backward take the same ones."""
 
     logits: ShardLogits
     vocab_size: int
@@ -169,21 +167,21 @@ class Spec(NamedTuple):
     filter: Filter = Filter()
     want: Want = Want()
     workspace_bytes: int = 256 << 20
-    num_ids: int = 1  # I, the ids of a token; 1: its label
+    num_ids: int = 1  # I, the number of ids per token; 1: its label
     invariant: bool = False  # A token's outputs have the same bits whichever other tokens are in the call
-    alone: bool = False  # d_hidden is not summed over ranks, so nobody waits for it while d_weight is computed
+    alone: bool = False  # No rank waits for d_hidden, because it is not summed over ranks
 
     @property
     def num_stats(self) -> int:
-        """The number of statistics of a token that the loss has."""
+        """The number of statistics per token that the loss needs."""
         return 3 + 2 * self.want.uniform + self.want.entropy
 
     def can_keep(self, dtype: str) -> bool:
         """Whether exponentials can be kept from forward to backward, for hidden states of this dtype.
 
-        Not in fp16, whose exponent is too short, nor in fp32, whose precision they would cost. Not where the gradient is no
-        multiple of exp(z) plus a number of the token: label smoothing or an entropy under a softcap, whose slope is another
-        factor, and label smoothing of tokens with factors. Not where a token's bits may not depend on other tokens.
+        Only in bf16: the exponent of fp16 is too short, and fp32 would lose precision. The gradient of a logit must be a
+        multiple of exp(z) plus one number per token. Under a softcap that excludes label smoothing and the entropy, and with
+        factors per token label smoothing. ``invariant`` calls keep nothing.
         """
         want, has_slope = self.want, self.logits.softcap > 0.0
         has_other_terms = (want.uniform and (has_slope or self.factors)) or (want.entropy and has_slope)
@@ -196,27 +194,27 @@ class Spec(NamedTuple):
 
     @property
     def several(self) -> bool:
-        """Whether a token has more ids than its label."""
+        """Whether a token has several ids instead of one label."""
         return self.num_ids > 1
 
     @property
     def square_row(self) -> int:
-        """The row of the statistics that is SUM_SQUARE, where that is wanted."""
+        """Index of the row SUM_SQUARE of the statistics, if it is wanted."""
         return self.num_stats
 
     @property
     def best_row(self) -> int:
-        """The row of the statistics that is BEST, where that is wanted."""
+        """Index of the row BEST of the statistics, if it is wanted."""
         return self.num_stats + self.want.sum_p_squared
 
     @property
     def first_target(self) -> int:
-        """The row of the statistics where the logits of several ids begin."""
+        """Index of the first of the I rows of statistics that hold the logits of several ids."""
         return self.best_row + self.want.best
 
     @property
     def first_top(self) -> int:
-        """The row of the statistics where the keys of the largest logits begin."""
+        """Index of the first row of statistics that holds keys of the largest logits."""
         return self.first_target + (self.num_ids if self.several else 0)
 
     @property
@@ -226,41 +224,40 @@ class Spec(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A group of tokens in compact order: those with a label first."""
+    """A group of tokens in compact order: labelled tokens first."""
 
-    index: torch.Tensor  # [R] int32: the tokens
-    num_kept: torch.Tensor  # [1] int32: the number of them that have a label, on the device
-    hidden: torch.Tensor  # [R, D]: their hidden states, where these have been gathered
+    index: torch.Tensor  # [R] int32: indices of the tokens
+    num_kept: torch.Tensor  # [1] int32: how many of these tokens have a label, on the device
+    hidden: torch.Tensor  # [R, D]: buffer for the hidden states of these tokens
 
 
 class Cells(NamedTuple):
     """The logits of several ids of each token."""
 
-    ids_NI: torch.Tensor  # int64, in the whole vocabulary; negative: none. In backward an id stands once in a row.
-    target_NI: torch.Tensor | None = None  # In backward: their logits, fp32
-    grad_NI: torch.Tensor | None = None  # In backward: the gradients of their log-probabilities, fp32
+    ids_NI: torch.Tensor  # int64, in the whole vocabulary; negative: no id. In backward no row repeats an id.
+    target_NI: torch.Tensor | None = None  # In backward: the logits of the ids, fp32
+    grad_NI: torch.Tensor | None = None  # In backward: the gradients of the ids' log-probabilities, fp32
 
 
 class Operands(NamedTuple):
-    """The tensors that logits are made of, and the labels."""
+    """The tensors that logits are computed from, and the labels."""
 
     hidden: torch.Tensor  # [N, D] contiguous; fp32, bf16 or fp16
     weight: torch.Tensor  # [V, D] contiguous, the same dtype
     head: Head
-    # [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative. With several ids a token: any one of
-    # them that is in it.
+    # [N] int64, label ids in the whole vocabulary; IGNORED and OUTSIDE are negative. With several ids a token: any valid one.
     ids: torch.Tensor
     start: int  # As in ``ShardLogits``
-    num_valid: int  # Likewise
+    num_valid: int  # As in ``ShardLogits``
     cells: Cells | None = None  # Several ids of each token, or None
-    order: list[torch.Tensor] | None = None  # ``tokens.compact`` of ids, where that has been made with them
+    order: list[torch.Tensor] | None = None  # ``tokens.compact`` of ``ids``, if it has been computed already
 
     @classmethod
     def of(
         cls, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, logits: ShardLogits,
         **tensors: torch.Tensor | None,
     ) -> Operands:
-        """Return the operands of a shard whose logits come as ``logits`` says, with these tensors of the head."""
+        """Return the operands of a shard, with the options in ``logits`` and these tensors of the head."""
         return cls(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid)
 
     @property
@@ -272,7 +269,7 @@ class Operands(NamedTuple):
         return any(x.requires_grad for x in (self.hidden, self.weight, *self.head.tensors.values()))
 
     def of_tokens(self, rows: slice, hidden: torch.Tensor) -> Operands:
-        """Return the operands of some of the tokens, whose hidden states are given."""
+        """Return the operands of a slice of the tokens; ``hidden`` holds their hidden states."""
         cells = self.cells
         return self._replace(
             hidden=hidden, head=self.head.of_tokens(rows), ids=self.ids[rows],
@@ -281,9 +278,9 @@ class Operands(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Statistics of the whole vocabulary, [N] fp32 each: the log-sum-exp is ``max + log_sum``, kept apart for exactness.
+    """Statistics of the whole vocabulary, [N] fp32 each. The log-sum-exp is ``max + log_sum``; their sum would round.
 
-    ``entropy`` is None where it is not differentiated. Kernels take the record as one argument, and Triton compiles a kernel
+    ``entropy`` is None unless it is differentiated. Kernels take the record as one argument, and Triton compiles a kernel
     again if an address inside a record is not a multiple of 16. So each tensor is an allocation of its own, or a slice that
     starts at a multiple of four tokens.
     """
@@ -294,21 +291,21 @@ class Softmax(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """The gradients that backward is asked for, and where they go."""
+    """Which gradients backward computes, and where it writes them."""
 
     want_hidden: bool = True  # Compute d_hidden
     want_weight: bool = True  # Compute d_weight
     want_bias: bool = True  # Compute d_bias
     weight_out: torch.Tensor | None = None  # [V, D] buffer that d_weight is added to instead of being returned, or None
-    # Called with d_hidden as soon as it is whole on the current stream
+    # Called with d_hidden once all work that writes it is queued on the current stream
     hidden_ready: Callable[[torch.Tensor], None] | None = None
-    # Call ``hidden_ready`` before that with the first ``ready_rows`` rows, then with twice as many, and so on, each as soon
-    # as they are final, if tokens are split. None: with all rows alone.
+    # If tokens are split, ``hidden_ready`` is also called with the first ``ready_rows`` rows, then with twice as many, and so
+    # on, as soon as these rows are final. None: it is only called with all rows.
     ready_rows: int | None = None
     hidden_out: torch.Tensor | None = None  # [N, D] storage that d_hidden is written to and returned in, or None
-    often_empty: bool = False  # Often no token has a label: launches then end at once, and d_weight need not be written
-    # [V, D] int8: what d_weight in bf16 leaves of a sum that calls before began and others go on with, or None
+    often_empty: bool = False  # Often no token has a label: kernels then return early and may leave d_weight unwritten
+    # [V, D] int8: 8 more bits of a bf16 d_weight that several calls add to (``d_weight.py``), or None
     weight_low: torch.Tensor | None = None
 
 
-Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]  # of hidden, weight and bias
+Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]  # d_hidden, d_weight, d_bias

@@ -1,7 +1,7 @@
 """The functions that each backend has. ``cce_dist/decide.py`` chooses the backend of a call.
 
-``dense`` (plain torch), ``exact`` and ``filter`` (Triton) are modules that all have these functions with the same meaning, so
-that the operator in ``cce_dist/op.py`` reads as the algorithm does and names none of them.
+``dense`` (plain torch), ``exact`` and ``filter`` (Triton) are modules that have all of these functions, so the operator in
+``cce_dist/op.py`` reads like the algorithm and names no backend.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from cce_dist.kernels import Gradients, Grads, Operands, Softmax, Spec, dense
 class Backend(Protocol):
     """One shard's arithmetic. ``cce_dist.kernels`` defines the letters and records."""
 
-    # Each token's numbers, before, between and after the passes over the vocabulary.
+    # Functions of one number per token.
 
     def label_ids(self, labels_N: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
-        """Return each label, or IGNORED, or OUTSIDE. [N] int64 -> [N] int64."""
+        """Replace ``ignore_index`` by IGNORED and labels outside the vocabulary by OUTSIDE. [N] int64 -> [N] int64."""
         ...
 
     def ordered_ids(self, labels_N: Tensor, ignore_index: int, vocab_size: int) -> tuple[Tensor, list[Tensor] | None]:
@@ -31,68 +31,68 @@ class Backend(Protocol):
         """Merge the shards' statistics by log-add-exp, in rank order, so that every rank computes the same bits.
 
         Returns:
-            nll, log-sum-exp, target logit, nll of the uniform distribution and entropy, [N] fp32, the last two None unless
-            wanted; 0 where a label is IGNORED, NaN where it is OUTSIDE. Then the ``Softmax``, its entropy None unless wanted.
+            nll, log-sum-exp, target logit, nll of the uniform distribution and entropy, [N] fp32, then the ``Softmax``. Outputs
+            are 0 where a label is IGNORED, NaN where it is OUTSIDE. Uniform nll and both entropies are None unless wanted.
         """
         ...
 
     def merged_lse(self, stats_T3N: Tensor) -> Tensor:
-        """Return the log-sum-exp over what the shards' statistics cover. [T, 3, N] -> [N] fp32."""
+        """Merge maxima and sums of exponentials of all shards into a log-sum-exp. [T, 3, N] -> [N] fp32."""
         ...
 
     def mean(self, nll_N: Tensor, labels_N: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-        """Return the mean over labels that are not ``ignore_index``, [] fp32, and how many those are, at least 1, [] int64."""
+        """Return the mean over labels that are not ``ignore_index``, [] fp32, and their number, at least 1, [] int64."""
         ...
 
     def coefficients(
         self, grads: Sequence[Tensor | None], ids_N: Tensor, vocab_size: int, of_mean: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Return coef_4N; 0 where there is no label.
+        """Return coef_4N, the four coefficients of each token's logit gradients; 0 for tokens without a label.
 
         Args:
-            grads: Gradients of what ``token_losses`` returned; None: 0.
-            of_mean: Gradient of ``mean``, and the number of labels that it returned; None: 0.
+            grads: Gradients of the outputs of ``token_losses``; None: 0.
+            of_mean: Gradient of ``mean``, and the number of labels that ``mean`` returned; None: 0.
         """
         ...
 
-    # The passes over the vocabulary.
+    # Passes over the vocabulary.
 
     def saved_like(self, x: Operands, spec: Spec) -> list[Tensor]:
-        """Return tensors of the shapes and dtypes of what ``statistics`` saves."""
+        """Return tensors with the shapes and dtypes that ``statistics`` saves."""
         ...
 
     def saved_of_slices(self, x: Operands, spec: Spec) -> list[Tensor] | None:
-        """Return what is saved for backward where statistics are taken of slices of the tokens, one after another.
+        """Return the tensors saved for backward if forward may process the tokens in slices, else None.
 
-        None: forward keeps something of every token for backward, so that it needs all tokens at once. ``x.hidden`` is read
-        for its dtype and D alone.
+        None: forward saves data of every token, so it needs all tokens at once. Only dtype and D of ``x.hidden`` count.
         """
         ...
 
     def statistics(
         self, x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return this shard's statistics, stats_KN, and what is saved for backward.
+        """Return this shard's statistics, stats_KN, and the tensors saved for backward.
 
         Args:
-            merge_bound: Turns this shard's maximum, sum of exp and 0 over some of its columns, [3, N], into the log-sum-exp
-                [N] over all shards' columns of that kind. A backend calls it once on every rank, or on none.
+            merge_bound: Merges log-sum-exps over ranks. It takes [3, N], the maximum, the sum of exponentials and 0 over some
+                of this shard's columns, and returns the log-sum-exp [N] over these columns of all shards. A backend calls
+                it once on every rank, or on none.
         """
         ...
 
     def filter_stats(self, x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec) -> Tensor:
-        """Return the share of logits kept, and the softmax mass dropped (mean and maximum over labelled tokens). -> [3]."""
+        """Return the share of logits kept, then mean and maximum over labelled tokens of the softmax mass dropped. -> [3]."""
         ...
 
     def gradients(
         self, x: Operands, softmax: Softmax, coef_4N: Tensor, saved: list[Tensor], grads: Grads, spec: Spec
     ) -> Gradients:
-        """Return d_hidden [N, D] in hidden's dtype, d_weight [V, D] in weight's dtype, d_bias [V] fp32; None if not wanted."""
+        """Return d_hidden [N, D] in hidden's dtype, d_weight [V, D] in weight's dtype, d_bias [V] fp32, or None each."""
         ...
 
 
 def named(name: str) -> Backend:
-    """Return the backend "dense", "exact" or "filter"; the two on Triton are imported by their first use."""
+    """Return the backend "dense", "exact" or "filter". The last two need Triton and are imported on first use."""
     if name == "dense":
         return dense
     from cce_dist.kernels import exact, filter

@@ -1,8 +1,7 @@
-"""The pieces that every kernel shares: how a tile is read, multiplied and written; and how a kernel is declared.
+"""Functions that kernels share: declare a kernel, and load, multiply and store tiles.
 
-A matrix reaches a kernel in one of two forms, told apart by the constexpr ``TMA``: a tensor descriptor, which the copy
-engine of Hopper and later reads and writes without address arithmetic in the loop, or a plain pointer for other devices.
-The kernels are the same files either way. ``head.py`` turns products into logits.
+A kernel takes a matrix in one of two forms, as the constexpr ``TMA`` says: a tensor descriptor, which the copy engine of Hopper
+and later GPUs reads and writes without address arithmetic in the loop, or a plain pointer for other devices.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ def kernel(*specialized: str) -> Callable[[Callable], Any]:
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager:
-    """Launch on the tensor's device."""
+    """Return a context in which launches go to the tensor's device."""
     return current(tensor.device)
 
 
 def has_tma(*matrices: torch.Tensor) -> bool:
-    """Whether tensor descriptors can describe these row-major matrices here (16-byte base and rows)."""
+    """Whether the device has tensor descriptors, and can describe these row-major matrices (16-byte base and rows)."""
     for matrix in matrices:
         if matrix.data_ptr() % 16 or matrix.stride(0) * matrix.itemsize % 16:
             return False
     if interpreted():
-        return all(matrix.dtype != torch.bfloat16 for matrix in matrices)  # whose descriptors misread bf16
+        return all(matrix.dtype != torch.bfloat16 for matrix in matrices)  # the interpreter's descriptors misread bf16
     return major_of(matrices[0].device) >= 9
 
 
@@ -76,7 +75,7 @@ def operand(matrix: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDesc
 
 @triton.jit
 def load_tile(source, row, col, num_rows, num_cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Read [ROWS, COLS] at (row, col) of a row-major [num_rows, num_cols] matrix; cells outside are 0."""
+    """Load [ROWS, COLS] at (row, col) of a row-major [num_rows, num_cols] matrix; elements outside are 0."""
     if TMA:
         tile = source.load([row, col])
     else:
@@ -99,9 +98,9 @@ def halves(tile):
 def store_tile(
     target, row, col, tile, num_rows, num_cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
 ):
-    """Write [ROWS, COLS] at (row, col), cut at the matrix's edge.
+    """Store [ROWS, COLS] at (row, col) of a matrix; elements outside the matrix are left out.
 
-    A descriptor writes half a tile at a time: a whole one in bf16 next to its fp32 source spills registers.
+    With a descriptor half a tile is stored at a time: a whole bf16 tile beside its fp32 source spills registers.
     """
     if TMA:
         left, right = halves(tile)  # pyright: ignore[reportGeneralTypeIssues]
@@ -128,7 +127,7 @@ def tile_of_products(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply a block of rows with a block of columns, at (row, col), in fp32: the product that forward and backward share."""
+    """Return hidden [BLOCK_N rows from ``row``, D] @ weight [BLOCK_V rows from ``col``, D].T in fp32."""
     BLOCK_N: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
     BLOCK_D: tl.constexpr = TILE.inner
@@ -142,16 +141,16 @@ def tile_of_products(
 
 @triton.jit
 def rows_with_zeros(num_kept, MAX_SIDE: tl.constexpr):
-    """Return where gathered rows end: behind ``num_kept`` zeros reach to the end of the largest tile.
+    """Return the number of gathered rows including zeros: ``num_kept`` rounded up to a multiple of the largest tile.
 
-    So zeros of dlogits meet nothing there that is not finite.
+    The zeros keep products finite: dlogits is 0 in these rows, and 0 times uninitialized memory may be NaN.
     """
     return tl.maximum(tl.cdiv(num_kept, MAX_SIDE), 1) * MAX_SIDE
 
 
 @triton.jit
 def row_and_split(pid, num_row_blocks, num_splits, GROUP: tl.constexpr):
-    """Order a grid of row blocks x splits so that GROUP row blocks stay in L2 while all of the weight passes by once."""
+    """Return row block and split of a program, so that GROUP row blocks stay in L2 while the weight is read once."""
     group = pid // (GROUP * num_splits)
     first = group * GROUP
     size = tl.minimum(num_row_blocks - first, GROUP)

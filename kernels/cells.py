@@ -1,13 +1,13 @@
-"""The gradients of several ids of each token, written over the logits' gradients of their cells.
+"""The logits' gradients at the ids of each token, where a token has several ids.
 
     dL/du = scale * slope * (P p + g - ENTROPY p (log p + H)),  p = exp(z - max - log_sum)
 
-with z the id's own logit, saved in fp32 by forward, and g the gradient of its log-probability. An id stands once in a row
-(``extras.distinct``), so that each cell is written once, and nothing depends on an order. The products that follow take
-d_hidden and d_weight of the ids from these cells.
+with z the id's own logit, saved in fp32 by forward, and g the gradient of its log-probability. No id is repeated within a row
+(``extras.distinct``), so each cell is written once and the result depends on no order. The products that follow take the ids'
+parts of d_hidden and d_weight from these cells.
 
-16 bits would round ``P p`` before g is added, and the two nearly cancel at a likely id: such a cell is computed anew. In fp32 g
-is added to what stands there, since p, log p and H have to come from the same logits, and the id's own logit is another sum.
+In 16 bits the whole formula is computed again: the cell's ``P p`` has been rounded, and nearly cancels with g at a likely id.
+In fp32 g is added to the cell: p, log p and H must come from the same logits, and the saved logit was summed in another order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def write_cells(
     x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, first_col: int, dlogits_RV: torch.Tensor,
     scale_R: torch.Tensor | None = None,
 ) -> None:
-    """Set the cells of each token's ids among the columns from ``first_col`` on; a ``scale_R`` turns them into gradients."""
+    """Write the gradient at each token's ids among the columns from ``first_col`` on, divided by ``scale_R`` if given."""
     assert x.cells is not None
     num_cols = dlogits_RV.shape[1]
     num_ids = x.cells.ids_NI.shape[1]
@@ -75,7 +75,7 @@ def _cells_kernel(
         if softmax.entropy is not None:
             entropy = tl.load(softmax.entropy + token, mask=here, other=0)
             coef_entropy = tl.load(coef + 3 * num_tokens.to(tl.int64), mask=here, other=0)
-            # A probability that underflows would make 0 * -inf.
+            # Avoid 0 * -inf = NaN where p underflows.
             grad -= coef_entropy * tl.where(p > 0, p * (log_p + entropy), 0.0)
     before, after = token_factors(head, token, here)
     grad *= before * after

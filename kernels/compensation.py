@@ -14,8 +14,8 @@ product (Drineas, Kannan and Mahoney, 2006) with inverse-probability weights 1 /
 their control variate: a sample adds the difference between R and that matrix. Row sums stay as they are for d_hidden, and
 column sums for d_weight. R_ik is 0 where token i keeps column k.
 
-A sample adds noise, and on some softmaxes nothing else. The estimate is a sum of independent terms, so the expected square of
-its noise is the sum of their squares. The factor that minimises the expected error is the signal's share of the square:
+Samples add noise, and for some softmaxes nothing but noise. The estimate is a sum of independent terms, so the expected square
+of its noise is the sum of their squares. The factor that minimises the expected error is the signal's share of the square:
 
     signal_share  =  1 - sum_ik |term_ik|^2 / sum_i |sum_k term_ik|^2        (at least 0; for d_weight likewise)
 
@@ -25,12 +25,12 @@ state has
     R_ij  ~  r_i q_j (1 + linear * (e_i - e) . (weight_j - c))
 
 to first order, hence d_hidden_i += r_i * linear * (e_i - e) covariance, with covariance = sum_j q_j (weight_j - c)(weight_j -
-c)^T, which may come from more columns than the K. The linear part is then taken off the samples' terms, as the rank-1 matrix
-is. ``linear`` minimises the expected error. With it, an eps that is four times as large leaves smaller errors of d_hidden.
+c)^T. The covariance may be estimated from more columns than the K. The linear part is subtracted from the samples' terms, like
+the rank-1 matrix. ``linear`` minimises the expected error. With it d_hidden has smaller errors even at four times the eps.
 
-For d_weight the same line says q_j * C (weight_j - c), C being the covariance of hidden states by what they drop. The sampled
-tokens find a part of it. Where their factor is 0, C is shrunk to a multiple of the identity (the target of Ledoit and Wolf,
-2004), which least squares over the sampled tokens and columns gives:
+For d_weight this linear model adds q_j * C (weight_j - c). C is the covariance of hidden states, weighted by the gradient that
+they drop, and the sampled tokens estimate a part of it. Where their factor is 0, C is shrunk to a multiple of the identity (the
+target of Ledoit and Wolf, 2004), found by least squares over the sampled tokens and columns:
 
     d_weight_j  +=  shrinkage * q_j (weight_j - c)
 """
@@ -42,15 +42,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Factors below it are 0: such samples would leave more than three quarters of the error.
+# Smaller factors become 0: these samples would leave more than three quarters of the error.
 LEAST_SIGNAL = 0.25
 # d_hidden is corrected if the correction's square exceeds this share of d_hidden's: bf16 rounds away anything smaller.
 LEAST_CORRECTED = 4e-6
-# Least square of what a column's own row adds to its gradient, over that of the rank-1 matrix: less does not pay for reading
-# the weight.
+# The shrinkage term is left out where its square is a smaller share of the rank-1 matrix's square than this: it does not pay
+# for reading the weight.
 LEAST_SHRINKAGE = 2.0**-10
 LINEAR_FACTORS = 32  # factors of the linear correction that are tried, from 0 to 1
-PARTS = 1 << 40  # shares are sampled from as whole numbers, whose sums have the same bits in any order
+PARTS = 1 << 40  # shares become integers in this unit before sampling: integer sums have the same bits in any order
 
 
 class Sampled(NamedTuple):
@@ -58,7 +58,7 @@ class Sampled(NamedTuple):
 
     Attributes:
         place: int64, ascending.
-        inverse_share: fp32: 1 / (samples * share), or 0 where all shares are.
+        inverse_share: fp32: 1 / (number of samples * share), or 0 for a share of 0.
     """
 
     place: Tensor
@@ -66,7 +66,7 @@ class Sampled(NamedTuple):
 
 
 def sample(share: Tensor, size: int) -> Sampled:
-    """Draw ``size`` places by systematic sampling (Madow, 1949): they lie end to end by share, and one is taken each step."""
+    """Draw ``size`` indices by systematic sampling (Madow, 1949): lay the shares end to end, and pick at equal distances."""
     end = (share * PARTS).long().cumsum(0)
     step = torch.arange(size, device=share.device)
     place = torch.searchsorted(end, (2 * step + 1) * (end[-1] // (2 * size)), right=True)
@@ -76,13 +76,13 @@ def sample(share: Tensor, size: int) -> Sampled:
 
 
 def signal_share(signal: Tensor, noise: Tensor) -> Tensor:
-    """Return the factor on an estimate from its square and the sum of its terms' squares."""
+    """Return the factor on an estimate, given its square and the sum of its terms' squares."""
     factor = (1 - noise / torch.where(signal > 0, signal, torch.inf)).nan_to_num(0.0)
     return torch.where((factor > LEAST_SIGNAL) & (signal > 0), factor, 0.0)
 
 
 def shrinkage(along: Tensor, weighted: Tensor, mean_square: Tensor, usual: Tensor) -> Tensor:
-    """Return the factor on a column's own row, a 0-d tensor.
+    """Return ``shrinkage`` of the module docstring, a 0-d tensor.
 
     Args:
         along: sum_j q_j (estimate_j . centered_j): estimate_j is the error of the rank-1 matrix in row j of d_weight, and
@@ -96,16 +96,16 @@ def shrinkage(along: Tensor, weighted: Tensor, mean_square: Tensor, usual: Tenso
 
 
 def linear(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float, usual: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors on the linear correction and on the samples' estimate of what it leaves, 0-d tensors.
+    """Return two 0-d factors: on the linear correction, and on the samples' estimate of the error that remains.
 
-    The factor on the linear correction is the one of a grid whose expected error is least: the noise that the samples leave
-    after their own factor, and the linear correction's own noise.
+    The factor on the linear correction is the value of a grid with the least expected error: the noise that the samples leave
+    after their own factor, plus the linear correction's own noise.
 
     Args:
         estimate: The samples' estimate of the rank-1 matrix's error.
         lines: The samples' estimate of the linear correction.
         noise_3: Squared noise of ``estimate``, product of both noises, squared noise of ``lines``.
-        noise_part: Noise of the linear correction itself, in units of the last.
+        noise_part: Squared noise of the linear correction itself, divided by the squared noise of ``lines``.
         usual: Square of d_hidden. A correction of less than ``LEAST_CORRECTED`` of it becomes 0.
     """
     factor = torch.linspace(0.0, 1.0, LINEAR_FACTORS, device=estimate.device)

@@ -3,8 +3,8 @@
 A chunk's product is added to what earlier chunks left. The sum is kept as two 16-bit numbers, ``d_hidden`` itself and a
 remainder ``low``: 16 bits of mantissa for half the workspace of an fp32 buffer.
 
-d_hidden has few tiles: 576 on 132 multiprocessors take five waves, not 4.4. Each tile that is left after the last whole wave is
-cut along the vocabulary into parts that fill a wave, or two, and a second kernel adds the parts in their order.
+d_hidden has few tiles: 576 on 132 multiprocessors take five waves, not 4.4. The tiles after the last whole wave are cut along
+the vocabulary into parts that fill one wave or two, and a second kernel adds the parts in order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Sum(NamedTuple):
     """d_hidden while chunks are added to it."""
 
     high_ND: torch.Tensor  # [N, D] in the hidden states' dtype: d_hidden itself
-    low_RD: torch.Tensor | None  # [R, D] bf16: the remainder that it cannot hold, or None in fp32 or where one chunk is all
-    by_token: bool = False  # The remainder is [N, D], of tokens like d_hidden
+    low_RD: torch.Tensor | None  # [R, D] bf16: the remainder; None in fp32, or if there is only one chunk
+    by_token: bool = False  # The remainder is [N, D], with a row per token as in d_hidden
 
 
 def add_d_hidden(
@@ -44,8 +44,8 @@ def add_d_hidden(
 ) -> None:
     """Add gain * scale_R * (dlogits_RV @ weight_VD) at the tokens of the group; ``first`` sets it instead.
 
-    ``outer``: one number for each token and one for each column, [N] and [D] fp32, whose products are added to that.
-    ``often_empty``: often no token is kept, so as many programs as run at a time do the work of all.
+    ``outer``: [N] and [D] fp32; their outer product is added. ``often_empty``: calls often have no labelled token, so only as
+    many programs are launched as run at a time.
     """
     num_rows, num_cols = dlogits_RV.shape[0], weight_VD.shape[0]
     hidden_size = weight_VD.shape[1]
@@ -55,13 +55,13 @@ def add_d_hidden(
     num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), num_programs(weight_VD.device))
     num_parts = (num_tiles - num_whole) * splits
     parts_PRC = torch.empty(num_parts, tile.rows, tile.cols, dtype=torch.float32, device=weight_VD.device)
-    opens = int(first)
+    write = int(first)
     if total.low_RD is None and total.high_ND.itemsize == 2:
-        # The number of tokens decides whether one chunk is all: the kernels that several run serve it, too.
+        # One chunk needs no remainder, but uses the kernel for several chunks, so that fewer kernels are compiled.
         assert first
-        opens, total = 2, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=weight_VD.device))
+        write, total = 2, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=weight_VD.device))
     target = (rows.index, rows.num_kept, scale_R, gain, *(outer or (None, None)), total.high_ND, total.low_RD, parts_PRC)
-    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), opens, num_whole, splits)
+    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), write, num_whole, splits)
     options = {
         "HAS_SCALE": scale_R is not None,
         "HAS_GAIN": gain is not None,
@@ -77,7 +77,7 @@ def add_d_hidden(
     )
     if num_parts:
         _add_parts_kernel[(num_tiles - num_whole, 4)](
-            *target, hidden_size, opens, num_whole, splits, **options, **blocks
+            *target, hidden_size, write, num_whole, splits, **options, **blocks
         )
 
 
@@ -101,7 +101,7 @@ def _grad_hidden_kernel(
     first,  # 0: add; 1: set; 2: set, and there is no remainder
     num_whole,
     splits,
-    num_pieces,  # whole tiles and parts of others
+    num_pieces,  # whole tiles, and parts of the tiles that are cut
     HAS_SCALE: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
@@ -136,7 +136,7 @@ def _write_piece(
     HAS_SCALE: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_LOW: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Write a whole tile of d_hidden, or a part of the columns' sum for another."""
+    """Write a whole tile of d_hidden, or a part of the sum over columns for a tile that is cut."""
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     part = piece - num_whole  # negative: a whole tile
     steps = tl.cdiv(tl.cdiv(num_cols, BLOCK_V), splits) * BLOCK_V
@@ -147,6 +147,7 @@ def _write_piece(
     col = tile % num_col_blocks * BLOCK_D
     if row < num_kept:
         acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        # acc [BLOCK_N, BLOCK_D] = dlogits [BLOCK_N, begin:end] @ weight [begin:end, BLOCK_D], BLOCK_V columns at a time.
         for inner in range(begin, end, BLOCK_V):
             g = load_tile(dlogits, row, inner, num_rows, num_cols, dlogits_stride, BLOCK_N, BLOCK_V, TMA)
             w = load_tile(weight, inner, col, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
@@ -198,6 +199,7 @@ def _add_parts_kernel(
     if row >= num_kept:
         return
     some = tl.zeros((BLOCK_N, BLOCK_D // 4), tl.float32)
+    # Add the parts of a quarter of a tile, [BLOCK_N, BLOCK_D / 4].
     for split in range(splits):
         some += tl.load(_part(parts_ptr, cut * splits + split, quarter, BLOCK_N, BLOCK_D))
     _add(
@@ -208,7 +210,7 @@ def _add_parts_kernel(
 
 @triton.jit
 def _part(parts_ptr, part, quarter, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Addresses of a quarter of a tile's part."""
+    """Return the addresses of a quarter of a part of a tile."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = quarter * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
     return parts_ptr + (part * BLOCK_N + offs_n)[:, None] * BLOCK_D + offs_d[None, :]

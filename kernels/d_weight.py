@@ -3,8 +3,8 @@
 The chunk holds every token, so each output tile is summed in registers and written once: no atomics, no zero-fill, no fp32
 copy of the weight's size. With ``add`` the tile is added to what is there (Megatron's fp32 ``main_grad``).
 
-A sum over many calls would be rounded to bf16 in each. So it may have 8 bits more beside it: a byte that counts 256ths of
-bf16's last place, which is the next byte of the sum in fp32.
+A bf16 sum over many calls would be rounded in each of them. So d_weight may have 8 extra bits in an int8 tensor, in units of
+1/256 of bf16's last place: the next byte of the sum in fp32.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def add_d_weight(
     more_D: torch.Tensor | None = None,
     often_empty: bool = False,
 ) -> None:
-    """Set d_weight_VD to gain * (dlogits_RV^T @ rows), or ``add`` that to it.
+    """Set d_weight_VD to gain * (dlogits_RV^T @ rows), or add the product to it with ``add``.
 
-    ``low_VD``: int8, what d_weight_VD in bf16 does not hold of the sum; set or added to as that is.
+    ``low_VD``: int8, the 8 extra bits of d_weight_VD in bf16; set or added to together with it.
     ``more_D``: fp32, added to each row of the product.
-    ``often_empty``: nothing is written where no row is kept. Where shared memory holds what a loop over tiles needs, as many
-    programs as run at a time do the work of all, since thousands that return would take longer than these.
+    ``often_empty``: write nothing if no row is kept. Where shared memory allows a loop over tiles, only as many programs as run
+    at a time are launched: thousands of programs that return early would take longer.
     """
     num_rows, hidden_size = rows.hidden.shape
     num_cols = d_weight_VD.shape[0]
@@ -107,6 +107,7 @@ def _write_tile(
     row = tile // num_col_blocks * BLOCK_V
     col = tile % num_col_blocks * BLOCK_D
     acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+    # acc [BLOCK_V, BLOCK_D] = dlogits [num_kept, BLOCK_V].T @ hidden [num_kept, BLOCK_D], BLOCK_N tokens at a time.
     for inner in range(0, num_kept, BLOCK_N):
         g = load_tile(dlogits, inner, row, num_rows, num_cols, dlogits_stride, BLOCK_N, BLOCK_V, TMA)
         h = load_tile(hidden, inner, col, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_D, TMA)
@@ -141,14 +142,14 @@ def _write_tile(
 
 @triton.jit
 def low_byte(number, rounded):
-    """Return the fp32 number less what it was rounded to in bf16, in 256ths of the last place of that."""
+    """Return an fp32 number minus ``rounded``, its value in bf16, in units of 1/256 of the last place of ``rounded``."""
     rest = number.to(tl.int32, bitcast=True) - (rounded.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     return tl.minimum((rest + 128) >> 8, 127).to(tl.int8)
 
 
 @triton.jit
 def joined(rounded, low):
-    """Return the fp32 number that a bf16 number and its ``low_byte`` are. An infinity or a NaN stays one."""
+    """Combine a bf16 number and its ``low_byte`` to an fp32 number. An infinity stays infinite, and a NaN stays NaN."""
     bits = (rounded.to(tl.int16, bitcast=True).to(tl.int32) << 16) + (low.to(tl.int32) << 8)
     return bits.to(tl.float32, bitcast=True)
 
@@ -188,6 +189,7 @@ def _grad_bias_kernel(
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = offs_v < num_cols
     total = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    # Sum dlogits [num_kept, BLOCK_V] over the tokens, BLOCK_N at a time.
     for inner in range(0, num_kept, BLOCK_N):
         offs_n = inner + tl.arange(0, BLOCK_N)
         live = offs_n < num_kept

@@ -1,7 +1,7 @@
-"""The arithmetic of one shard in plain torch, a bounded block of logits at a time: CPUs, and GPUs without Triton.
+"""The arithmetic of one shard in plain torch, a bounded block of logits at a time: for CPUs, and GPUs without Triton.
 
-The loop runs over blocks of the vocabulary (and of tokens, where all of them would not fit), so that each row of dC is written
-once and dE is summed in fp32. Its filter is the definition of ``GradFilter``, element by element.
+The loop runs over blocks of the vocabulary (and of tokens, if all tokens do not fit), so that each row of d_weight is written
+once and d_hidden is summed in fp32. Its filter is the definition of ``GradFilter``, element by element.
 
 Source: mgmalek's efficient_cross_entropy and Liger-Kernel chunk tokens. The online softmax is Milakov & Gimelshein's.
 """
@@ -29,7 +29,7 @@ from cce_dist.kernels import (
 )
 from cce_dist.kernels.extras import LEAST_KEY, keys_of, largest_keys, rows_of_keys
 
-FLOOR = torch.finfo(torch.float32).min  # stands for a maximum of -inf where a difference of infinities would be NaN
+FLOOR = torch.finfo(torch.float32).min  # replaces a maximum of -inf where -inf - -inf would be NaN
 
 
 def label_ids(labels_N: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
@@ -50,20 +50,20 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[Tensor] | None:
 
 
 class Block(NamedTuple):
-    """A block of logits: tokens ``rows`` x columns ``cols``, the operands of both, and where the labels stand in it."""
+    """A block of logits: tokens ``rows`` x columns ``cols``, the operands of these, and the position of each label in it."""
 
     rows: slice
     cols: slice
     hidden_RD: Tensor
     weight_CD: Tensor
-    head: Head  # Of these tokens and columns
-    column_R1: Tensor  # The label's column, [R, 1]; any column where the label is not in the block
+    head: Head  # Restricted to these tokens and columns
+    column_R1: Tensor  # The label's column, [R, 1]; any column if the label is not in the block
     label_R1: Tensor  # Whether the label is in the block
-    # Whether a token has no label. Its logits are 0, since its hidden state may hold anything, and 0 times a weight or bias
-    # that is not finite is not 0.
+    # Whether a token has no label. Its logits are set to 0, because its hidden state may hold anything, and so may the product
+    # with a weight or bias that is not finite.
     unlabelled_R1: Tensor
-    columns_RI: Tensor | None = None  # The same of several ids, or None, as are the next
-    ids_RI: Tensor | None = None  # Whether each of these ids is in the block
+    columns_RI: Tensor | None = None  # With several ids a token: the column of each id; any column if it is not in the block
+    ids_RI: Tensor | None = None  # With several ids a token: whether each id is in the block
 
     def logits(self) -> Tensor:
         z, head = _matmul(self.hidden_RD, self.weight_CD.t()), self.head
@@ -80,7 +80,7 @@ class Block(NamedTuple):
         return z.masked_fill_(self.unlabelled_R1, 0.0)
 
     def slope(self, z: Tensor) -> Tensor | float:
-        """Derivative of the logits z with respect to ``hidden @ weight.T + bias``."""
+        """Return the derivative of the logits z with respect to ``hidden @ weight.T + bias``."""
         head = self.head
         if head.softcap is None:
             return head.multiplier if head.factors is None else head.factors[:, :1]
@@ -91,7 +91,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[Block]]]:
-    """The blocks of the shard's logits: for each range of columns the blocks of all tokens."""
+    """Yield, for each range of columns, the range and an iterator over the blocks of all tokens."""
     num_rows, num_cols = memory.dense_block(x.num_tokens, x.num_valid, spec.workspace_bytes)
 
     def of_columns(cols: slice) -> Iterator[Block]:
@@ -117,7 +117,7 @@ def blocks_of(x: Operands, spec: Spec) -> Iterator[tuple[slice, Iterator[Block]]
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in b's dtype with fp32 accumulators and an fp32 result."""
+    """Return a @ b in fp32: operands in b's dtype, products accumulated in fp32."""
     if b.dtype == torch.float32:
         return a.float() @ b
     if b.is_cuda:
@@ -145,9 +145,9 @@ def statistics(
 
 
 def top_keys(x: Operands, spec: Spec) -> Tensor:
-    """Return the keys (``extras.keys_of``) of the ``spec.want.top_k`` largest logits, filled up with LEAST_KEY. -> [N, k]."""
+    """Return the keys (``extras.keys_of``) of each token's k largest logits, padded with LEAST_KEY. -> [N, k]."""
     keys_NC = torch.full((x.num_tokens, spec.want.top_k), LEAST_KEY, dtype=torch.int64, device=x.hidden.device)
-    # Keys take twice the bytes of logits, and the largest of them are copies.
+    # Keys take twice the bytes of logits, and ``largest_keys`` copies some.
     for _, blocks in blocks_of(x, spec._replace(workspace_bytes=spec.workspace_bytes // 2)):
         for block in blocks:
             keys = keys_of(block.logits(), x.start + block.cols.start)
@@ -163,7 +163,7 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
         of_ids_RI = torch.where(block.ids_RI, z.gather(1, block.columns_RI), 0.0)
         stats_KR[spec.first_target : spec.first_top] += of_ids_RI.t()
     new_max = torch.maximum(max_R, z.amax(1))
-    # The step is the old maximum less the new one. Where both are -inf (no finite logit yet) it is 0, not NaN.
+    # The step is the old maximum minus the new one. If both are -inf (no finite logit yet) it is 0, not NaN.
     step = torch.where(max_R == new_max, 0.0, max_R - new_max)
     if spec.want.uniform:
         below_R, first = more[0], block.cols.start
@@ -188,7 +188,7 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
 
 
 def filter_stats(x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec) -> Tensor:
-    """Go through the logits once more, now that their log-sum-exp is known; the softmax alone decides."""
+    """Compute the statistics in one more pass over the logits. An element counts as kept if its probability reaches eps."""
     num_kept, dropped_N = _zeros(like=x.hidden), _zeros(x.num_tokens, like=x.hidden)
     for _, blocks in blocks_of(x, spec):
         for block in blocks:
@@ -208,7 +208,7 @@ def _with_label(kept: Tensor, block: Block) -> Tensor:
 
 
 class _Sums(NamedTuple):
-    """The gradients under way, in fp32 but for the weight's; row sums of what is dropped, and column sums of its size."""
+    """Gradients while blocks are added to them (fp32, except d_weight). ``dropped``: sums of the dropped R and |R|."""
 
     hidden_ND: Tensor
     weight_VD: Tensor
@@ -222,15 +222,15 @@ def gradients(
 ) -> Gradients:
     """Return d_hidden, d_weight and d_bias; see ``Backend.gradients``.
 
-    With a filter an element is kept where it holds the label or where ``|P p| >= eps |LABEL|`` (``eps |P|`` where LABEL is 0).
-    Elsewhere that part of the gradient is dropped; the LABEL and UNIFORM terms never are. Compensated, the dropped R [N, V]
-    (gradients with respect to ``hidden @ weight.T``) is replaced by ``r_i q_j``: r are its row sums, q the column sums of |R|
-    over their total; some columns of R correct that for d_hidden, some rows for d_weight (``compensation.py``). dbias is exact.
-    Where the entropy is differentiated nothing is dropped.
+    A filter keeps ``P p`` at the label and where ``|P p| >= eps |LABEL|`` (``eps |P|`` if LABEL is 0). Elsewhere it drops this
+    part of the gradient, but never the LABEL and UNIFORM terms. With compensation the dropped part R [N, V] (gradients with
+    respect to ``hidden @ weight.T``) is replaced by ``r_i q_j``: r are R's row sums, q the column sums of |R| divided by their
+    total. Sampled columns of R correct this for d_hidden, sampled rows for d_weight (``compensation.py``). d_bias is exact.
+    Nothing is dropped if the entropy is differentiated.
     """
     gain = torch.ones((), dtype=torch.float32, device=x.hidden.device)
     if x.hidden.dtype == torch.float16 and x.num_tokens:
-        # fp16 cannot hold 1/N times a small probability: gradients are computed for a largest coefficient of 1.
+        # fp16 cannot hold 1/N times a small probability, so coefficients are divided by the largest one until the end.
         given = [coef_4N] if x.cells is None else [coef_4N, x.cells.grad_NI]
         largest = torch.stack([g.abs().nan_to_num(0.0, 0.0, 0.0).amax() for g in given]).amax()
         gain = torch.where(largest > 0, largest, gain)
@@ -272,7 +272,7 @@ def gradients(
 def _block_gradients(
     block: Block, softmax: Softmax, coef_4N: Tensor, of_ids_RI: Tensor | None, spec: Spec, sums: _Sums
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients with respect to ``hidden @ weight.T + bias`` of a block: all of them, and those that are kept."""
+    """Return a block's gradients with respect to ``hidden @ weight.T + bias``: all of them, and with dropped ones as 0."""
     _, label_coef, uniform_coef, _ = coef_4N[:, block.rows, None].unbind()
     grad, slope = _softmax_part(block, softmax, coef_4N, spec)
     dropped = None
@@ -290,7 +290,7 @@ def _block_gradients(
 
 
 def _softmax_part(block: Block, softmax: Softmax, coef_4N: Tensor, spec: Spec) -> tuple[Tensor, Tensor | float]:
-    """Return the part of a block's gradient that the softmax makes, with respect to the logits, and the logits' slope."""
+    """Return the P and ENTROPY terms of a block's gradient with respect to the logits, and the logits' slope."""
     p_coef, _, _, entropy_coef = coef_4N[:, block.rows, None].unbind()
     z = block.logits()
     slope = block.slope(z)
@@ -303,7 +303,7 @@ def _softmax_part(block: Block, softmax: Softmax, coef_4N: Tensor, spec: Spec) -
 
 
 def _reaches(grad: Tensor, coef_4R1: Tensor, spec: Spec) -> Tensor:
-    """Return where the softmax's part of a gradient reaches the threshold; NaN does."""
+    """Return where the P term of a gradient reaches the filter's threshold; NaN does."""
     p_coef, label_coef, _, _ = coef_4R1
     return ~(grad.abs() < spec.filter.eps * torch.where(label_coef != 0, label_coef, p_coef).abs())
 
@@ -311,9 +311,9 @@ def _reaches(grad: Tensor, coef_4R1: Tensor, spec: Spec) -> Tensor:
 def _add_compensation(
     sums: _Sums, x: Operands, softmax: Softmax, coef_4N: Tensor, grads: Grads, spec: Spec, gain: Tensor
 ) -> None:
-    """Add what stands for all that was dropped; see ``compensation.py``.
+    """Add the compensation for the dropped gradients; see ``compensation.py``.
 
-    Padding rows are left out: they may hold anything, and 0 times infinity is not 0.
+    Padding rows of the weight are not read: they may hold infinity, and 0 * inf is NaN.
     """
     dropped_V = sums.dropped_V[: x.num_valid]
     total = dropped_V.sum()
@@ -335,7 +335,7 @@ def _add_compensation(
 def _from_columns(
     dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, center_D: Tensor
 ) -> Tensor:
-    """Return what sampled columns, and the linear correction, add to d_hidden, [N, D]."""
+    """Return the correction of d_hidden by sampled columns and by the linear model, [N, D]."""
     column_K, inverse_share_K = compensation.sample(share_V, memory.sampled_columns(x.num_valid))
     columns = x._replace(weight=x.weight[column_K], head=x.head.of_columns(column_K), num_valid=len(column_K))
     centered_KD = columns.weight.float() - center_D
@@ -360,7 +360,7 @@ def _from_columns(
 
 
 def _linear_terms(dropped_N: Tensor, x: Operands, share_V: Tensor, center_D: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``r_i (e_i - e)``, and that times the covariance of the columns, [N, D] each; zeros where there are few tokens."""
+    """Return ``r_i (e_i - e)``, and its product with the covariance of columns, [N, D] each; zeros for few tokens."""
     num_columns, total = memory.covariance_columns(x.num_valid, x.hidden.shape[1]), dropped_N.abs().sum()
     if x.num_tokens <= memory.SAMPLE or not num_columns:
         nothing_ND = _zeros(*x.hidden.shape, like=x.hidden)
@@ -375,7 +375,7 @@ def _linear_terms(dropped_N: Tensor, x: Operands, share_V: Tensor, center_D: Ten
 def _from_tokens(
     dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, hidden_ND: Tensor
 ) -> Tensor:
-    """Return what sampled tokens add to d_weight, [V, D]."""
+    """Return the correction of d_weight by sampled tokens, [V, D]."""
     total = dropped_N.abs().sum()
     share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
     token_S, inverse_share_S = compensation.sample(share_N, memory.SAMPLE)
@@ -407,13 +407,13 @@ def _from_tokens(
 
 
 def _dropped(block: Block, softmax: Softmax, coef_4N: Tensor, spec: Spec, is_label: Tensor) -> Tensor:
-    """Return what is dropped of a block, with respect to ``hidden @ weight.T``."""
+    """Return a block's dropped gradients with respect to ``hidden @ weight.T``, 0 where the gradient is kept."""
     grad, slope = _softmax_part(block, softmax, coef_4N, spec)
     return (grad * slope).masked_fill_(_reaches(grad, coef_4N[:, block.rows, None], spec) | is_label, 0.0)
 
 
 class Merged(NamedTuple):
-    """Statistics of the whole vocabulary, all [N] fp32: the LSE is ``max + log_sum``, kept apart for exactness."""
+    """Statistics of the whole vocabulary, all [N] fp32. The log-sum-exp is ``max + log_sum``; their sum would round."""
 
     max: Tensor
     log_sum: Tensor
@@ -426,7 +426,7 @@ def merge(stats_TKN: Tensor, spec: Spec) -> Merged:
     """Merge the shards' statistics by log-add-exp, in rank order: every rank computes the same bits from the same numbers."""
     max_TN, sum_TN, target_TN = stats_TKN[:, 0], stats_TKN[:, 1], stats_TKN[:, 2]
     max_N = max_TN.amax(0)
-    # An empty shard and a row of -inf logits have a maximum of -inf, whose difference to itself would be NaN.
+    # An empty shard or a row of -inf logits has a maximum of -inf, and -inf - -inf would be NaN.
     below_TN = torch.where(max_TN == max_N, 0.0, max_TN - max_N)
     weight_TN = below_TN.exp()
     sum_N = (weight_TN * sum_TN).sum(0)
@@ -450,7 +450,7 @@ def token_losses(stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Any, ...
     losses = losses.masked_fill_(ids_N == IGNORED, 0.0).masked_fill_(ids_N == OUTSIDE, torch.nan)
     wanted = (True, True, True, want.uniform, want.entropy)
     softmax = Softmax(merged.max, merged.log_sum, merged.entropy if want.entropy else None)
-    return *(x.clone() if it_is else None for x, it_is in zip(losses, wanted, strict=True)), softmax
+    return *(x.clone() if is_wanted else None for x, is_wanted in zip(losses, wanted, strict=True)), softmax
 
 
 def merged_lse(stats_T3N: Tensor) -> Tensor:

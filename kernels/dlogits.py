@@ -28,7 +28,7 @@ from cce_dist.kernels.lse import choose_splits
 from cce_dist.kernels.tiles import Tiles, num_programs, precision
 from cce_dist.kernels.waves import cdiv
 
-LOWEST = tl.constexpr(-1e4)  # nats: stands for any log-probability that far down, whose probability is 0
+LOWEST = tl.constexpr(-1e4)  # nats: lower bound of log-probabilities; the probability is 0 at and below it
 
 
 def dlogits_chunk(
@@ -42,19 +42,18 @@ def dlogits_chunk(
     *,
     one_wave: bool = False,
 ) -> None:
-    """Fill dlogits_RV with the columns from ``first_col`` (a multiple of the tile) on.
-
-    ``one_wave``: as many programs as run at a time do the work of all, in the same order. Often no row is kept, and thousands
-    that return would take longer than these.
+    """Fill dlogits_RV with the gradient of the columns from ``first_col`` (a multiple of the tile) on.
 
     Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it; columns past ``num_valid`` are 0.
+    ``one_wave`` launches only as many programs as run at a time, which loop over all tiles. It is for calls that often have no
+    labelled token: thousands of programs that return early would take longer.
     """
     tile = tiles.dlogits
     num_rows, hidden_size = rows.hidden.shape
     num_tiles = cdiv(min(dlogits_RV.shape[1], x.num_valid - first_col), tile.cols)
     splits = choose_splits(num_rows, num_tiles, tile, dlogits_RV.device)
     tma = has_tma(rows.hidden, x.weight, dlogits_RV)
-    if one_wave:  # Nobody takes what another has left, so all parts are alike.
+    if one_wave:  # Programs take fixed shares of the parts, so make all parts equal: one tile each.
         splits = num_tiles
     programs = cdiv(num_rows, tile.rows) * splits
     _dlogits_kernel[(min(programs, num_programs(dlogits_RV.device)) if one_wave else programs,)](
@@ -126,7 +125,7 @@ def _write_part(
     FAST: tl.constexpr, MASK_V: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the tiles that a block of rows has in a part of the columns."""
+    """Write the gradient of one block of rows in one part of the columns."""
     BLOCK_N: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
     row_block, split = row_and_split(part, num_row_blocks, num_splits, GROUP)
@@ -134,7 +133,7 @@ def _write_part(
     offs_n = row + tl.arange(0, BLOCK_N)
     live = offs_n < num_kept
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
-    # A maximum of +inf makes every p of a dead row 0.
+    # Rows without a label get a maximum of +inf, which makes all of their p 0.
     row_max = tl.load(softmax.max + token, mask=live, other=float("inf"))
     log_sum = tl.load(softmax.log_sum + token, mask=live, other=0)
     label = (tl.load(labels_ptr + token, mask=live, other=-1) - start - first_col).to(tl.int32)
@@ -150,6 +149,7 @@ def _write_part(
         coef_entropy = tl.load(coef + 3 * stride, mask=live, other=0) * scale
         coef_p -= coef_entropy * tl.load(softmax.entropy + token, mask=live, other=0)
 
+    # For each tile: logits z and their gradient grad, [BLOCK_N, BLOCK_V], from hidden[rows] @ weight[columns].T.
     for tile in tl.range(split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits, flatten=True):
         col = tile * BLOCK_V
         acc = tile_of_products(
@@ -161,7 +161,7 @@ def _write_part(
         log_p = (z - row_max[:, None]) - log_sum[:, None]
         if softmax.entropy is not None:
             p = fast_exp2(log_p * LOG2_E, FAST)
-            # A probability that underflows would make 0 * -inf.
+            # LOWEST avoids 0 * -inf = NaN where p underflows.
             grad = p * (coef_p[:, None] - coef_entropy[:, None] * tl.maximum(log_p, LOWEST)) + coef_uniform[:, None]
         else:
             p = tl.exp(log_p)
@@ -170,6 +170,6 @@ def _write_part(
         if head.softcap is not None:
             grad *= slope_of(z, head, after[:, None])
         if MASK_V:
-            # The mask is made anew: kept through the epilogue, it takes more instructions.
+            # Compute the mask again: keeping it through the epilogue takes more instructions.
             grad = tl.where((first_col + offs_c < num_valid)[None, :], grad, 0.0)
         store_tile(dlogits, row, col, grad, num_rows, dlogits_cols, dlogits_cols, BLOCK_N, BLOCK_V, TMA)

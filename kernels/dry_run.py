@@ -1,14 +1,13 @@
-"""Run the host code of a call without memory and without launches: what it allocates, and which kernels it would launch.
+"""Run the host code of a call without memory and without launches, to learn what it allocates and which kernels it launches.
 
-Tensors are on torch's device "meta", which have sizes but no memory, and each launch is replaced. So the host code itself says
-what a call takes:
+Tensors are on torch's device "meta", so they have sizes but no memory, and each launch is replaced by a Python function.
 
-peak           the bytes that are alive at most, for ``cce-dist plan``: of a GPU that need not be here, in some 10 to 100 ms
-compile_ahead  the kernels of a call, compiled side by side before forward begins. A first loss and gradient compiles some 14
-               kernels, with a filter 45, each at its first launch otherwise. ``triton.AsyncCompileMode`` compiles in threads,
-               whose passes and assembler run without Python's lock; the call waits for all of them.
+peak           Return the most bytes alive, for ``cce-dist plan``, in some 10 to 100 ms. The GPU need not be present.
+compile_ahead  Compile the kernels of a call in parallel before forward begins. A first loss and gradient compiles some 14
+               kernels, with a filter 45, which otherwise are compiled at their first launch. ``triton.AsyncCompileMode`` runs
+               Triton's passes and the assembler in threads, without Python's lock. The call waits for all of them.
 
-Compiling ahead decides on nothing: a kernel that it missed is compiled by its launch, which also tells what does not compile.
+Compiling ahead never changes what a call does: a kernel that it missed, or that does not compile, is compiled by its launch.
 ``CCE_DIST_COMPILE_AHEAD=0`` turns it off.
 """
 
@@ -30,33 +29,33 @@ from torch.utils._pytree import tree_leaves
 
 from cce_dist.kernels import FAR_SOFTCAP, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, named
-from cce_dist.kernels.launch.tape import add_bounded, launching
+from cce_dist.kernels.launch.tape import add_bounded, launches_are_replaced, launching
 from cce_dist.kernels.memory import Groups, Sizes, low_bytes
 from cce_dist.kernels.planned import Planned, planned
 
 _LOG = logging.getLogger("cce_dist")
-MOST_THREADS = 16  # no more kernels than that take long
-MOST_KINDS = 64  # of calls that are remembered
+MOST_THREADS = 16  # a call has no more kernels than this that take long to compile
+MOST_KINDS = 64  # most kinds of calls whose kernels are remembered as compiled
 _COMPILED: OrderedDict[tuple, None] = OrderedDict()
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors made under it that are alive. A view makes nothing.
+    """Counts the bytes of live tensors that were allocated in this mode; views add none.
 
     Attributes:
-        peak: The largest sum since the last ``restart``.
+        peak: The largest number of bytes since the last ``restart``.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by identity: a weak reference keeps it from reuse
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by identity, which a weak reference reserves
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         made = [storage for storage in _storages(out) if storage._cdata not in self.storages]
         if made:
-            given = {storage._cdata for storage in _storages((args, kwargs))}  # A view of an input makes nothing.
+            given = {storage._cdata for storage in _storages((args, kwargs))}  # an output may be a view of an input
             for storage in made:
                 size = 0 if storage._cdata in given else storage.nbytes()
                 self.storages[storage._cdata] = StorageWeakRef(storage), size
@@ -69,7 +68,7 @@ class Live(TorchDispatchMode):
         return sum(size for _, size in self.storages.values())
 
     def restart(self) -> int:
-        """Return the peak, and begin anew."""
+        """Return the peak, and reset it to the bytes alive now."""
         peak, self.peak = self.peak, self.current()
         return peak
 
@@ -85,12 +84,12 @@ def _storages(value: Any) -> list[torch.UntypedStorage]:
 
 
 class Peak(NamedTuple):
-    """Bytes that are alive at most beside inputs, outputs and gradients. All but ``saved`` count what is saved, too."""
+    """Most bytes alive beside inputs, outputs and gradients. Each number includes ``saved``."""
 
     forward: int
     saved: int  # Between the passes: exponentials or lists, and a few numbers for each token
     backward: int
-    summing: int  # From the moment on when d_hidden is whole, and is summed over ranks
+    summing: int  # In backward after d_hidden is complete, while it is summed over ranks
 
 
 @lru_cache(maxsize=4096)
@@ -99,8 +98,8 @@ def peak(backend: str, sizes: Sizes, spec: Spec, device: Planned | None, ready_r
 
     Args:
         backend: "exact" or "filter".
-        sizes: Of the shard.
-        spec: The task, with its memory budget.
+        sizes: Sizes of the shard.
+        spec: Options of the call, with its memory budget.
         device: The GPU. None: the device of this process.
         ready_rows: As in ``cce_dist.decide.Way``.
     """
@@ -116,7 +115,7 @@ def peak(backend: str, sizes: Sizes, spec: Spec, device: Planned | None, ready_r
 
 @lru_cache(maxsize=4096)
 def groups_peak(sizes: Sizes, groups: Groups, spec: Spec, device: Planned | None) -> int:
-    """Return the peak of a loss that takes one pass: of a group, and what stands beside all groups."""
+    """Return the peak of a loss that finishes groups in forward: that of one group plus the tensors of all tokens."""
     group = sizes._replace(num_tokens=min(groups.rows, sizes.num_tokens))
     spec = spec._replace(alone=True)
     x, module = _bare_operands(group, spec), named("exact")
@@ -131,7 +130,7 @@ def groups_peak(sizes: Sizes, groups: Groups, spec: Spec, device: Planned | None
 
 @lru_cache(maxsize=4096)
 def anew_peak(sizes: Sizes, spec: Spec, device: Planned | None) -> int:
-    """Return the peak of d_weight alone, made anew because upstream gradients are not those that forward expected."""
+    """Return the peak of computing d_weight again, because the upstream gradients differ from those that forward expected."""
     spec = spec._replace(want=spec.want._replace(grad=False))
     x, module = _bare_operands(sizes, spec), named("exact")
     d_weight = torch.empty_like(x.weight)
@@ -143,7 +142,7 @@ def anew_peak(sizes: Sizes, spec: Spec, device: Planned | None) -> int:
 
 
 def _bare_operands(sizes: Sizes, spec: Spec) -> Operands:
-    """Return bf16 operands without memory; labels stand in place of ids."""
+    """Return bf16 operands on "meta". ``ids`` holds labels, as ``_forward`` expects."""
     shapes = (sizes.num_tokens, sizes.hidden_size), (sizes.num_columns, sizes.hidden_size)
     hidden, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     labels = torch.empty(sizes.num_tokens, dtype=torch.int64, device="meta")
@@ -155,7 +154,7 @@ def _launch_nothing(kernel: Any, args: Any, grid: Any, kwargs: dict[str, Any]) -
 
 
 class _Kept(NamedTuple):
-    """What forward leaves to backward."""
+    """Tensors that forward passes to backward."""
 
     x: Operands
     saved: list[Tensor]
@@ -165,7 +164,7 @@ class _Kept(NamedTuple):
 
 
 def _forward(backend: Backend, spec: Spec, x: Operands) -> _Kept:
-    """Go through a forward pass as ``op.py`` does, on one rank; labels stand in place of ids."""
+    """Run the forward pass of ``op.py`` on one rank. ``x.ids`` holds labels, which become ids here."""
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(stats_3N[None])
@@ -180,7 +179,7 @@ def _forward(backend: Backend, spec: Spec, x: Operands) -> _Kept:
 
 
 def _backward(backend: Backend, spec: Spec, kept: _Kept, grads: Grads) -> Any:
-    """Go through a backward pass likewise."""
+    """Run the backward pass of ``op.py`` on one rank."""
     x, saved, softmax, losses, of_mean = kept
     wanted = (of_mean is None, False, False, spec.want.uniform, spec.want.entropy)
     coef_4N = backend.coefficients([losses[0] if want else None for want in wanted], x.ids, spec.vocab_size, of_mean)
@@ -188,15 +187,15 @@ def _backward(backend: Backend, spec: Spec, kept: _Kept, grads: Grads) -> Any:
 
 
 def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None) -> None:
-    """Compile the kernels of a call side by side, its backward included, unless a call of its kind has come before.
+    """Compile the kernels of a call's forward and backward in parallel, unless a similar call came before.
 
     Args:
-        backend: The one that the call has.
-        spec: Its options.
-        x: Its operands; the labels in place of their ids. Under sequence parallelism hidden states are a slice.
+        backend: Backend of the call.
+        spec: Options of the call.
+        x: Operands of the call, with labels in ``ids``. Under sequence parallelism hidden states are a slice.
         weight_out: As in ``Grads``.
     """
-    # A dispatch mode must not see a dry run, and a graph's capture allows no compiling.
+    # Dispatch modes must not see the dry run's operators, and nothing can be compiled while a graph is captured.
     if not spec.want.grad or not x.weight.is_cuda or not compiles_ahead() or torch._C._len_torch_dispatch_stack():
         return
     if torch.cuda.is_current_stream_capturing() or spec.several or spec.factors or spec.want.top_k:
@@ -207,22 +206,24 @@ def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor 
     if call in _COMPILED:
         return
     add_bounded(_COMPILED, call, None, MOST_KINDS)
+    if launches_are_replaced():  # whoever replaces them compiles the kernels
+        return
     try:
-        # In a context of its own: Triton forgets to leave its mode where a wait is interrupted.
+        # In a copied context, because Triton does not leave AsyncCompileMode if a wait is interrupted.
         contextvars.copy_context().run(_compile, backend, spec, x, weight_out)
-    except Exception as error:  # the call itself tells what is wrong with it
+    except Exception as error:  # the call itself will raise it
         _LOG.debug("cce_dist does not compile ahead: %r", error)
 
 
 def _kind(value: Any) -> Any:
-    """Return what kernels compile for: of a number whether it is 0 or 1, which turn a factor off, or a far softcap."""
+    """Return the options with each float replaced by the facts that kernels are compiled for: above 0, 1, a far softcap."""
     if isinstance(value, tuple):
         return tuple(map(_kind, value))
     return (value > 0, value == 1, value > FAR_SOFTCAP) if isinstance(value, float) else value
 
 
 def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None) -> None:
-    """Compile what a call launches."""
+    """Compile the kernels that a dry run of the call launches."""
     import triton
 
     device, compiling = torch.device("cuda", torch.cuda.current_device()), []
@@ -231,7 +232,7 @@ def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
         compiling.append(kernel.warmup(*args, grid=(1,), **kwargs))
 
     def load(kernel: Any) -> None:
-        """Have Triton 3.6 build the kernel's launcher in C, which takes a quarter of a second, here and not at its launch."""
+        """Have Triton 3.6 build the kernel's C launcher now, which takes a quarter of a second, instead of at its launch."""
         with torch.cuda.device(device):
             _ = (kernel.result() if hasattr(kernel, "result") else kernel).run
 
@@ -251,14 +252,14 @@ def _bare(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def num_threads() -> int:
-    """Threads that may compile: the cores of this process, shared with the ranks of its host."""
+    """Return the number of compiling threads: this process's cores, divided among the ranks of its host."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
 @lru_cache(maxsize=1)
 def compiles_ahead() -> bool:
-    """Whether this process compiles ahead: Triton compiles in threads from 3.6 on."""
+    """Return whether this process compiles ahead. Triton compiles in threads from 3.6 on."""
     import triton
 
     off = os.environ.get("CCE_DIST_COMPILE_AHEAD", "1") in ("", "0")

@@ -68,7 +68,7 @@ __all__ = [
 
 
 def columns_kept(x: Operands, spec: Spec) -> int:
-    """Return how many of the shard's first columns keep their exponentials within the budget."""
+    """Return how many of the shard's first columns keep their exponentials: as many as fit in the budget."""
     if not spec.can_keep(str(x.hidden.dtype)):
         return 0
     return memory.columns_kept(sizes_of(x)._replace(alone=spec.alone), _beside_lists(x, spec))
@@ -96,12 +96,12 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 
 def new_kept(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy: bool = False) -> Kept:
-    """Return room for the exponentials of so many columns; without columns, what stands for none kept."""
+    """Allocate the saved tensors, with exponentials of the first ``columns`` columns. Without columns most are empty."""
     device, num_rows = x.hidden.device, x.num_tokens if columns else 0
     exp_NV = torch.empty(x.num_tokens, columns, dtype=x.hidden.dtype, device=device)
     reference_N, target_N = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
-    spent = torch.empty(int(columns > 0 and entropy), dtype=torch.int32, device=device)
-    return Kept(*order, exp_NV, reference_N, target_N, spent.zero_() if spent.shape[0] else spent)
+    overwritten = torch.empty(int(columns > 0 and entropy), dtype=torch.int32, device=device)
+    return Kept(*order, exp_NV, reference_N, target_N, overwritten.zero_() if overwritten.shape[0] else overwritten)
 
 
 def order_of(x: Operands) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ def statistics(
     kept, num_tokens = new_kept(x, order_of(x), columns_kept(x, spec), spec.want.entropy), x.num_tokens
     fp32 = {"dtype": torch.float32, "device": x.hidden.device}
     stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
-    if spec.want.top_k:  # of no column; the shard may have fewer
+    if spec.want.top_k:  # placeholders: the shard may have fewer columns than k
         _keys(stats_KN, spec).zero_()[: spec.want.top_k] = LEAST_KEY >> 32
     if num_tokens == 0 or x.num_valid == 0:
         stats_KN[: spec.first_top].zero_()[0] = float("-inf")
@@ -137,13 +137,13 @@ def _keys(stats_KN: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Tensor) -> torch.Tensor:
-    """Fill the statistics. Returns ids [N] that are not negative where the largest logits are still to be found."""
+    """Fill stats_KN. Return ids [N], negative except for tokens whose largest logits are still to be found."""
     plan = top_plan(x, spec)
     at_once = _forward_rows(x, spec, tiles, kept)
     num_tiles = cdiv(x.num_valid, tiles.lse.cols)
     keeping, parts = _kept_span(x, kept, tiles, at_once), 0
     if keeping.last < num_tiles:
-        # As many parts as 400 to 8,192 tokens get on an H100, whatever the call has.
+        # ``invariant`` calls use one number of parts for any number of tokens: that of 400 to 8,192 tokens on an H100.
         cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
         parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
     buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
@@ -166,19 +166,19 @@ def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Te
 
 
 def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: Kept) -> int:
-    """Tokens that forward works on at a time."""
+    """Return how many tokens forward works on at a time."""
     plan, sizes, columns = top_plan(x, spec), sizes_of(x), kept.exp_NV.shape[1]
     if columns:
         return min(x.num_tokens, memory.forward_rows(sizes, _beside_lists(x, spec), columns))
     rows = memory.forward_rows(sizes, spec.workspace_bytes, 0)
     if plan is not None:
-        # Cut into a quarter of the programs that run at once (waves.num_parts), four blocks of rows fill the device.
+        # ``waves.num_parts`` gives a block of rows a quarter of the programs that run at once, so four blocks fill the device.
         rows = min(rows, memory.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, 4 * tiles.lse.rows))
     return min(x.num_tokens, rows)
 
 
 def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
-    """The tiles whose exponentials are kept, cut for a group of so many tokens; no parts where there are none."""
+    """Return the tiles whose exponentials are kept, with the number of parts for groups of ``at_once`` tokens (0: no tiles)."""
     num_tiles = min(kept.exp_NV.shape[1] // tiles.lse.cols, cdiv(x.num_valid, tiles.lse.cols))
     parts = choose_splits(at_once, num_tiles, tiles.lse, x.hidden.device) if num_tiles else 0
     return Span(0, num_tiles, parts)
@@ -188,10 +188,10 @@ def _keep_exponentials(
     x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, kept: Kept, want: Want,
     lists: Candidates | None = None,
 ) -> None:
-    """Run the log-sum-exp over a span, keeping its exponentials and each row's reference: the first tile's maximum."""
+    """Run the log-sum-exp over a span and keep its exponentials, relative to the maximum of each row's first tile."""
     num_rows, tile = rows.index.shape[0], tiles.lse
     first_KPR = new_partials(1, num_rows, NOTHING_MORE, partials_KPR)
-    if tile.warps >= 8:  # one tile a row would leave half of a device without work
+    if tile.warps >= 8:  # one tile per block of rows would occupy half of a device, so halve the blocks
         tile = tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)
     lse_partials(x, rows, tiles._replace(lse=tile), Span(0, 1, 1), first_KPR)
     tile_reference_BR = torch.empty(span.last, num_rows, dtype=torch.float32, device=partials_KPR.device)
@@ -200,45 +200,45 @@ def _keep_exponentials(
     level(keep, rows, kept.reference_N, tiles.lse.cols)
 
 
-def _make_anew(x: Operands, kept: Kept, tiles: Tiles, spec: Spec) -> None:
-    """Compute the exponentials again if a backward before this one made gradients of them; else every launch ends at once."""
+def _recompute_exponentials(x: Operands, kept: Kept, tiles: Tiles, spec: Spec) -> None:
+    """Compute the exponentials again if an earlier backward has overwritten them. Otherwise every launch returns at once."""
     at_once = _forward_rows(x, spec, tiles, kept)  # the same groups, cut into the same parts, as in forward
     span, buffer_RD = _kept_span(x, kept, tiles, at_once), x.hidden.new_empty(at_once, x.hidden.shape[1])
-    for number, group in enumerate(token_groups([kept.index_N, kept.num_kept * kept.spent], at_once)):
+    for number, group in enumerate(token_groups([kept.index_N, kept.num_kept * kept.overwritten], at_once)):
         rows = gathered(x.hidden, group, buffer_RD)
         partials_KPR = new_partials(span.num_parts, rows.index.shape[0], spec.want, x.hidden)
         _keep_exponentials(x, rows, tiles, span, partials_KPR, kept.of_group(number, at_once), spec.want)
 
 
 def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
-    """A filter was asked for where none can be: all is kept."""
+    """Return the statistics of a filter that keeps everything."""
     stats = softmax.max.new_zeros(3)
     stats[:1].fill_(1.0)  # an assignment would wait for the device
     return stats
 
 
 class Output(NamedTuple):
-    """The gradients under way."""
+    """The gradients of all tokens and columns, to which the products of chunks are added."""
 
     hidden: Sum | None  # d_hidden and its remainder, or None
     weight: torch.Tensor | None  # d_weight, or the buffer that it is added to, or None
     bias: torch.Tensor | None  # d_bias, or None
-    gain: torch.Tensor | None  # What all of them are multiplied by, or None
+    gain: torch.Tensor | None  # A factor on all gradients, or None
     ready: Callable[[torch.Tensor], None] | None  # ``Grads.hidden_ready``
     often_empty: bool  # See ``Grads``
     weight_low: torch.Tensor | None = None  # ``Grads.weight_low``
-    weight_first: bool = False  # d_hidden's storage has the rows that d_weight is made of, and comes after it
+    weight_first: bool = False  # d_hidden's storage holds the hidden states for d_weight's product, so d_weight comes first
 
 
 class Uniform(NamedTuple):
-    """Label smoothing's part of the logits' gradient, where exponentials are kept of the rest.
+    """Label smoothing's part of the logits' gradient, where the rest comes from kept exponentials.
 
-    It is the same in all columns of a token, so that its products are sums of rows.
+    It is one number per token, equal in all columns, so its products with weight and hidden states are sums of rows.
     """
 
-    coef_N: torch.Tensor  # A token's, fp32
-    d_weight_D: torch.Tensor  # Its part of each row of d_weight, fp32
-    columns_D: torch.Tensor  # The sum of the columns' weights, fp32: d_hidden of a coefficient of 1
+    coef_N: torch.Tensor  # The gradient of each token's logits, fp32
+    d_weight_D: torch.Tensor  # Added to every row of d_weight, fp32
+    columns_D: torch.Tensor  # The sum of the weight's rows, fp32; d_hidden gets coef_N times this row
 
     @classmethod
     def of(cls, x: Operands, coef_4N: torch.Tensor, num_columns: int) -> Uniform:
@@ -253,12 +253,12 @@ class _Part(NamedTuple):
 
     first: int
     stop: int
-    dlogits_RV: torch.Tensor  # Their gradients
-    scale_R: torch.Tensor | None  # What each row is still to be multiplied by, or None
-    opens: bool  # d_hidden of these tokens is set, not added to
-    add: bool  # d_weight of these columns is added to, not set
-    num_final: int  # Tokens whose d_hidden is final with this part, from the first one on; 0: none
-    uniform: Uniform | None = None  # What is added to the products of each column
+    dlogits_RV: torch.Tensor  # The gradient of these logits
+    scale_R: torch.Tensor | None  # A factor on each row, or None
+    sets_hidden: bool  # Set d_hidden of these tokens instead of adding to it
+    add: bool  # Add to d_weight of these columns instead of setting it
+    num_final: int  # After this part d_hidden of the first ``num_final`` tokens is final; 0: of no token
+    uniform: Uniform | None = None  # Label smoothing's part, added to the products
 
 
 def gradients(
@@ -267,7 +267,7 @@ def gradients(
     """Return d_hidden, d_weight and d_bias; a token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere."""
     kept, last = Kept(*saved), x.num_valid
     num_kept = min(kept.exp_NV.shape[1], last)
-    # Scaled hidden states are of use to d_weight alone, and d_hidden's storage has room for them if it may wait.
+    # Only d_weight needs the scaled hidden states. They are kept in d_hidden's storage if d_hidden may be computed last.
     weight_first = 0 < num_kept == last and grads.want_hidden and grads.want_weight and grads.hidden_ready is None
     d_hidden, d_weight, d_bias = new_gradients(x, grads, zeros=not weight_first)
     returned = (d_hidden, None if grads.weight_out is not None else d_weight, d_bias)
@@ -280,10 +280,10 @@ def gradients(
         coef_4N, gain = normalised(coef_4N, x.hidden.dtype, x.cells)
         if x.cells is not None and gain is not None:
             x = x._replace(cells=x.cells._replace(grad_NI=x.cells.grad_NI / gain))
-        if kept.spent.shape[0]:
-            _make_anew(x, kept, tiles, spec)
-            # Autograd, which counts what is written to saved tensors, sees no more of this than of the kernels' writing.
-            kept.spent.data.fill_(softmax.entropy is not None)
+        if kept.overwritten.shape[0]:
+            _recompute_exponentials(x, kept, tiles, spec)
+            # Through .data, as kernels write: autograd would refuse a saved tensor whose version has changed.
+            kept.overwritten.data.fill_(softmax.entropy is not None)
         at_once, cols = memory.exact_chunks(
             sizes_of(x)._replace(num_columns=last - num_kept), spec.workspace_bytes, kept.exp_NV.nbytes, tiles,
             num_programs(x.hidden.device),
@@ -303,7 +303,7 @@ def gradients(
             total, d_weight, d_bias, gain, grads.hidden_ready, grads.often_empty, grads.weight_low, weight_first
         )
 
-        # Kept exponentials have rows of all tokens in order, so no group of tokens is finished before another.
+        # Kept exponentials hold all tokens in compact order, so no tokens are final before the others.
         ready_rows = None if num_kept else grads.ready_rows
         for group, (*compact_order, num_final) in enumerate(finished_groups(x.ids, kept.order, at_once, ready_rows)):
             num_rows = compact_order[0].shape[0]
@@ -325,7 +325,7 @@ def gradients(
 
 
 def _kept_operand(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:
-    """Make the exponentials an operand of the products, but for the factor of each row that is returned."""
+    """Turn kept exponentials into the logits' gradient, up to a factor on each row. Return the factors."""
     scale_R = row_scales(kept, x, rows, softmax, coef_4N)
     if softmax.entropy is not None and x.cells is None:
         x = x._replace(cells=label_cells(kept, x, coef_4N))
@@ -338,7 +338,7 @@ def _fill_chunk(
     x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, tiles: Tiles, one_wave: bool, first: int,
     grads_RV: torch.Tensor,
 ) -> None:
-    """Write the logits' gradient of the columns from ``first`` on, and each token's ids among them."""
+    """Write the logits' gradient of the columns from ``first`` on, including the cells of each token's ids."""
     dlogits_chunk(x, rows, softmax, coef_4N, first, grads_RV, tiles, one_wave=one_wave)
     if x.cells is not None:
         write_cells(x, rows, softmax, coef_4N, first, grads_RV)
@@ -346,17 +346,18 @@ def _fill_chunk(
 
 def add_chunks(
     out: Output, x: Operands, rows: Rows, chunks: list[tuple[int, int]], dlogits_RV: torch.Tensor,
-    fill: Callable[[int, torch.Tensor], None], tiles: Tiles, *, add: bool, num_final: int, opens: bool = True,
+    fill: Callable[[int, torch.Tensor], None], tiles: Tiles, *, add: bool, num_final: int, sets_hidden: bool = True,
 ) -> None:
-    """Have ``fill`` write the logits' gradient of one chunk [first, stop) after another to dlogits_RV, and add their products.
+    """For each chunk [first, stop) of columns, have ``fill`` write the logits' gradient to dlogits_RV, and add its products.
 
-    d_weight is set unless ``add``, and d_hidden by the first chunk if that ``opens``. ``num_final`` as in ``_Part``.
+    d_weight is set unless ``add``. The first chunk sets d_hidden if ``sets_hidden``. ``num_final`` as in ``_Part``.
     """
     grads_RV = first_rows(dlogits_RV, rows.index.shape[0])
     for first, stop in thinned(chunks):
         fill(first, grads_RV)
         final = num_final if stop == chunks[-1][1] else 0
-        _add_part(out, _Part(first, stop, grads_RV, None, opens and first == chunks[0][0], add, final), x, rows, tiles)
+        is_first = sets_hidden and first == chunks[0][0]
+        _add_part(out, _Part(first, stop, grads_RV, None, is_first, add, final), x, rows, tiles)
 
 
 def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
@@ -384,7 +385,7 @@ def _add_hidden_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: T
         return
     add_d_hidden(
         out.hidden, part.dlogits_RV, some_rows(x.weight, part.first, part.stop), rows, part.scale_R, out.gain,
-        tiles.grad_hidden, first=part.opens, often_empty=out.often_empty,
+        tiles.grad_hidden, first=part.sets_hidden, often_empty=out.often_empty,
         outer=None if part.uniform is None else (part.uniform.coef_N, part.uniform.columns_D),
     )
     if out.ready is not None and part.num_final:
@@ -392,7 +393,7 @@ def _add_hidden_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: T
 
 
 def new_gradients(x: Operands, grads: Grads, zeros: bool = True) -> Gradients:
-    """Return what is wanted: zeros, but for rows of d_weight that will be written, and for d_hidden without ``zeros``."""
+    """Allocate the wanted gradients. Zero d_bias, d_hidden if ``zeros``, and the rows of d_weight that no kernel writes."""
     d_hidden = None
     if grads.want_hidden:
         d_hidden = _new_like(x.hidden) if grads.hidden_out is None else grads.hidden_out
@@ -414,7 +415,7 @@ def _new_like(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def remainder(hidden_ND: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-    """Return room for what d_hidden cannot hold in 16 bits; None in fp32."""
+    """Allocate the remainder of d_hidden: the bits of the sum that its 16 bits cannot hold. None in fp32."""
     if hidden_ND.itemsize != 2:
         return None
     return torch.empty(num_rows, hidden_ND.shape[1], dtype=torch.bfloat16, device=hidden_ND.device)
@@ -423,7 +424,11 @@ def remainder(hidden_ND: torch.Tensor, num_rows: int) -> torch.Tensor | None:
 def normalised(
     coef_4N: torch.Tensor, dtype: torch.dtype, cells: Cells | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """In fp16, where gradients of a mean underflow, divide coefficients by the largest finite size of all. -> also that."""
+    """Divide fp16 coefficients by their largest finite magnitude, so that gradients of a mean do not underflow.
+
+    Returns:
+        The coefficients, and the divisor (None in other dtypes).
+    """
     if dtype != torch.float16:
         return coef_4N, None
     given = [coef_4N.abs()] if cells is None or cells.grad_NI is None else [coef_4N.abs(), cells.grad_NI.abs()]
@@ -435,10 +440,11 @@ def normalised(
 def finished_groups(
     ids_N: torch.Tensor, order: list[torch.Tensor], rows: int, ready_rows: int | None
 ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Cut into groups of ``rows`` as ``token_groups`` does, but each ``ready_rows`` tokens by themselves (None: all together).
+    """Cut the tokens into ranges of ``ready_rows`` (None: one range), and each range into groups of ``rows`` tokens.
 
     Returns:
-        Index and number of kept tokens of each group, and how many tokens, from the first on, are finished with it, or 0.
+        For each group: its index, its number of labelled tokens, and the end of its range if it is the range's last group, else
+        0. d_hidden of all tokens before that end is then final.
     """
     num_tokens = ids_N.shape[0]
     if ready_rows is None or ready_rows >= num_tokens:

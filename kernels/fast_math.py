@@ -1,6 +1,6 @@
-"""Exponentials and logarithms to base 2 by one instruction, where Triton's take four and thirty.
+"""Base-2 exponentials and logarithms in one instruction; Triton's own take four and thirty.
 
-Triton's care for numbers below 2^-126, which passes over all logits need not: next to the largest of a row they are nothing.
+Triton's versions are exact below 2^-126, too, where exponentials no longer matter next to a row's largest.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ LOG2_E, LOG_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.693147180559945
 
 
 def has_fast_math() -> bool:
-    """Whether a kernel may hold NVIDIA's instructions: the constexpr ``FAST`` of those that do."""
+    """Whether kernels may contain NVIDIA's PTX instructions: the value of their constexpr ``FAST``."""
     return torch.version.hip is None and not interpreted()
 
 
 @triton.jit
 def fast_exp2(x, FAST: tl.constexpr):
-    """2^x within 2^-22 of it; with FAST 0 instead of numbers below 2^-126."""
+    """Return 2^x with a relative error of at most 2^-22; with FAST, results below 2^-126 are 0."""
     if FAST:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

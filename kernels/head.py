@@ -2,12 +2,12 @@
 
     u = before * (hidden @ weight.T + bias),  z = after * softcap * tanh(u / softcap)  (z = u without a softcap)
 
-``before`` and ``after`` are a token's factors; where tokens have none, ``before`` is the head's scale and ``after`` is 1. A
-kernel takes ``Head`` (``kernels/__init__.py``) as one argument, a tuple. Triton compiles for each of its fields that is None,
-so ``head.bias is not None`` costs nothing, and a factor of 1 leaves no instruction. ``logits_of`` is also where columns past
-the end of the vocabulary are masked, so forward and backward cannot disagree on them.
+``before`` and ``after`` are a token's factors; without factors ``before`` is the head's scale and ``after`` is 1. A kernel
+takes ``Head`` (``kernels/__init__.py``) as one argument, a tuple. Triton knows at compile time which fields are None, so
+``head.bias is not None`` costs nothing, and a factor of 1 leaves no instruction. ``logits_of`` is also where columns past the
+end of the vocabulary are masked, so forward and backward cannot disagree on the mask.
 
-Integers stay arguments of their own. Triton compiles a kernel anew where an integer becomes 1 or a multiple of 16;
+Integers stay arguments of their own. Triton compiles a kernel again if an integer becomes 1 or a multiple of 16.
 ``blocks.kernel`` turns that off for arguments, but nothing turns it off inside a tuple.
 """
 
@@ -19,9 +19,9 @@ import triton.language as tl
 
 @triton.jit
 def token_factors(head, token, live):
-    """Return what the products of these tokens are multiplied by, before and after the softcap: two blocks of fp32.
+    """Return the factors on the logits of these tokens before and after the softcap: two fp32 blocks.
 
-    Only live tokens are read; the factors of others are 1.
+    ``head.factors`` is read for live tokens alone; other tokens get 1.
     """
     before = tl.full(token.shape, 1.0, tl.float32)
     after = before
@@ -37,14 +37,14 @@ def token_factors(head, token, live):
 
 @triton.jit
 def logits_of(
-    acc,  # products: [BLOCK_N, BLOCK_V] of a tile, or [BLOCK] of a token and a column each
-    offs_v,  # their columns: [BLOCK_V] or [BLOCK]
-    in_v,  # which of these are part of the vocabulary
+    acc,  # products: [BLOCK_N, BLOCK_V] for a tile, or [BLOCK] for a list of (token, column) pairs
+    offs_v,  # columns of the products: [BLOCK_V] or [BLOCK]
+    in_v,  # whether each column is part of the vocabulary
     head,  # in: Head
-    factors,  # of ``token_factors``: [BLOCK_N] or [BLOCK] each, or numbers
-    MASK_V: tl.constexpr,  # whether some columns may not be part of the vocabulary
+    factors,  # two results of ``token_factors``: [BLOCK_N] or [BLOCK] each, or scalars
+    MASK_V: tl.constexpr,  # whether some columns may be outside the vocabulary
 ):
-    """Turn fp32 products into logits; with MASK_V, columns that are not part of the vocabulary are -inf."""
+    """Turn fp32 products into logits; with MASK_V, columns outside the vocabulary become -inf."""
     z = acc
     before, after = factors
     inside = in_v
@@ -65,7 +65,7 @@ def logits_of(
 
 @triton.jit
 def of_columns(numbers_ptr, offs_v, in_v, TILE: tl.constexpr):
-    """Read a number for each column, [V] in any dtype, in fp32; for a TILE as its row. Others than those in_v are 0."""
+    """Load one number per column, [V] in any dtype, as fp32; 0 outside ``in_v``. For a TILE the result is [1, BLOCK_V]."""
     numbers = tl.load(numbers_ptr + offs_v, mask=in_v, other=0).to(tl.float32)
     if TILE:
         numbers = numbers[None, :]
@@ -74,24 +74,24 @@ def of_columns(numbers_ptr, offs_v, in_v, TILE: tl.constexpr):
 
 @triton.jit
 def softcapped(u, softcap, far):
-    """softcap * tanh(u / softcap), by one exponential that cannot overflow. ``far`` as in ``Head``."""
+    """Return softcap * tanh(u / softcap), computed from one exponential that cannot overflow. ``far`` as in ``Head``."""
     exponent = tl.abs(u) * (-2.0 / softcap)
     t = tl.exp(exponent)
     bounded = softcap * (1.0 - t) / (1.0 + t)
     if far is not None:
-        # 1 - t cancels where u is far below the softcap. There tanh x = x - x^3 / 3, to rounding, with 2 x = -exponent.
+        # 1 - t cancels if u is far below the softcap. Then use tanh x = x - x^3 / 3, exact to rounding, with 2 x = -exponent.
         bounded = tl.where(exponent > -0.03125, tl.abs(u) * (1.0 - exponent * exponent * (1.0 / 12.0)), bounded)
     return tl.where(u < 0, -bounded, bounded)
 
 
 @triton.jit
 def slope_of(z, head, after):
-    """Derivative of the logits z with respect to u, divided by ``after``: the slope of the softcap, which there must be."""
+    """Return the softcap's slope at the logits z: dz/du divided by ``after``. The head must have a softcap."""
     capped = z * (1.0 / (head.softcap * after))
     return 1.0 - capped * capped
 
 
 @triton.jit
 def sloped(e, z, head, after):
-    """Multiply exponentials by the softcap's slope; 0 stays 0 where a logit is infinite."""
+    """Multiply exponentials by the softcap's slope. An exponential of 0 stays 0, even if its logit is infinite."""
     return tl.where(e > 0, e * slope_of(z, head, after), 0.0)

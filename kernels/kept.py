@@ -1,13 +1,13 @@
-"""Exponentials kept from the forward (``lse.py``), made into an operand of the backward's products.
+"""Turn exponentials kept by forward (``lse.py``) into an operand of backward's matrix products.
 
 With e = exp(z - reference) * slope kept for a row, the row's gradient is ``scale * e`` with one ``scale`` per row, apart from
-the label's cell. So the exponentials themselves are the operand: d_hidden takes the scale in its epilogue, d_weight on its
-hidden rows, and the label's cell is written from the label's own logit each time, so a second backward gets the same bits.
+the label's cell. So the exponentials are the operand. d_hidden is multiplied by the scale in the epilogue; d_weight takes
+scaled hidden states. The label's cell is written from the label's own logit, so a second backward gets the same bits.
 
-Where the entropy is differentiated too, the row's gradient is ``scale * e * (a + b log e)``, since log p is log e and a
-number. The exponentials are then overwritten with ``e * (a + b log e)``, and ``Kept.spent`` says so: another backward has them
-made anew, with the same bits. The rounding of e to 16 bits is one of 2^-9 nats in log p at most. Beside ``h p (log p + H)`` it
-adds 2^-9 of ``h p``, as the rounding of p does to the gradient of a log-probability that is weighted with h.
+If the entropy is differentiated, the row's gradient is ``scale * e * (a + b log e)``, since log p is log e plus a number per
+row. Backward then overwrites the exponentials with ``e * (a + b log e)`` and sets ``Kept.overwritten``. A second backward
+computes the exponentials again, with the same bits. Rounding e to 16 bits changes log p by at most 2^-9 nats. That adds 2^-9 of
+``h p`` to ``h p (log p + H)``, as much as rounding p adds to the gradient of a log-probability weighted by h.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
 
 
 class Kept(NamedTuple):
-    """What forward saves: the compact order of the tokens, and exponentials of the first columns in that order."""
+    """Tensors that forward saves: the compact order of the tokens, and exponentials of the first columns in this order."""
 
-    index_N: torch.Tensor  # see ``tokens.compact``, as the next
-    num_kept: torch.Tensor
-    exp_NV: torch.Tensor  # [N, columns]; no columns where nothing is kept
-    reference_N: torch.Tensor  # fp32: the value that a row's exponentials are relative to. [0]: none are kept.
-    target_N: torch.Tensor  # fp32: the logit of each token's label, in the order of the tokens. Likewise.
-    spent: torch.Tensor  # [1] int32: whether a backward turned exponentials into gradients. [0]: no entropy is asked for.
+    index_N: torch.Tensor  # int32, from ``tokens.compact``: labelled tokens first
+    num_kept: torch.Tensor  # [1] int32, from ``tokens.compact``: the number of labelled tokens
+    exp_NV: torch.Tensor  # [N, columns]; no columns if nothing is kept
+    reference_N: torch.Tensor  # fp32: the value that a row's exponentials are relative to; empty if nothing is kept
+    target_N: torch.Tensor  # fp32: the logit of each token's label, by token, not compact; empty if nothing is kept
+    overwritten: torch.Tensor  # [1] int32: 1 once backward has overwritten the exponentials with gradients; [0] without entropy
 
     @property
     def order(self) -> list[torch.Tensor]:
         return [self.index_N, self.num_kept]
 
     def of_group(self, number: int, rows: int) -> Kept:
-        """Return the exponentials of a group of tokens, whose groups have ``rows`` each; the last one may have fewer."""
+        """Return the exponentials of group ``number``, where each group has ``rows`` tokens; the last one may have fewer."""
         if rows >= self.index_N.shape[0]:
             return self
         here = slice(number * rows, (number + 1) * rows)
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
 
 def level(keep: Keep, rows: Rows, reference_R: torch.Tensor, tile_cols: int) -> None:
-    """Bring rows of exponentials to their largest reference, and write that to reference_R; nearly all rows have only one."""
+    """Rescale each row's exponentials to its largest reference, and write the reference to reference_R."""
     num_tiles, num_rows = keep.tile_reference_BR.shape
     _level_kernel[(cdiv(num_rows, 16),)](
         keep.exp_RV, keep.tile_reference_BR, rows.num_kept, reference_R, num_rows, num_tiles, keep.exp_RV.shape[1],
@@ -76,6 +76,7 @@ def _level_kernel(
     live = offs_n < tl.load(num_kept_ptr)
     largest = tl.full((BLOCK_T, BLOCK_N), float("-inf"), tl.float32)
     smallest = tl.full((BLOCK_T, BLOCK_N), float("inf"), tl.float32)
+    # Largest and smallest reference of each row, [BLOCK_N], over all tiles. They are equal in most rows.
     for first in range(0, num_tiles, BLOCK_T):
         offs_t = first + tl.arange(0, BLOCK_T)
         where = tile_reference_ptr + offs_t.to(tl.int64)[:, None] * row_stride + offs_n[None, :]
@@ -91,15 +92,15 @@ def _level_kernel(
                 factor = tl.exp(tile_reference - reference)
                 offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
                 cells = exp_ptr + offs_n.to(tl.int64)[:, None] * exp_cols + offs_v[None, :]
-                # A cell overflows while its factor underflows only where the tile was at 0 or inf before.
+                # The factor is at most 1, so no finite cell overflows.
                 e = tl.load(cells, mask=live[:, None], other=0).to(tl.float32) * factor[:, None]
                 tl.store(cells, e.to(exp_ptr.dtype.element_ty), mask=live[:, None])
 
 
 def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:
-    """Return scale_R, and write each label's cell of the exponentials so that scale * cell is the label's gradient.
+    """Return scale_R, and overwrite each label's cell of the exponentials so that scale * cell is the label's gradient.
 
-    Where the entropy is differentiated all cells become such, and ``cells.py`` writes the labels' cells, as for several ids.
+    If the entropy is differentiated, all cells are overwritten in this way, and ``cells.py`` writes the labels' cells.
     """
     num_rows = rows.index.shape[0]
     factor_2R = None if softmax.entropy is None else coef_4N.new_empty(2, num_rows)
@@ -122,7 +123,7 @@ def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: t
 
 
 def label_cells(kept: Kept, x: Operands, coef_4N: torch.Tensor) -> Cells:
-    """Return each token's label as if it were one of several ids."""
+    """Return each token's label as ``Cells`` with one id."""
     return Cells(x.ids[:, None], kept.target_N[:, None], coef_4N[1][:, None])
 
 
@@ -175,23 +176,23 @@ def _row_scale_kernel(
         here = live & (label >= 0) & (label < tl.minimum(num_valid, exp_cols))
 
     if softmax.entropy is not None:
-        log_p = (reference - row_max) - log_sum  # of an exponential of 1
+        log_p = (reference - row_max) - log_sum  # at a kept exponential of 1
         entropy = tl.load(softmax.entropy + token, mask=live, other=0)
         coef_entropy = tl.load(coef_ptr + 3 * num_tokens.to(tl.int64) + token, mask=live, other=0) * factor
-        # Exponentials reach exp(HEADROOM): over this size no factor of theirs, a + b log e, is above 1.
+        # Exponentials reach exp(HEADROOM), so no factor a + b log e exceeds this size. Divided by it, they are at most 1.
         size = tl.abs(coef_p) + tl.abs(coef_entropy) * (tl.abs(entropy) + tl.abs(log_p) + HEADROOM)
         scale = size * tl.exp(log_p)
     else:
         scale = coef_p * tl.exp((reference - row_max) - log_sum)
-    # A scale of nearly 0 beside a label's gradient (P = 0, or all of this shard far below another's maximum) could not carry
-    # that gradient. A scale of 2^-90 of the gradient can, in bf16, and adds less than 2^-32 of it to the other cells.
+    # If the scale is nearly 0 (P = 0, or all logits of this shard far below another shard's maximum), the label's gradient
+    # divided by it overflows. A scale of 2^-90 of the gradient fits in bf16, and adds less than 2^-32 of it to other cells.
     least = 8.077935669463161e-28 * tl.abs(coef_label)
     small = here & (tl.abs(scale) < least)
     if softmax.entropy is not None:
         share = tl.where(size == 0, 0.0, tl.where(small, scale / least, 1.0) / size)
         a = (coef_p - coef_entropy * (log_p + entropy)) * share
         tl.store(row_factor_ptr + offs_n, a, mask=live)
-        # The other kernel takes logarithms to base 2.
+        # _with_entropy_kernel takes logarithms to base 2.
         b = -coef_entropy * share * LOG_2
         tl.store(row_factor_ptr + num_rows.to(tl.int64) + offs_n, b, mask=live)
     scale = tl.where(small, least, scale)
@@ -215,7 +216,7 @@ def _with_entropy_kernel(
     FAST: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    # Programs that run at a time have few rows and all of their columns: memory is read from one end to the other.
+    # Multiply BLOCK_V exponentials of one row by a + b log2(e). Programs that run together read contiguous memory.
     num_blocks = tl.cdiv(exp_cols, BLOCK_V)
     row = tl.program_id(0) // num_blocks
     if row >= tl.load(num_kept_ptr):
@@ -225,8 +226,8 @@ def _with_entropy_kernel(
     b = tl.load(row_factor_ptr + num_rows.to(tl.int64) + row)
     cells = exp_ptr + row.to(tl.int64) * exp_cols + offs_v
     e = tl.load(cells, mask=offs_v < exp_cols, other=0).to(tl.float32)
-    # 0 times a logarithm is 0. A subnormal number, whose logarithm a GPU computes as log 0, is next to nothing; so is what a
-    # label's gradient left in a cell that will be written anew.
+    # Exponentials of 0 stay 0. Subnormal ones, whose logarithm a GPU computes as log 0, are negligible and become 0. Negative
+    # ones are label cells that an earlier backward wrote; ``cells.py`` overwrites them.
     log_e = fast_log2(tl.maximum(e, SMALLEST), FAST)
     grad = tl.where(e < SMALLEST, 0.0, e * (a + b * log_e))
     tl.store(cells, grad.to(exp_ptr.dtype.element_ty), mask=offs_v < exp_cols)

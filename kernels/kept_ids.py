@@ -1,17 +1,17 @@
-"""Log-softmax over a list of ids of each token: the entries of all lists, their gradients, and the backend in plain torch.
+"""Log-softmax over a list of ids per token: the entries of all lists, their gradients, and the backend in plain torch.
 
-An entry is an id in a token's list. Behind the entries of all lists stand the tokens' own ids, one entry a token: whose own id
-is in its list has no second entry. With z the logits, k the ids of a token's list, y its own id, and G, L and E the gradients
-of ``log p_y = z_y - lse``, of ``lse = log sum_k exp z_k``, and of the entropy H over the list,
+An entry is an id in a token's list. After the entries of all lists there is one more entry per token, for its own id (its
+label), which is not used if the list holds the id. With z the logits, k the ids of a token's list, y its own id, and G, L and E
+the gradients of ``log p_y = z_y - lse``, of ``lse = log sum_k exp z_k``, and of the entropy H over the list,
 
-    dL/dz_k = (L - G) p_k + G [k = y] - E p_k (log p_k + H)        p_k = exp(z_k - lse); 0 for an own id outside of its list
+    dL/dz_k = (L - G) p_k + G [k = y] - E p_k (log p_k + H)        p_k = exp(z_k - lse); 0 for an own id outside its list
 
-Only listed rows of the weight are read, and no other logit exists. A shard has the entries whose ids are its own. One sort by
-column, then token, finds ids that stand twice, which count once, and gives each column its tokens in a fixed order: sums are
-made in that order, without atomics.
+Only listed rows of the weight are read, and only listed logits are computed. A shard has the entries whose ids it holds. One
+sort by column, then token, finds ids that a list repeats (they count once), and gives each column its tokens in a fixed order.
+Sums are made in this order, without atomics.
 
-``kept_rows`` has the same two functions, ``statistics`` and ``gradients``, as kernels. Here they read lengths of lists, so they
-wait for a device.
+``kept_rows`` has the functions ``statistics`` and ``gradients`` as Triton kernels. The versions here read the lengths of lists,
+so they wait for the device.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Operands, ShardLogits, Softmax, Spec
 
-LEAST_ELEMENTS = 1 << 16  # of the rows that are worked on at a time, whatever the budget
-LIVE_BYTES = 20  # of an element of these rows: two rows as they are, the same in fp32, and their products
+LEAST_ELEMENTS = 1 << 16  # fewest elements of a block of rows, whatever the budget
+LIVE_BYTES = 20  # bytes per element of a block: rows of weight and hidden states, both again in fp32, and their products
 
 
 class KeptLists(NamedTuple):
-    """The entries of a shard: L of lists, then N of the tokens themselves; M = L + N.
+    """The entries of a shard: L entries of lists, then N of the tokens' own ids; M = L + N.
 
     Attributes:
-        begin_N1: [N + 1] int32: where each token's list begins; the last is L.
-        token_M: [M] int32.
-        column_M: [M] int32: the column of the shard; -1 where it has none, or where the id stands before.
-        order_M: [M] int64: the entries by column, then by token; entries without a column come last.
-        first_V1: [columns + 1] int32: where each column's entries begin in that order.
+        begin_N1: [N + 1] int32: index of the first entry of each token's list; the last number is L.
+        token_M: [M] int32: the token of each entry.
+        column_M: [M] int32: the shard's column; -1 if the shard does not hold the id, or an earlier entry of the token does.
+        order_M: [M] int64: the entries sorted by column, then by token; entries without a column come last.
+        first_V1: [columns + 1] int32: index in ``order_M`` of each column's first entry.
     """
 
     begin_N1: Tensor
@@ -50,40 +50,40 @@ class KeptLists(NamedTuple):
         return self.token_M.shape[0] - self.begin_N1.shape[0] + 1
 
     def is_own(self, x: Operands) -> Tensor:
-        """Return which entries are their token's own id. -> [M] bool."""
+        """Return whether each entry is its token's own id. -> [M] bool."""
         return (self.column_M >= 0) & (self.column_M + x.start == x.ids[self.token_M])
 
 
 def rising(offsets_N1: Tensor, num_listed: int) -> Tensor:
-    """Return offsets that cut the entries of all lists into lists, whatever is given: nothing reads outside of memory."""
+    """Return the offsets with invalid values replaced, so that they rise from 0 to ``num_listed``: no read is out of bounds."""
     inner = offsets_N1[1:-1].clamp(0, num_listed).cummax(0).values
     ends = torch.full_like(offsets_N1[:1], num_listed)
     return torch.cat((torch.zeros_like(ends), inner, ends))[: offsets_N1.shape[0]]
 
 
 def token_of_entries(begin_N1: Tensor, num_listed: int) -> Tensor:
-    """Return whose list each place is in. [N + 1] -> [L] int64."""
+    """Return the token of each entry of the lists. [N + 1] -> [L] int64."""
     places = torch.arange(num_listed, dtype=begin_N1.dtype, device=begin_N1.device)
     return torch.searchsorted(begin_N1, places, right=True) - 1
 
 
 def lists_of(begin_N1: Tensor, token_L: Tensor, kept_L: Tensor, ids_N: Tensor, logits: ShardLogits) -> KeptLists:
-    """Return the entries of a shard. Tokens whose id is negative have none."""
+    """Return the entries of a shard. Tokens with a negative own id have no entries."""
     num_tokens = ids_N.shape[0]
     token_M = torch.cat((token_L, torch.arange(num_tokens, device=ids_N.device)))
     column_M = torch.cat((kept_L, ids_N)) - logits.start
     here_M = (ids_N[token_M] >= 0) & (column_M >= 0) & (column_M < logits.num_valid)
     key_M, order_M = (torch.where(here_M, column_M, logits.num_valid) * num_tokens + token_M).sort(stable=True)
-    twice_M = torch.zeros_like(here_M)
-    twice_M[order_M[1:]] = key_M[1:] == key_M[:-1]
+    repeated_M = torch.zeros_like(here_M)
+    repeated_M[order_M[1:]] = key_M[1:] == key_M[:-1]
     edges_V1 = torch.arange(logits.num_valid + 1, device=ids_N.device) * num_tokens
     first_V1 = torch.searchsorted(key_M, edges_V1, out_int32=True)
-    column_M = torch.where(here_M & ~twice_M, column_M, -1).int()
+    column_M = torch.where(here_M & ~repeated_M, column_M, -1).int()
     return KeptLists(begin_N1.int(), token_M.int(), column_M, order_M, first_V1)
 
 
 def entry_gradients(x: Operands, lists: KeptLists, z_M: Tensor, softmax: Softmax, coef_4N: Tensor) -> Tensor:
-    """Return the gradients of ``hidden @ weight.T + bias`` at the entries, 0 where there is no column. -> [M] fp32."""
+    """Return the gradients of ``hidden @ weight.T + bias`` at the entries, 0 for entries without a column. -> [M] fp32."""
     head = x.head
     assert head.factors is not None
     token_M = lists.token_M.long()
@@ -94,7 +94,7 @@ def entry_gradients(x: Operands, lists: KeptLists, z_M: Tensor, softmax: Softmax
     grad = coef_4M[0] * p
     grad += torch.where(lists.is_own(x), coef_4M[1], 0.0)
     if softmax.entropy is not None:
-        # A probability that underflows would make 0 * -inf.
+        # Avoid 0 * -inf = NaN where p underflows.
         grad -= coef_4M[3] * torch.where(p == 0, 0.0, p * (log_p + softmax.entropy[token_M]))
     before, after = head.factors[token_M].unbind(1)
     if head.softcap is not None:
@@ -103,7 +103,7 @@ def entry_gradients(x: Operands, lists: KeptLists, z_M: Tensor, softmax: Softmax
 
 
 def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Return the rows of ``stats_KN`` that the loss has, taken over the lists, and the entries' logits (-inf: no column)."""
+    """Return the loss's rows of ``stats_KN``, computed over the lists, and the entries' logits (-inf: no column)."""
     z_M = torch.full(lists.column_M.shape, -torch.inf, dtype=torch.float32, device=x.hidden.device)
     for block in _blocks(z_M.shape[0] if x.num_valid else 0, x, spec):
         z_M[block] = _logits(x, lists, block)
@@ -116,8 +116,8 @@ def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tenso
     max_N = over_lists(z_L, "max", -torch.inf)
     below_L = torch.where(z_L == -torch.inf, 0.0, z_L - max_N[token_L])
     exp_L = torch.where(z_L == -torch.inf, 0.0, below_L.exp())
-    own_L, alone_N = own_M[: lists.num_listed], own_M[lists.num_listed :]
-    target_N = over_lists(torch.where(own_L, z_L, 0.0), "sum", 0.0) + torch.where(alone_N, z_N, 0.0)
+    own_L, unlisted_N = own_M[: lists.num_listed], own_M[lists.num_listed :]
+    target_N = over_lists(torch.where(own_L, z_L, 0.0), "sum", 0.0) + torch.where(unlisted_N, z_N, 0.0)
     rows = [max_N, over_lists(exp_L, "sum", 0.0), target_N]
     if spec.want.entropy:
         rows.append(over_lists(exp_L * below_L, "sum", 0.0))
@@ -125,21 +125,21 @@ def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tenso
 
 
 def _reduced(values: Tensor, reduce: str, offsets: Tensor, initial: float) -> Tensor:
-    """Reduce the values between offsets, in their order. [M, ...], [S + 1] -> [S, ...]."""
+    """Reduce the values of each segment between two offsets, in order. [M, ...], [S + 1] -> [S, ...]."""
     if offsets.shape[0] == 1 or values.shape[0] == 0:
         return values.new_full((offsets.shape[0] - 1, *values.shape[1:]), initial)
     return torch.segment_reduce(values, reduce, offsets=offsets.long(), initial=initial, unsafe=True)
 
 
 def _blocks(count: int, x: Operands, spec: Spec) -> Iterator[slice]:
-    """Cut entries such that the rows of a block keep the budget."""
+    """Cut ``count`` entries into blocks whose rows fit in the budget."""
     size = max(1, max(LEAST_ELEMENTS, spec.workspace_bytes // LIVE_BYTES) // x.hidden.shape[1])
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
 
 
 def _weight_rows(x: Operands, column: Tensor) -> Tensor:
-    """Return rows of the weight in fp32, 0 for no column."""
+    """Return the weight's row of each column in fp32; zeros for entries without a column."""
     return x.weight[column.clamp(min=0)].float().masked_fill_(column[:, None] < 0, 0.0)
 
 
@@ -189,7 +189,7 @@ def _d_hidden(x: Operands, lists: KeptLists, grad_M: Tensor, spec: Spec) -> Tens
 
 
 def _add_d_weight(d_weight: Tensor, x: Operands, lists: KeptLists, grad_M: Tensor, spec: Spec) -> None:
-    """Add each column's sum to its row, which is rounded once: the last column of a block may go on in the next."""
+    """Add each column's sum to its row of d_weight, rounded once: a block's last column may continue in the next block."""
     column, carried = -1, torch.zeros(x.hidden.shape[1], dtype=torch.float32, device=x.hidden.device)
     for block in _blocks(int(lists.first_V1[-1]), x, spec):
         entry = lists.order_M[block]

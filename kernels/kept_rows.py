@@ -1,10 +1,10 @@
-"""Log-softmax over a list of ids of each token, as kernels: ``kept_ids`` has the formulas, the records, and the same in torch.
+"""Log-softmax over a list of ids per token, as Triton kernels. ``kept_ids`` has the formulas, the records, and a torch version.
 
-A program is a token in forward and for d_hidden: it walks its list, a few rows of the weight at a time. For d_weight a program
-is a part of a column's row, and walks the column's tokens. Nothing is shared between programs, so a token's outputs do not
-depend on others, and sums have the order of the lists.
+In forward and for d_hidden each program has one token and goes through its list, a few rows of the weight at a time. For
+d_weight a program has a part of one column's row, and goes through the column's tokens. Programs share no sums, so a token's
+outputs do not depend on other tokens, and sums are in the order of the lists.
 
-This is a matter of bytes: each entry is a row of the weight in forward, the same in backward, and a row of the hidden states.
+Memory traffic takes the time: each entry reads a row of the weight in forward, and again in backward, with a hidden state.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from cce_dist.kernels.kept_ids import KeptLists
 from cce_dist.kernels.tiles import stages_of_rows
 from cce_dist.kernels.waves import cdiv
 
-WARP_ELEMENTS = 1024  # of rows that a warp has in registers at a time, as for the filter's lists
-BLOCK_D = 1024  # columns of a row that a program of backward has
+WARP_ELEMENTS = 1024  # elements of rows that a warp holds in registers at a time, as for the filter's lists
+BLOCK_D = 1024  # elements of a row that a program of backward handles
 
 
 def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Return the rows of ``stats_KN`` that the loss has, taken over the lists, and the entries' logits (-inf: no column)."""
+    """Return the loss's rows of ``stats_KN``, computed over the lists, and the entries' logits (-inf: no column)."""
     num_tokens, hidden_size = x.hidden.shape
     z_M = torch.empty(lists.column_M.shape, dtype=torch.float32, device=x.hidden.device)
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=x.hidden.device)
@@ -53,7 +53,7 @@ def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tenso
 
 @triton.jit
 def _entry_logits(h, weight_ptr, head, factors, column, offs_d, in_d, hidden_size):
-    """Logits of some columns with a token's hidden state, -inf for no column."""
+    """Return the logits of a block of entries of one token, -inf for entries without a column."""
     here = column >= 0
     where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
     w = tl.load(where, mask=here[:, None] & in_d[None, :], other=0)
@@ -89,7 +89,7 @@ def _list_logits_kernel(
     begin = tl.load(begin_ptr + token)
     end = tl.load(begin_ptr + token + 1)
 
-    # Sums in each of the block's places, all relative to the largest logit so far.
+    # Online softmax over the list, z [BLOCK_K] at a time. Sums are [BLOCK_K], relative to the largest logit so far.
     row_max = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_K,), tl.float32)
     moment = tl.zeros((BLOCK_K,), tl.float32)
@@ -106,13 +106,13 @@ def _list_logits_kernel(
         below = tl.where(z == float("-inf"), 0.0, z - new_max)
         e = tl.where(z == float("-inf"), 0.0, tl.exp(below))
         if HAS_ENTROPY:
-            # 0 times -inf, where nothing came before, would be NaN.
+            # Before the first finite logit drop is -inf, and 0 * -inf would be NaN.
             moved = tl.where(scale == 0, 0.0, scale * (moment + drop * total))
             moment = moved + e * below
         total = total * scale + e
         row_max = new_max
 
-    # The own id, where it is in no list, is in no sum.
+    # The logit of an own id that is not in the list is the target, but belongs to no sum.
     last = num_listed + token
     is_first = tl.arange(0, BLOCK_K) == 0
     column = tl.where(is_first, tl.load(column_ptr + last), -1)
@@ -179,9 +179,10 @@ def _list_hidden_kernel(
     end = tl.load(begin_ptr + token + 1)
     own = tl.load(column_ptr + num_listed + token)
     place = weight_ptr + own.to(tl.int64) * hidden_size + offs_d
-    # The interpreter of Triton 3.9 takes no mask of a block and a number.
+    # Both operands of the mask are blocks: Triton 3.9's interpreter takes no block & scalar.
     acc = tl.load(place, mask=in_d & (own >= offs_d * 0), other=0).to(tl.float32)
     acc *= tl.load(grad_ptr + num_listed + token)
+    # acc [BLOCK_D] += grad [BLOCK_K] @ weight rows [BLOCK_K, BLOCK_D], over the token's list.
     for first in range(begin, end, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         column = tl.load(column_ptr + offs_k, mask=offs_k < end, other=-1)
@@ -213,6 +214,7 @@ def _column_rows_kernel(
     end = tl.load(first_ptr + column + 1)
     acc = tl.zeros((BLOCK_D,), tl.float32)
     total = tl.zeros((BLOCK_K,), tl.float32)
+    # acc [BLOCK_D] += grad [BLOCK_K] @ hidden rows [BLOCK_K, BLOCK_D], over the column's entries.
     for first in range(tl.load(first_ptr + column), end, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         entry = tl.load(order_ptr + offs_k, mask=offs_k < end, other=0)

@@ -1,12 +1,12 @@
 """The k largest logits of each token, from lists of candidates or from all logits.
 
-Logits become integers that have their order (``candidates.ordinals_at``), and a bisection finds one that k of a row's logits
-reach. Where equal logits make that impossible, a second one finds the smallest ids among them. The order of a list is nothing
-to either.
+Logits become ordinals, integers in the same order (``candidates.ordinals_at``). A search finds an ordinal that exactly k of a
+row's logits reach. If equal logits make that impossible, a bisection over columns chooses the smallest ids among them. Neither
+depends on the order of a list.
 
-``choose_listed`` does that for a token whose list is whole: all that reach the threshold found room, and they are k at least.
-The others, whose number the device alone knows, are left for ``choose_among_all``, which computes all of their logits once
-more: constant rows, rows of nearly nothing but -inf, and all tokens where the vocabulary is small (``memory.top_plan``).
+``choose_listed`` serves tokens whose list is complete: it did not overflow and holds at least k logits. Only the device knows
+how many tokens are left for ``choose_among_all``, which computes all of their logits again. These are constant rows, rows of
+nearly nothing but -inf, and all tokens if the vocabulary is small (``memory.top_plan``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LEAST_KEY = tl.constexpr(LEAST_KEY)
 def choose_listed(
     x: Operands, rows: Rows, lists: Candidates, spec: Spec, keys_KN: torch.Tensor, left_N: torch.Tensor
 ) -> None:
-    """Write the largest keys (``extras.rows_of_keys``) of the tokens whose list is whole; left_N is IGNORED there, else 0."""
+    """Write the largest keys (``extras.rows_of_keys``) of tokens whose list is complete. left_N is IGNORED for them, else 0."""
     _launch(x, rows, lists.list_RM, lists, spec, keys_KN, left_N)
 
 
@@ -67,13 +67,13 @@ def _launch(
     threshold_R, _, count_R = lists or (None, None, None)
     chosen_RK = torch.empty(num_rows, top_k, dtype=torch.int64, device=z_RM.device)
     power, whole = triton.next_power_of_2(top_k), triton.next_power_of_2(z_RM.shape[1])
-    # A list is a warp's own, as long as its k numbers fit.
+    # One warp handles a list, as long as its k keys fit in the warp's registers.
     block = min(whole, 4096 if lists is None else max(1024, 8 * power))
     warps = max(1, block // (512 if lists is None else 1024))
     _choose_kernel[(num_rows,)](
         z_RM, count_R, threshold_R, rows.index, rows.num_kept,
         chosen_RK, keys_KN, left_N,
-        x.num_tokens, z_RM.shape[1], None if lists is None else lists.room, x.num_valid, x.start, top_k,
+        x.num_tokens, z_RM.shape[1], None if lists is None else lists.capacity, x.num_valid, x.start, top_k,
         LISTED=lists is not None, TOGETHER=TOGETHER, PIVOTS=PIVOTS if lists is None else num_pivots(), BLOCK_K=power,
         PART=min(64, max(1, 1024 * warps // power)), BLOCK=block, CHUNK=max(1, block // 4), num_warps=warps,
     )
@@ -81,17 +81,17 @@ def _launch(
 
 @kernel("z_ptr", "chosen_ptr", "num_cols")
 def _choose_kernel(
-    z_ptr,  # in: [R, columns] fp32; with LISTED lists
-    count_ptr,  # in: [R] int32; with LISTED, as is the next
-    threshold_ptr,  # in: [R] fp32
+    z_ptr,  # in: [R, columns] fp32; lists with LISTED
+    count_ptr,  # in: [R] int32; only with LISTED
+    threshold_ptr,  # in: [R] fp32; only with LISTED
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     chosen_ptr,  # scratch: [R, top_k] int64
     keys_ptr,  # out: [2 top_k, N] int32
-    left_ptr,  # out: [N] int64; with LISTED
+    left_ptr,  # out: [N] int64; only with LISTED
     num_tokens,
     num_cols,
-    room,
+    capacity,
     num_valid,
     start,
     top_k,
@@ -119,19 +119,19 @@ def _choose_kernel(
         held = ordinals_at(z_ptr, tl.arange(0, BLOCK), size)
     else:
         count = tl.load(count_ptr + row)
-        size = tl.minimum(count, room) * TOGETHER
-        column_ptr += room * TOGETHER
+        size = tl.minimum(count, capacity) * TOGETHER
+        column_ptr += capacity * TOGETHER
         held = ordinals_at(z_ptr, tl.arange(0, BLOCK), size)
         bits = (tl.load(threshold_ptr + row) + 0.0).to(tl.int32, bitcast=True)
         low = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         num_low = tl.max(num_at_least(z_ptr, held, size, low + tl.zeros((1,), tl.int32), BLOCK), 0)
-        whole = (count <= room) & (num_low >= wanted)
+        whole = (count <= capacity) & (num_low >= wanted)
         tl.store(left_ptr + token, tl.where(whole, _IGNORED, 0))
         if not whole:
             return
     low, num_low, num_above = reached_by(z_ptr, held, size, low, num_low, wanted, BLOCK, PIVOTS)
 
-    # Of equal logits that not all are wanted, those with the smallest ids: a bisection again.
+    # If only some of several equal logits are wanted, find the last column to take by bisection: the smallest ids win.
     last = num_valid
     if num_low > wanted:
         begin = tl.zeros((), tl.int32) - 1
@@ -146,6 +146,7 @@ def _choose_kernel(
             last = tl.where(enough, middle, last)
             begin = tl.where(enough, begin, middle)
 
+    # Write the keys of the chosen logits [wanted] in the order in which they are found, CHUNK logits at a time.
     chosen_ptr += row.to(tl.int64) * top_k
     taken = tl.zeros((), tl.int32)
     for first in range(0, size, CHUNK):
@@ -159,7 +160,7 @@ def _choose_kernel(
         tl.store(chosen_ptr + place, key, mask=chosen)
     tl.debug_barrier()
 
-    # A key's place is the number of larger ones.
+    # Sort by counting: a key's rank is the number of larger keys.
     offs_k = tl.arange(0, BLOCK_K)
     key = tl.load(chosen_ptr + offs_k, mask=offs_k < wanted, other=_LEAST_KEY)
     place = tl.zeros((BLOCK_K,), tl.int32)
@@ -174,10 +175,10 @@ def _choose_kernel(
 
 @triton.jit
 def _columns(column_ptr, offs, size, LISTED: tl.constexpr, TOGETHER: tl.constexpr):
-    """The columns of some logits of a row."""
+    """Return the columns of the logits at ``offs`` of a row or of its list."""
     column = offs
     if LISTED:
-        # Two pairs of neighbours, eight columns apart.
+        # A slot has two pairs of neighbours, eight columns apart.
         column = tl.load(column_ptr + offs // TOGETHER, mask=offs < size, other=0).to(tl.int32, bitcast=True)
         column += offs % 2 + 8 * (offs // 2 % 2)
     return column

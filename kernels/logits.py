@@ -1,6 +1,6 @@
-"""The logits of some tokens and columns, written a bounded chunk at a time: for the largest of them, and for two heads.
+"""Logits written to memory, a bounded chunk at a time: for the largest logits, and for the divergence of two heads.
 
-The product is the one of all kernels, and a token's logits do not depend on which others are computed beside them.
+The matrix product is ``tile_of_products``, as in all kernels. A token's logits do not depend on the other tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def logits_chunk(
 ) -> None:
     """Fill z_RV with the logits from ``first_col`` (a multiple of the tile) on; columns past ``num_valid`` are -inf.
 
-    With ``top_BR`` [tiles, R], which takes the largest logit of each row and tile, logits are relative to that. Rows at or past
-    ``num_kept`` are unwritten but for the last tile.
+    With ``top_BR`` [tiles, R] the largest logit of each row and tile is written to it, and z_RV holds logits relative to that.
+    Rows at or past ``num_kept`` are only written up to the end of their tile.
     """
     tile = tiles.lse
     (num_rows, num_cols), hidden_size = z_RV.shape, rows.hidden.shape[1]
@@ -52,7 +52,7 @@ def _logits_kernel(
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     z,  # out: [R, columns of the chunk] descriptor or pointer
-    top_ptr,  # out: [B, R] fp32, or None: the logits are not relative to it
+    top_ptr,  # out: [B, R] fp32 that logits are relative to, or None
     num_rows,
     hidden_size,
     num_valid,
@@ -69,7 +69,7 @@ def _logits_kernel(
 ):
     BLOCK_N: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
-    # Programs stay for several tiles, so that the copy engine fetches the next one's operands while a tile is written.
+    # Each program computes several tiles z [BLOCK_N, BLOCK_V], so that operands of the next tile load while one is stored.
     num_kept = tl.load(num_kept_ptr)
     num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
     for number in tl.range(tl.program_id(0), num_row_blocks * num_tiles, tl.num_programs(0), flatten=True):

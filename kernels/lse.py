@@ -1,4 +1,4 @@
-"""Log-sum-exp of the logits of a shard, tile by tile; optionally the exponentials are kept, or what a filter keeps is marked.
+"""Log-sum-exp of a shard's logits, tile by tile. Optionally keep the exponentials, or mark the logits that a filter keeps.
 
 Online softmax (Milakov and Gimelshein, 2018) over the vocabulary for a block of rows, as in the forward of *Cut Your Losses*
 (Wijmans et al., 2024, algorithm 2). Two things differ. Each program owns a row block and a part of the vocabulary and writes
@@ -6,14 +6,14 @@ fp32 partials that a second kernel merges in order: no lock, no atomic, the same
 D are flattened into one, so the copy engine works through the epilogue.
 
 Kept exponentials are ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's relative
-precision does not depend on its exponent, so the reference need only be near the row's maximum: the maximum of the first
-tile serves unless a later logit is more than ``HEADROOM`` above it. Such rows are brought to one reference at the end
-(``kept.py``), so any gap between logits is exact.
+precision does not depend on its exponent, so the reference need only be near the row's maximum. It is the maximum of the
+first tile, unless a later logit is more than ``HEADROOM`` above it. Then later tiles get a higher reference, and ``kept.py``
+rescales the row to one reference at the end.
 
-Marks of a filter are one bit per logit that is not below its row's threshold. A branch with stores of the tile in this loop
-would spill registers; this reduction and its small unconditional store do not.
+A filter's marks are one bit per logit: 0 if it is below its row's threshold. Reducing a tile to bits and storing them
+unconditionally spills no registers; a branch that stores the tile itself would.
 
-The logit of each token's label is a kernel of its own, the indexed matrix-vector product of *Cut Your Losses* (algorithm 1):
+The logit of each token's label has a kernel of its own, the indexed matrix-vector product of *Cut Your Losses* (algorithm 1):
 inside the loop above it would cost registers.
 """
 
@@ -37,7 +37,7 @@ from cce_dist.kernels.blocks import (
     store_tile,
     tile_of_products,
 )
-from cce_dist.kernels.candidates import Candidates, by_hand, list_candidates
+from cce_dist.kernels.candidates import Candidates, has_inline_ptx, list_candidates
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
@@ -46,17 +46,17 @@ from cce_dist.kernels.waves import cdiv, num_parts
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
-NUM_PLANES = 7  # of the partials, but for the last two
-# Planes of the partials: running maximum, what the sums are relative to, sum of exp, then the optional sums; the last two, sum
-# of squares and bits of the best column, are there where they are wanted.
+NUM_PLANES = 7  # planes of the partials that are always allocated
+# Planes of the partials: running maximum, reference of the sums, sum of exp, then the optional sums. The last two, sum of
+# squares and bits of the best column, are allocated only if wanted.
 MAX, SHIFT, SUM, MOMENT, BELOW, COUNT, SLOPED, SQUARE, BEST = (tl.constexpr(i) for i in range(9))
-# Kept exponentials reach exp(40), and their squares exp(80). Scaled by 2^-64 their sums stay within fp32, as do sums of ones.
+# Exponentials reach exp(40) where they are kept. Multiplied by 2^-32, they have squares whose sums stay in fp32's range.
 SMALLER = tl.constexpr(2.0**-32)
 NOTHING_MORE = Want()
 
 
 class Sums(NamedTuple):
-    """Which optional planes of the partials there are; a kernel takes the record as one constexpr."""
+    """Flags for the optional planes of the partials. A kernel takes the record as one constexpr."""
 
     below: bool
     moment: bool
@@ -70,7 +70,7 @@ class Sums(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Tiles [first, last) of the columns, cut into ``num_parts`` parts whose partials are ``first_part`` and the next ones."""
+    """Tiles [first, last) of the columns, cut into ``num_parts`` parts. Part i writes the partials ``first_part + i``."""
 
     first: int
     last: int
@@ -79,23 +79,23 @@ class Span(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Where exponentials are kept. The kernel takes ``exp_RV`` apart from the rest: it may be a descriptor."""
+    """Tensors for kept exponentials. The kernel takes ``exp_RV`` as a separate argument, which may be a descriptor."""
 
-    reference_R: torch.Tensor  # in: the value that a row's exponentials are first relative to, fp32; more may follow
+    reference_R: torch.Tensor  # in: each row's first reference, fp32, at the start of a tensor that may be larger
     exp_RV: torch.Tensor  # out: the exponentials
-    tile_reference_BR: torch.Tensor  # out: the value that each tile's exponentials are relative to, fp32
+    tile_reference_BR: torch.Tensor  # out: the reference of each tile's exponentials, fp32
 
 
 class Marks(NamedTuple):
-    """The bits that a filter wants of the logits."""
+    """Tensors for a filter's marks."""
 
     bound_N: torch.Tensor  # in: lower bound of each token's log-sum-exp, fp32
     log_eps: float  # A logit is kept unless it is below ``bound + log_eps``
-    words_RW: torch.Tensor  # out: int32, bit k of word w is column 32 w + k; for all columns of the last tile
+    words_RW: torch.Tensor  # out: int32, bit k of word w is column 32 w + k; the words cover whole tiles
 
 
 def new_partials(parts: int, num_rows: int, want: Want, like: torch.Tensor) -> torch.Tensor:
-    """Return room for the partials of so many parts. -> [K, P, R] fp32."""
+    """Allocate the partials of ``parts`` parts. -> [K, P, R] fp32."""
     planes = NUM_PLANES + (2 if want.sum_p_squared or want.best else 0)
     return torch.empty(planes, parts, num_rows, dtype=torch.float32, device=like.device)
 
@@ -134,11 +134,11 @@ def lse_partials(
         num_rows, hidden_size, x.num_valid, partials_KPR.shape[1], span.first, span.last, span.num_parts,
         span.first_part, *longest_first(span.last - span.first, span.num_parts),
         0 if exp_RV is None else exp_RV.shape[1], 0 if marks is None else marks.words_RW.shape[1],
-        None if lists is None else lists.room,
+        None if lists is None else lists.capacity,
         # options
         WANT=Sums.of(want, want_sloped), MASK_V=x.num_valid % tile.cols != 0,
-        FAST=has_fast_math() and not want.best,  # with which all measures together would spill
-        BY_HAND=lists is not None and by_hand(),
+        FAST=has_fast_math() and not want.best,  # with all outputs together, fast math would spill registers
+        INLINE_PTX=lists is not None and has_inline_ptx(),
         # tiles
         TILE=tile, GROUP=tiles.group, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -151,12 +151,12 @@ def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.devic
 
 
 def longest_first(num_tiles: int, num_parts: int) -> tuple[int, int]:
-    """Return ``alike`` and ``step``, the numbers that order the parts of a span so that those with a tile more come first.
+    """Return ``alike`` and ``step``: numbers by which the kernel runs the parts that have one tile more first.
 
-    A device that runs them in the order of their columns would wait for the last ones with a tile more. Part s has one where s
-    r mod P is P - r or above, r being the remainder of num_tiles by P = num_parts. Where r and P have a divisor in common,
-    that many parts are ``alike``, P over it from one to the next. Among the others s r mod P counts down from P - 1 as s is
-    multiplied by ``step``, r's inverse mod P.
+    In column order a longer part may run last, and the device waits for it. With P = num_parts and r = num_tiles mod P, part s
+    has an extra tile if s r mod P >= P - r. That value repeats every P / alike parts, where ``alike`` is the greatest common
+    divisor of r and P. ``step`` is the inverse of r / alike modulo P / alike, so the parts (P / alike - 1 - k) ``step``,
+    k = 0, 1, ..., have falling values of s r mod P.
     """
     alike = math.gcd(num_tiles, num_parts)
     return alike, pow(num_tiles // alike, -1, num_parts // alike)
@@ -186,11 +186,11 @@ def _lse_kernel(
     step,
     exp_cols,
     num_words,
-    room,
+    capacity,
     WANT: tl.constexpr,  # Sums
     MASK_V: tl.constexpr,
     FAST: tl.constexpr,
-    BY_HAND: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
@@ -229,7 +229,7 @@ def _lse_kernel(
         reference = tl.load(keep.reference_R + offs_n, mask=in_n, other=0)
         reference = tl.where(reference > float("-inf"), reference, 0.0)
     if marks is not None:
-        # A bound of +inf makes every exponential of a dead row 0.
+        # Rows without a label get a bound of +inf, which makes all of their exponentials 0.
         token = tl.load(index_ptr + offs_n, mask=live, other=0)
         reference = tl.load(marks.bound_N + token, mask=live, other=float("inf"))
         threshold = reference + marks.log_eps
@@ -242,6 +242,7 @@ def _lse_kernel(
     factors = token_factors(head, token, live)
     after = factors[1][:, None]
 
+    # For each tile: add logits z [BLOCK_N, BLOCK_V] = hidden[rows] @ weight[columns].T to maxima and sums, [BLOCK_N] each.
     for tile in tl.range(start, stop, flatten=True):
         acc = tile_of_products(
             hidden, weight, row, tile * BLOCK_V, num_rows, num_valid, hidden_size, TILE, TMA, PRECISION
@@ -251,7 +252,7 @@ def _lse_kernel(
         z = logits_of(acc, offs_v, in_v, head, factors, MASK_V)
         if lists is not None:
             list_candidates(
-                z, limit, lists.list_RM, lists.count_R, room, tile * BLOCK_V, offs_n, live, BLOCK_N, BLOCK_V, BY_HAND
+                z, limit, lists.list_RM, lists.count_R, capacity, tile * BLOCK_V, offs_n, live, BLOCK_N, BLOCK_V, INLINE_PTX
             )
         tile_max = tl.max(z, 1)
         new_max = tl.maximum(running_max, tile_max)
@@ -262,7 +263,7 @@ def _lse_kernel(
             new_shift = tl.where(new_max > reference + HEADROOM, new_max, reference)
         else:
             new_shift = tl.where(new_max > float("-inf"), new_max, 0.0)
-        drop = new_shift - shift  # An empty sum of 0 stays 0 whatever this is.
+        drop = new_shift - shift  # not used while the sum is still 0
         above = z - new_shift[:, None]
         if WANT.below:
             below += count * tl.where(count > 0, drop, 0.0) - tl.sum(tl.where(in_v[None, :], above, 0.0), 1)
@@ -310,18 +311,18 @@ def _lse_kernel(
 
 @triton.jit
 def _moment(moment, sum_exp, e, z, top, drop, rise):
-    """Add a tile to sum_j exp(z_j - shift) (z_j - top), where shift was lower by ``drop`` before, and top by ``rise``.
+    """Add a tile to sum_j exp(z_j - shift) (z_j - top), where shift has grown by ``drop`` and top by ``rise``.
 
-    About any other number than the largest logit, the moment would be large, and round what is left of it.
+    ``top`` is the largest logit so far: relative to another number the moment would be large and lose digits.
     """
-    # A logit of -inf would make 0 * -inf.
+    # Avoid 0 * -inf = NaN for a logit of -inf.
     term = tl.sum(tl.where(e > 0, e * (z - top[:, None]), 0.0), 1)
     return tl.where(sum_exp > 0, tl.exp(-drop) * (moment - rise * sum_exp), 0.0) + term
 
 
 @triton.jit
 def _exp(x, FAST: tl.constexpr):
-    """tl.exp, bit for bit; with FAST 0 instead of numbers below 2^-126, by two instructions instead of five."""
+    """Return the bits of tl.exp(x). FAST takes two instructions instead of five, and returns 0 for results below 2^-126."""
     if FAST:
         return fast_exp2(x * LOG2_E, FAST)
     else:
@@ -333,8 +334,7 @@ def _mark(
     words_ptr, e, limit, tile, offs_n, in_n, num_words, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, FAST: tl.constexpr
 ):
     """Store one bit per logit of a tile, 0 where its exponential is below exp(``limit``)."""
-    # Compare exponentials, not logits: z may then leave its registers. NaN counts as kept; if the limit underflows, the whole
-    # row is kept.
+    # Compare exponentials, so that the logits' registers are free. NaN is kept, and whole rows if the limit underflows.
     dropped = e < _exp(limit, FAST)[:, None]
     bits = tl.where(dropped, 0, 1 << (tl.arange(0, BLOCK_V) % 32)[None, :])
     words = tl.sum(tl.reshape(bits, (BLOCK_N, BLOCK_V // 32, 32)), 2).to(tl.int32)
@@ -353,7 +353,7 @@ def merge_splits(
 ) -> None:
     """Merge the partials of all parts, in order, into stats_KN at the tokens of the group (TARGET is left alone).
 
-    Ignored tokens get a maximum of 0, a sum of 1, and zeros. ``sloped_N`` takes the sum with the softcap's slope.
+    Tokens without a label get a maximum of 0, a sum of 1, and zeros. ``sloped_N``: out, sum of exp times the softcap's slope.
     """
     num_rows = rows.index.shape[0]
     _merge_splits_kernel[(cdiv(num_rows, 128),)](
@@ -385,11 +385,12 @@ def _merge_splits_kernel(
     plane = num_splits * row_stride
     merged_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     best = tl.zeros((BLOCK_N,), tl.float32)
+    # Merge the maxima of all parts into merged_max [BLOCK_N].
     for split in range(0, num_splits):
         where = partial_ptr + split * row_stride + offs_n
         part_max = tl.load(where + MAX * plane, mask=live, other=0)
         if WANT.best:
-            # Parts are in the order of their columns: of equal maxima the first has the smallest.
+            # Parts are in column order, so the first of equal maxima has the smallest column.
             best = tl.where(part_max > merged_max, tl.load(where + BEST * plane, mask=live, other=0), best)
         merged_max = tl.maximum(merged_max, part_max)
     base = tl.where(merged_max > float("-inf"), merged_max, 0.0)
@@ -399,11 +400,12 @@ def _merge_splits_kernel(
     moment = tl.zeros((BLOCK_N,), tl.float32)
     sloped = tl.zeros((BLOCK_N,), tl.float32)
     square = tl.zeros((BLOCK_N,), tl.float32)
+    # Rescale the sums of each part, [BLOCK_N], to the merged maximum and add them up.
     for split in range(0, num_splits):
         where = partial_ptr + split * row_stride + offs_n
         drop = base - tl.load(where + SHIFT * plane, mask=live, other=0)
         part = tl.load(where + SUM * plane, mask=live, other=0)
-        # An empty sum stays empty whatever it is relative to; anything else, NaN too, is carried over.
+        # A sum of 0 is not rescaled, because its reference may be far off. Any other sum, NaN too, is.
         rescale = tl.where(part == 0, 1.0, tl.exp(-drop))
         sum_exp += part * rescale
         if WANT.below:
@@ -443,8 +445,8 @@ def gathered_with_targets(
 ) -> Rows:
     """Gather the hidden states of a group as ``tokens.gathered`` does, and write the logit of each token's label.
 
-    The logits go to one row of stats_KN, or to I rows from it on where a token has several ids. A single label's logits go to
-    ``copy_N`` as well. A logit is 0 where the label is no valid row of this shard.
+    The logits go to row ``row`` of stats_KN and to ``copy_N``, if given. With several ids a token they go to I rows, ``row``
+    and the following ones. A logit is 0 if the label is no valid row of this shard.
     """
     rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     num_rows, hidden_size = rows.hidden.shape
@@ -486,7 +488,7 @@ def _gather_targets_kernel(
     block = tl.program_id(0)
     target_ptr = stats_ptr + first_row.to(tl.int64) * num_tokens
     if SEVERAL:
-        # Programs of the same rows run side by side: those stay in the cache.
+        # Neighbouring programs read the same hidden states, which stay in the cache.
         which = block % num_ids
         block = block // num_ids
     num_kept = tl.load(num_kept_ptr)
@@ -508,6 +510,7 @@ def _gather_targets_kernel(
     label = tl.where(live, label, 0)
 
     products = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    # Sum hidden[token] * weight[label] over D, [BLOCK_N, BLOCK_D] at a time, and copy hidden[token] to the gathered rows.
     for inner in range(0, hidden_size, BLOCK_D):
         offs_d = inner + tl.arange(0, BLOCK_D)
         in_d = (offs_d < hidden_size)[None, :]

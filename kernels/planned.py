@@ -1,4 +1,4 @@
-"""A GPU that need not be here, for which host code chooses tiles in a dry run (``dry_run.py``)."""
+"""The GPU for which host code chooses tiles in a dry run (``dry_run.py``). This machine need not have it."""
 
 from __future__ import annotations
 
@@ -11,26 +11,23 @@ _T = TypeVar("_T")
 
 
 class Planned(NamedTuple):
-    """A GPU of NVIDIA that need not be here: what the host code of a dry run takes for its device."""
+    """An NVIDIA GPU for which the host code of a dry run chooses tiles."""
 
-    major: int  # of the compute capability
-    num_programs: int  # multiprocessors
+    major: int  # Major number of the compute capability
+    num_programs: int  # Number of multiprocessors
 
 
 _PLANNED: ContextVar[Planned | None] = ContextVar("cce_dist_planned", default=None)
 
 
 def planned_device() -> Planned | None:
-    """Return the GPU that this thread plans for; None: it has its own device."""
+    """Return the GPU of this thread's dry run, or None if it uses its own device."""
     return _PLANNED.get()
 
 
 @contextmanager
 def planned(device: Planned | None) -> Iterator[None]:
-    """Have this thread's host code choose tiles for a GPU that need not be here; None: for its own device.
-
-    Nothing can be launched.
-    """
+    """Have this thread's host code choose tiles for ``device`` (None: its own device). Kernels cannot be launched meanwhile."""
     token = _PLANNED.set(device)
     try:
         yield
@@ -39,5 +36,5 @@ def planned(device: Planned | None) -> Iterator[None]:
 
 
 def thinned(items: list[_T]) -> list[_T]:
-    """Return what a loop goes through: all items, but for a planned GPU the first two and the last. Others allocate alike."""
+    """Return the items to loop over: for a planned GPU the first two and the last, since others allocate alike; else all."""
     return items if planned_device() is None or len(items) < 4 else [*items[:2], items[-1]]

@@ -1,4 +1,4 @@
-"""How torch multiplies fp32 matrices, by the newer of its two settings where there are two. No Triton is needed."""
+"""How torch multiplies fp32 matrices. Of its two settings the newer one decides, if it exists. No Triton is needed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 
 
 def fp32_precision() -> str:
-    """Whether torch multiplies fp32 matrices on a GPU in "ieee" or in "tf32".
+    """Return "ieee" or "tf32": how torch multiplies fp32 matrices on a GPU.
 
-    ``torch.get_float32_matmul_precision`` raises once the newer setting (torch 2.9 on) was used, so it is asked where the newer
-    one does not exist.
+    ``torch.get_float32_matmul_precision`` raises once the newer setting was used, so it is only called before torch 2.9.
     """
     newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     is_tf32 = torch.get_float32_matmul_precision() != "highest" if newer is None else newer == "tf32"

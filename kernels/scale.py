@@ -1,4 +1,4 @@
-"""Gradients times the upstream gradient, which is most often 1: then a launch reads one number and ends."""
+"""Multiply gradients by the upstream gradient. It is usually 1, and then the kernel reads one number and returns."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cce_dist.kernels.waves import cdiv
 def scale(values: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None = None) -> None:
     """Multiply ``values`` [R, D] or [D] in place by ``factor``, fp32: 0-d, or [R], one for each row.
 
-    With ``out``, of values' shape, the product is added to that instead. A value of 0 counts as 0, whatever the factor is, and
-    so does any value times a factor of 0.
+    With ``out``, of the shape of ``values``, the product is added to ``out`` instead. A product with a 0 is 0, even if the
+    other number is NaN or infinite.
     """
     if not values.numel():
         return
@@ -46,6 +46,7 @@ def _scale_kernel(
     if not OF_ROWS:
         num_blocks = tl.where(tl.load(factor_ptr) == nothing_to_do, 0, num_blocks)
     blocks_d = tl.cdiv(num_cols, BLOCK_D)
+    # Each block is [BLOCK_R, BLOCK_D]; a block is skipped if none of its rows changes anything.
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         offs_r = block // blocks_d * BLOCK_R + tl.arange(0, BLOCK_R)
         offs_d = block % blocks_d * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -13,7 +13,7 @@ from cce_dist.kernels.precision import fp32_precision
 
 
 class Tile(NamedTuple):
-    """Tile of one product: ``rows`` x ``cols`` of the output, ``inner`` of the summed axis at a time."""
+    """Tile of a matrix product: ``rows`` x ``cols`` outputs, summed over ``inner`` elements at a time."""
 
     rows: int
     cols: int
@@ -32,14 +32,14 @@ class Tiles(NamedTuple):
     group: int
 
 
-MAX_SIDE = 256  # of a tile; gathered rows have zeros as far past the last kept row
+MAX_SIDE = 256  # most rows or columns of a tile; zeros behind gathered rows reach to a multiple of it
 _WIDE = Tile(128, 256, 64, 8, 3)
 
 # By (compute capability major, bits of the dtype or 0 for ieee fp32).
-# Measured 2026-11 on one H200 and one H100 (torch 2.11, Triton 3.6) for (9, 16). On the H100 groups of 8 and 32, 4 stages and
-# 256 x 128 were timed beside it, and none was better on all four heads (docs/results/h100-kept.json). The other rows were not
-# tuned and did not run there: what they need fits the shared memory of the device (228 KiB of 10, 164 or 99 of 8, 99 of 12),
-# as tests/kernels/test_compiled.py checks.
+# (9, 16) was measured 2026-11 on one H200 and one H100 (torch 2.11, Triton 3.6). On the H100 groups of 8 and 32, 4 stages, and
+# 256 x 128 were timed too, and none was better on all four heads (docs/results/h100-kept.json). The other rows are not tuned
+# and have not run on their devices. tests/kernels/test_compiled.py checks that they fit in the device's shared memory (228 KiB
+# for major number 10, 164 or 99 for 8, 99 for 12).
 _TABLE = {
     (12, 16): Tiles(*(Tile(128, 64, 32, 4, 3),) * 4, 8),
     (12, 32): Tiles(*(Tile(64, 64, 32, 4, 2),) * 4, 8),
@@ -78,7 +78,7 @@ def _chosen(dtype: torch.dtype, device: torch.device, dot_precision: str) -> Til
         return _INTERPRETED
     bits = 0 if dtype == torch.float32 and dot_precision == "ieee" else dtype.itemsize * 8
     if torch.version.hip is not None:
-        return _FALLBACK  # ROCm says 9.x, too, for devices with 64 KiB of shared memory
+        return _FALLBACK  # ROCm also reports 9.x, for devices with 64 KiB of shared memory
     return table_tiles(torch.cuda.get_device_capability(device)[0], bits)
 
 
@@ -88,24 +88,26 @@ def table_tiles(major: int, bits: int) -> Tiles:
 
 
 def sample_tile(tile: Tile, num_rows: int, itemsize: int, device: torch.device) -> Tile:
-    """Return the tile of a sample's product with all columns: twice the rows, so that a sample of 256 reads each column once,
-    and a stage more where shared memory has room (an H200 then takes 0.84 of the time)."""
+    """Return the tile for the product of a sample of tokens with all columns.
+
+    It has twice the rows, so a sample of 256 reads each column once, and one more stage if it fits (H200: 0.84 of the time).
+    """
     if tile.rows >= num_rows or tile.cols < 128:
         return tile
     tile = tile._replace(rows=2 * tile.rows, cols=tile.cols // 2)
     if major_of(device) not in (9, 10):
         return tile
-    room = (200 << 10) // ((tile.rows + tile.cols) * tile.inner * itemsize)
-    return tile._replace(stages=max(tile.stages, min(tile.stages + 1, room)))
+    most = (200 << 10) // ((tile.rows + tile.cols) * tile.inner * itemsize)
+    return tile._replace(stages=max(tile.stages, min(tile.stages + 1, most)))
 
 
 def stages_of_rows(num_bytes: int) -> int:
-    """Return the stages of a loop that has rows on their way to shared memory: 4, or as many as 48 KiB have room for."""
+    """Return the pipeline stages of a loop that loads ``num_bytes`` per step: 4, or fewer if they do not fit in 48 KiB."""
     return min(4, 1 + (48 << 10) // num_bytes)
 
 
 def num_programs(device: torch.device) -> int:
-    """Programs that run at once when each fills a multiprocessor."""
+    """Return the number of programs that run at once if each fills a multiprocessor."""
     planned = planned_device()
     if planned is not None:
         return planned.num_programs
@@ -129,12 +131,12 @@ def _major_of(device: torch.device) -> int:
 
 
 def real_device(device: torch.device) -> torch.device:
-    """Return the device whose kernels a call takes: in a dry run, whose tensors are on "meta", the device of this process."""
+    """Return ``device``, or this process's own device for "meta": a dry run's tensors are on "meta"."""
     if device.type != "meta":
         return device
     return torch.device("cpu") if interpreted() else torch.device("cuda", torch.cuda.current_device())
 
 
 def precision(dtype: torch.dtype) -> str:
-    """``input_precision`` of a dot: as torch multiplies fp32 matrices on a GPU."""
+    """Return the ``input_precision`` of ``tl.dot`` for a dtype: fp32 as in torch's own matrix products on a GPU."""
     return "ieee" if dtype != torch.float32 else fp32_precision()

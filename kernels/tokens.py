@@ -1,11 +1,11 @@
-"""Each token's numbers around the two passes over the vocabulary: one launch each instead of thirty.
+"""Functions of a few numbers per token, before and after the passes over the vocabulary: one launch each instead of thirty.
 
-``label_ids``, ``ordered_ids``, ``token_losses``, ``merged_lse``, ``mean`` and ``coefficients`` are the functions of a backend
-of those names (see ``backends.py``; ``dense.py`` has them in plain torch, which says what they mean).
+``label_ids``, ``ordered_ids``, ``token_losses``, ``merged_lse``, ``mean`` and ``coefficients`` implement ``Backend``. They are
+documented in ``backends.py``, and ``dense.py`` has them in plain torch.
 
-``compact`` removes tokens without a label, without the host knowing how many there are. ``index_N`` lists the tokens that
-count first, in order, and ``num_kept`` is their number, on the device. Every later kernel works on the compact rows and stops
-there, so a batch with two thirds of its tokens ignored costs a third, wherever those tokens stand.
+``compact`` skips tokens without a label, although the host does not know how many there are. ``index_N`` lists labelled tokens
+first, in order, and ``num_kept`` is their number, on the device. Every later kernel stops after ``num_kept`` compact rows. So a
+batch with two thirds of its tokens ignored costs a third, wherever the ignored tokens are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cce_dist.kernels.tiles import MAX_SIDE, num_programs
 from cce_dist.kernels.waves import cdiv
 
 _IGNORED, _OUTSIDE = tl.constexpr(IGNORED), tl.constexpr(OUTSIDE)
-_BLOCK = 128  # tokens of a program
+_BLOCK = 128  # tokens per program
 
 
 def _launch(kernel, num_tokens: int, first: torch.Tensor, *others, **options) -> None:
@@ -44,7 +44,7 @@ def ordered_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> t
 
 
 def compact(ids_N: torch.Tensor) -> list[torch.Tensor]:
-    """Return index_N int32, tokens with a label first, and their number as a [1] int32 tensor."""
+    """Return index_N int32, the tokens with labelled ones first, and the number of labelled tokens as a [1] int32 tensor."""
     order = _new_order(ids_N)
     _of_labels(ids_N, None, order, IGNORED, None)
     return order
@@ -58,11 +58,11 @@ def _of_labels(
     labels_N: torch.Tensor, ids_N: torch.Tensor | None, order: list[torch.Tensor] | None, ignore_index: int,
     vocab_size: int | None,
 ) -> Any:
-    """Fill the ids and the order, where they are wanted. Returns the ids."""
+    """Fill ``ids_N`` and ``order`` unless they are None. Return ``ids_N``."""
     num_tokens = labels_N.shape[0]
     index_N, num_kept = order or (None, None)
     if num_tokens:
-        # One program: a prefix sum over 65,536 tokens is eight steps, and needs no second launch.
+        # The order is computed by one program: 65,536 tokens take it eight steps, and no second launch is needed.
         block, warps = (_BLOCK, 4) if order is None else (8192, 16)
         with on_device(labels_N):
             _labels_kernel[(cdiv(num_tokens, block) if order is None else 1,)](
@@ -74,7 +74,7 @@ def _of_labels(
 @kernel("ids_ptr", "index_ptr", "num_kept_ptr")
 def _labels_kernel(
     labels_ptr,  # in: [N] int64
-    ids_ptr,  # out: [N] int64; None where labels are ids already
+    ids_ptr,  # out: [N] int64, or None if the labels are ids already
     index_ptr,  # out: [N] int32, or None
     num_kept_ptr,  # out: [1] int32, or None
     ignore_index,
@@ -83,6 +83,7 @@ def _labels_kernel(
     BLOCK: tl.constexpr,
 ):
     num_kept = tl.zeros((), tl.int32)
+    # For each BLOCK of tokens: their ids, and their positions in the compact order by a prefix sum.
     for begin in range(tl.program_id(0) * BLOCK, num_tokens, tl.num_programs(0) * BLOCK):
         offs_n = begin + tl.arange(0, BLOCK)
         in_n = offs_n < num_tokens
@@ -95,8 +96,8 @@ def _labels_kernel(
             keep = ids >= 0
             kept = keep.to(tl.int32)
             kept_before = num_kept + tl.cumsum(kept, 0) - kept
-            place = tl.where(keep, kept_before, num_tokens - 1 - (offs_n - kept_before))
-            tl.store(index_ptr + place, offs_n, mask=in_n)
+            position = tl.where(keep, kept_before, num_tokens - 1 - (offs_n - kept_before))
+            tl.store(index_ptr + position, offs_n, mask=in_n)
             num_kept += tl.sum(kept, 0)
     if num_kept_ptr is not None:
         tl.store(num_kept_ptr, num_kept)
@@ -133,7 +134,7 @@ def _mean_kernel(
 
 
 def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor]]:
-    """Cut the compact order into groups of ``rows``: each one's index and its number of kept tokens, on the device."""
+    """Cut the compact order into groups of ``rows`` tokens. Return each group's index and number of labelled tokens."""
     index_N, num_kept = order
     num_tokens = index_N.shape[0]
     if rows >= num_tokens:
@@ -144,24 +145,24 @@ def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor
 
 
 def gathered(hidden_ND: torch.Tensor, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor) -> Rows:
-    """Return a group of tokens, its hidden states gathered into the first rows of the buffer as ``gather_rows`` fills them."""
+    """Gather the hidden states of a group of tokens into the first rows of the buffer with ``gather_rows``."""
     rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     gather_rows(hidden_ND, rows)
     return rows
 
 
 def first_rows(buffer: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the first rows of a buffer. They are nearly always all, and a view takes the host some microseconds."""
+    """Return the first rows of a buffer, or the buffer itself if these are all: a view takes the host some microseconds."""
     return some_rows(buffer, 0, num_rows)
 
 
 def some_rows(matrix: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-    """Return the rows [first, stop) of a matrix, or the matrix itself if those are all."""
+    """Return the rows [first, stop) of a matrix, or the matrix itself if these are all."""
     return matrix if stop - first == matrix.shape[0] else matrix[first:stop]
 
 
 def gather_rows(hidden_ND: torch.Tensor, rows: Rows, scale_R: torch.Tensor | None = None) -> None:
-    """Fill ``rows.hidden`` with its tokens, times ``scale_R``; rows past ``num_kept`` in the last live tile are 0."""
+    """Copy the hidden states of a group's tokens to ``rows.hidden``, times ``scale_R``; zeros fill the last tile's rest."""
     num_rows, hidden_size = rows.hidden.shape
     grid = (cdiv(num_rows, 16), cdiv(hidden_size, 256))
     _gather_rows_kernel[grid](
@@ -208,7 +209,7 @@ def token_losses(stats_TKN: torch.Tensor, ids_N: torch.Tensor, spec: Spec) -> tu
     uniform, entropy = spec.want.uniform, spec.want.entropy
     wanted = (True, True, True, uniform, entropy, True, True, entropy)
     *losses, max_N, log_sum_N, entropy_N = (
-        torch.empty(num_tokens, dtype=torch.float32, device=stats_TKN.device) if it_is else None for it_is in wanted
+        torch.empty(num_tokens, dtype=torch.float32, device=stats_TKN.device) if is_wanted else None for is_wanted in wanted
     )
     assert max_N is not None and log_sum_N is not None
     softmax = Softmax(max_N, log_sum_N, entropy_N)
@@ -238,7 +239,7 @@ def _merged_max(stats_ptr, offs_n, in_n, num_shards, shard_stride):
 
 @triton.jit
 def _below(shard_max, merged_max):
-    # An empty shard and a row of -inf logits have a maximum of -inf, whose difference to itself would be NaN.
+    # An empty shard or a row of -inf logits has a maximum of -inf, and -inf - -inf would be NaN.
     return tl.where(shard_max == merged_max, 0.0, shard_max - merged_max)
 
 
@@ -290,6 +291,7 @@ def _token_losses_kernel(
     target = tl.zeros((BLOCK_N,), tl.float32)
     sum_below = tl.zeros((BLOCK_N,), tl.float32)
     moment = tl.zeros((BLOCK_N,), tl.float32)
+    # Rescale each shard's sums, [BLOCK_N], to the merged maximum and add them up, in rank order.
     for shard in range(0, num_shards):
         where = stats_ptr + shard * num_stats * plane + offs_n
         below = _below(tl.load(where, mask=in_n, other=0), merged_max)
@@ -342,11 +344,11 @@ def _grad(grad_ptr, stride, offs_n, live):
 @kernel("ids_ptr", "coef_ptr")
 def _coefficients_kernel(
     ids_ptr,  # in: [N] int64
-    d_nll_ptr,  # in: [N] fp32 of any stride, or None; also the next four
-    d_lse_ptr,
-    d_target_ptr,
-    d_uniform_ptr,
-    d_entropy_ptr,
+    d_nll_ptr,  # in: [N] fp32 of any stride, or None
+    d_lse_ptr,  # in: [N] fp32 of any stride, or None
+    d_target_ptr,  # in: [N] fp32 of any stride, or None
+    d_uniform_ptr,  # in: [N] fp32 of any stride, or None
+    d_entropy_ptr,  # in: [N] fp32 of any stride, or None
     d_mean_ptr,  # in: [] fp32, or None
     count_ptr,  # in: [] int64, or None
     coef_ptr,  # out: [4, N] fp32
@@ -376,7 +378,7 @@ def _coefficients_kernel(
 
 
 def sums_of_rows(coef_2R: torch.Tensor, rows_RD: torch.Tensor) -> torch.Tensor:
-    """Return coef_2R @ rows_RD in fp32, [2, D]; rows whose coefficients are both 0 are not read, whatever they hold."""
+    """Return coef_2R @ rows_RD in fp32, [2, D]. A row whose two coefficients are 0 is not read, so it may hold NaN."""
     num_rows, hidden_size = rows_RD.shape
     block_r, block_d = 64, 128
     blocks_d = cdiv(hidden_size, block_d)
@@ -406,6 +408,7 @@ def _sums_of_rows_kernel(
     in_d = offs_d < hidden_size
     target = partial_ptr + part.to(tl.int64) * 2 * hidden_size + offs_d
     some = tl.zeros((BLOCK_R,), tl.int32)
+    # First find out whether any coefficient of this part is not 0.
     for first in range(part * BLOCK_R, num_rows, tl.num_programs(0) * BLOCK_R):
         offs_r = first + tl.arange(0, BLOCK_R)
         some |= (tl.load(coef_ptr + offs_r, mask=offs_r < num_rows, other=0) != 0).to(tl.int32)
@@ -417,6 +420,7 @@ def _sums_of_rows_kernel(
         return
     first_sum = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     second_sum = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    # Sum coef [2, BLOCK_R] times rows [BLOCK_R, BLOCK_D].
     for first in range(part * BLOCK_R, num_rows, tl.num_programs(0) * BLOCK_R):
         offs_r = first + tl.arange(0, BLOCK_R)
         in_r = offs_r < num_rows

@@ -1,6 +1,6 @@
 """How tiles fill a device: arithmetic on sizes.
 
-A wave is as many programs as run at once. It takes the time of one tile, however few programs it has.
+A wave is a set of programs that run at the same time. It takes the time of one tile, however few programs it has.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cce_dist.kernels.tiles import Tile, Tiles
 
-SECOND_WAVE = 0.03  # of a wave that a second wave of d_hidden's parts costs
-FULL_WAVES = 0.95  # of the programs that run at once, at least, are busy on average, where a cut of the vocabulary can do it
-# Budgets are the same on every device, so that groups are the same on every rank: they count the programs of an H100 or H200,
-# and this tile of d_hidden.
+SECOND_WAVE = 0.03  # cost of a second wave of d_hidden's parts, in waves
+FULL_WAVES = 0.95  # wanted share of busy programs, on average, when the vocabulary is cut into parts
+# Budgets must give the same groups on every rank, so they assume an H100's or H200's programs, and this tile of d_hidden.
 PROGRAMS, USUAL_ROWS, USUAL_COLS = 132, 128, 256
 
 
@@ -27,9 +26,9 @@ def cdiv(a: int, b: int) -> int:
 def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> int:
     """Return the number of parts that the log-sum-exp cuts ``num_tiles`` tiles of the vocabulary into.
 
-    It is a quarter of the device's programs, so that 16 row blocks are four whole waves; fewer where many row blocks would have
-    large partials, more where few would not fill the device. Where the last wave would be far from full, it is the nearest
-    number with fuller waves.
+    A quarter of the device's programs is the usual number: 16 row blocks are then four whole waves. Many row blocks get fewer
+    parts, to keep partials small, and few row blocks get more, to fill the device. If the last wave would be far from full,
+    take the nearest number that fills its waves.
     """
     row_blocks = cdiv(num_rows, tile_rows)
     wanted = max(cdiv(at_once, row_blocks), min(at_once // 4, cdiv(16 * at_once, row_blocks)))
@@ -45,9 +44,9 @@ def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> in
 
 @lru_cache(maxsize=1024)
 def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, int]:
-    """Return how many tiles of d_hidden stay whole, and into how many parts of the inner axis each of the others is cut.
+    """Return how many tiles of d_hidden stay whole, and into how many parts of the inner axis each other tile is cut.
 
-    The parts are one wave or two: 87 tiles of 132 programs take two thirds of a wave in three parts each.
+    The parts take one wave or two: 87 tiles in three parts each, on 132 programs, take the time of two thirds of a wave.
     """
     last = num_tiles % at_once
     if not last:
@@ -58,14 +57,14 @@ def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, in
 
 
 def _waves_of_parts(num_tiles: int, splits: int, at_once: int) -> float:
-    """Return the time of tiles in so many parts each, in waves of whole tiles."""
+    """Return the time of ``num_tiles`` tiles cut into ``splits`` parts each, in waves of whole tiles."""
     waves = cdiv(num_tiles * splits, at_once)
     return waves / splits + SECOND_WAVE * (waves - 1)
 
 
 @lru_cache(maxsize=4096)
 def usual_waves(num_rows: int, hidden_size: int) -> tuple[float, int]:
-    """Return the waves that d_hidden of so many tokens takes on an H100 or H200, and the bytes of its last wave's parts."""
+    """Return the waves that d_hidden of ``num_rows`` tokens takes on an H100 or H200, and the bytes of its cut tiles' parts."""
     rows, cols = _fitted(USUAL_ROWS, USUAL_COLS, hidden_size)
     num_tiles = cdiv(num_rows, rows) * cdiv(hidden_size, cols)
     num_whole, splits = cut_last_wave(num_tiles, 2 * PROGRAMS, PROGRAMS)
@@ -76,21 +75,21 @@ def usual_waves(num_rows: int, hidden_size: int) -> tuple[float, int]:
 
 
 def fitted(tile: Tile, width: int) -> Tile:
-    """Return the tile, lying or standing: as the columns of its tiles exceed ``width`` less."""
+    """Return the tile, with rows and columns swapped if that pads ``width`` columns less."""
     rows, cols = _fitted(tile.rows, tile.cols, width)
     return tile._replace(rows=rows, cols=cols)
 
 
 def _fitted(rows: int, cols: int, width: int) -> tuple[int, int]:
-    """640 columns are five times 128, not 2.5 times 256."""
+    """``fitted`` for plain numbers: 640 columns are five times 128, not 2.5 times 256."""
     return (cols, rows) if cdiv(width, rows) * rows < cdiv(width, cols) * cols else (rows, cols)
 
 
 @lru_cache(maxsize=1024)
 def fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_once: int, most: int) -> int:
-    """Return the width of a chunk of the logits' gradient, at most ``most``, at which programs wait least for one another.
+    """Return the chunk width of the logits' gradient, at most ``most``, with the least time in partly filled waves.
 
-    A last wave of a few programs takes as long as one of ``at_once`` (d_hidden's is cut, see d_hidden.py).
+    A last wave of a few programs takes as long as a wave of ``at_once``. d_hidden does not count: its last wave is cut.
     """
     grad_weight = fitted(tiles.grad_weight, hidden_size)
 

@@ -99,7 +99,7 @@ bench() {
     local sizes=${SIZES:-$ranks} known
     if [ "$ranks" -gt 1 ]; then
         sizes=${SIZES:-$ranks,1}
-        group+=(cce-dist-default-sp cce-dist-filtered-sp megatron-fused-sp torch-loss-parallel deepspeed)
+        group+=(cce-dist-default-sp cce-dist-filtered-sp megatron-fused-sp deepspeed)
     fi
     # A name that bench does not know is an error: rows of libraries that are not installed are left out.
     if [ "$device" = cuda ]; then

@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import wait
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,10 @@ import triton
 
 from cce_dist import GradFilter, linear_cross_entropy, linear_log_probs
 from cce_dist.kernels import dry_run
+from cce_dist.tools.verify import check
+from cce_dist.tools.verify.ahead import Ahead
+from cce_dist.tools.verify.cases import CASES
+from cce_dist.tools.verify.loss import LOSS
 
 BROKEN = sys.argv[2:]  # names of kernels that do not compile
 compiled: Counter[tuple[Any, str]] = Counter()
@@ -89,6 +95,13 @@ def main() -> None:
     out = linear_log_probs(hidden, weight, torch.arange(600), backend="triton", entropy=True)
     assert out.entropy is not None
     (out.log_probs.sum() + out.entropy.sum()).backward()
+    told()
+    begin("a case of verify")
+    drawn = check.draw(LOSS, next(case for case in CASES if case.name == "bias"))
+    call = partial(LOSS.call, drawn, check.shard_of(drawn, None)[1], "triton", "cpu")
+    with Ahead() as ahead:
+        assert wait(ahead.begin(call)).done
+        call()
     told()
 
 

@@ -46,6 +46,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "corpora"
 
 
+@pytest.fixture(scope="session")
+def trained(cache: Path) -> Path:
+    """The folder of a run of eight steps on one rank, with checkpoints after four and eight. Copy it before you change it."""
+    pytest.importorskip("tokenizers")
+    from filelock import FileLock
+    from toy_runs import pretrain
+
+    finished, unfinished = cache.with_name("trained"), cache.with_name("training")
+    cache.parent.mkdir(exist_ok=True)
+    with FileLock(cache.with_name("trained.lock")):
+        if not finished.exists():
+            assert pretrain(cache, unfinished) == 0
+            unfinished.rename(finished)
+    return finished
+
+
 @pytest.fixture
 def printing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ranks print where the test reads. Those that are forked print where their server does."""

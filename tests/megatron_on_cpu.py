@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ class NoStream:
     def wait_stream(self, _: Any) -> None: ...
 
 
+@functools.cache
 def use_cpu() -> None:
     """Lead this process's Megatron to the CPU, for good."""
     from megatron.core.tensor_parallel import random

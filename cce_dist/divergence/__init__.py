@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import agree, checks, merge
-from cce_dist.call import Layout, Options, checked
+from cce_dist.call import Layout, Options, checked, numbers_of, stand_in
 from cce_dist.decide import choose_backend
 from cce_dist.divergence import op as divergence_op
 from cce_dist.divergence.op import PUBLIC_NAME, DivergenceCall
@@ -29,6 +29,7 @@ from cce_dist.operands import (
 from cce_dist.shard import VocabShard
 
 
+@agree.errors_reach_all_ranks
 def linear_kl_divergence(
     input: Tensor,
     linear_weight: Tensor,
@@ -93,7 +94,7 @@ def linear_kl_divergence(
             vocabulary, a part of the teacher's: the teacher's softmax is then over these ids alone. None: the same ids.
             teacher_shard is of the teacher's own vocabulary then, None if all of it is on each rank. A teacher that is split
             must have the rows of this rank's ids on this rank: sort the ids, and cut shard where teacher_shard is cut. Each
-            call copies these rows, [V_r, D_t]: a loop may copy those of a fixed teacher once, and leave this out.
+            call copies these rows, [V_r, D_t]: a loop may copy a fixed teacher's rows once, and leave this out.
         sequence_parallel: input and teacher_input are this rank's slices of dim 0 (slices in group-rank order), mask is whole.
         workspace_bytes: As in ``linear_cross_entropy``, for both heads' hidden states, logits and exponentials.
         input_grad, reduce_dtype, backend, grad_weight_out: As in ``linear_cross_entropy``.
@@ -121,7 +122,8 @@ def linear_kl_divergence(
 
     Raises:
         ValueError, TypeError: Shapes, dtypes, devices, options or shards do not fit; before any kernel or collective. One of
-            teacher_ids is on another rank (CPU, or CCE_DIST_DEBUG=1; on a GPU the result is NaN instead).
+            teacher_ids is on another rank, or stands twice (CPU, or CCE_DIST_DEBUG=1; on a GPU the result is NaN instead). If
+            the teacher is split, ranks on CPUs exchange what is wrong, so that all raise.
         IndexError: One of teacher_ids is outside of the teacher's vocabulary (likewise).
         RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
 
@@ -157,7 +159,7 @@ def linear_kl_divergence(
         logits_of(student.shard, options.logit_scale, options.softcap, head),
         logits_of(teacher.shard, of_teacher.logit_scale, of_teacher.softcap, teacher_head),
         kind,
-        beta,
+        stand_in(beta),
         options.workspace_bytes,
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student[:3]),
     )
@@ -172,6 +174,7 @@ def linear_kl_divergence(
     value = divergence_op.forward(
         hidden, weight, [*head.values()], mask.reshape(-1), teacher_hidden, teacher_weight, [*teacher_head.values()],
         grad_weight_out, call=call,
+        numbers=numbers_of(options.logit_scale, options.softcap, of_teacher.logit_scale, of_teacher.softcap, beta),
     )  # fmt: skip
     if reduction == "none":
         return value.view(mask.shape)
@@ -244,26 +247,41 @@ def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -
     if ids.device != teacher.weight.device:
         raise ValueError(f"teacher_weight is on {teacher.weight.device}, teacher_ids on {ids.device}")
     own, stop = teacher.shard, shard.start + shard.num_valid
-    rows = ids[shard.start : stop].long() - own.start
-    here = (rows >= 0) & (rows < own.num_valid)
-    readable = not torch.compiler.is_compiling() and (debug or not ids.is_cuda)  # reading waits for a GPU
-    if (readable or not own.num_valid) and not here.all():
-        place = shard.start + int((~here).nonzero()[0])
-        found = f"teacher_ids[{place}] is {int(ids[place])}"
-        if not 0 <= ids[place] < own.vocab_size:
-            raise IndexError(f"{found}: not in [0, {own.vocab_size}), the teacher's vocabulary")
-        raise ValueError(
-            f"{found}, a row of another rank, this one has [{own.start}, {own.stop}) of the teacher's: sort teacher_ids and "
-            "cut shard where teacher_shard is cut, or have the whole teacher_weight on each rank"
-        )
-    rows = torch.where(here, rows, 0)
-    weight = teacher.weight[rows].masked_fill_(~here[:, None], torch.nan)
     group = shard.group if own.group is None else own.group
-    return LocalHead(
-        teacher.input,
-        weight,
-        None if teacher.bias is None else teacher.bias[rows],
-        VocabShard(shard.start, stop, shard.vocab_size, group),
+    ids = ids.long()
+    known = (ids >= 0) & (ids < own.vocab_size)
+    # An id that stands twice is good in its last place alone.
+    slots, places = torch.where(known, ids, own.vocab_size), torch.arange(len(ids), device=ids.device)
+    last = places.new_zeros(own.vocab_size + 1).scatter_reduce_(0, slots, places, "amax")
+    rows = ids - own.start
+    mine = (places >= shard.start) & (places < stop)
+    good = known & (last[slots] == places) & (~mine | ((rows >= 0) & (rows < own.num_valid)))
+    if not torch.compiler.is_compiling() and (debug or not ids.is_cuda):  # reading waits for a GPU
+        error = None if good.all() else _wrong_id(ids, int((~good).nonzero()[0]), own)
+        if own.group is not None and not debug:  # a row may be missing on this rank alone; debugging tells of any error
+            merge.assert_ranks_agree(PUBLIC_NAME, {}, (0, 0), own.group, 0, error)
+        if error is not None:
+            raise error
+    good, rows = good[shard.start : stop], rows[shard.start : stop]
+    rows = torch.where(good, rows, 0)
+    weight, bias = teacher.weight, teacher.bias
+    if not len(weight):  # so that row 0 can be read
+        weight, bias = weight.new_zeros(1, weight.shape[1]), None if bias is None else bias.new_zeros(1)
+    weight = weight[rows].masked_fill_(~good[:, None], torch.nan)
+    bias = None if bias is None else bias[rows]
+    return LocalHead(teacher.input, weight, bias, VocabShard(shard.start, stop, shard.vocab_size, group))
+
+
+def _wrong_id(ids: Tensor, place: int, own: VocabShard) -> Exception:
+    """Return what is wrong with one of the ids of a teacher who has these rows."""
+    found = f"teacher_ids[{place}] is {int(ids[place])}"
+    if not 0 <= ids[place] < own.vocab_size:
+        return IndexError(f"{found}: not in [0, {own.vocab_size}), the teacher's vocabulary")
+    if (ids == ids[place]).sum() > 1:
+        return ValueError(f"{found}, which is there twice: each id of the student needs an id of its own (no offsets)")
+    return ValueError(
+        f"{found}, a row of another rank, this one has [{own.start}, {own.stop}) of the teacher's: sort teacher_ids and "
+        "cut shard where teacher_shard is cut, or have the whole teacher_weight on each rank"
     )
 
 

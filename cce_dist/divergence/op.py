@@ -35,6 +35,14 @@ class DivergenceCall(NamedTuple):
     backend: str = "torch"
     way: Way = Way()
 
+    def with_numbers(self, numbers: Tensor) -> DivergenceCall:
+        """Return the call with numbers in place of stand-ins: scale and softcap of the student, of the teacher, then beta."""
+        *pairs, beta = numbers.tolist()
+        student, teacher = self.spec.student, self.spec.teacher
+        student = student._replace(logit_scale=pairs[0], softcap=pairs[1])
+        teacher = teacher._replace(logit_scale=pairs[2], softcap=pairs[3])
+        return self._replace(spec=self.spec._replace(student=student, teacher=teacher, beta=beta))
+
 
 def _backend(call: DivergenceCall) -> ModuleType:
     """The backend's arithmetic for two heads; the one on Triton is imported by its first use."""
@@ -166,10 +174,10 @@ _OPERATOR = Operator(
 _OPERATOR.register(_forward_fake)
 
 
-def forward(*tensors: Any, call: DivergenceCall) -> Tensor:
+def forward(*tensors: Any, call: DivergenceCall, numbers: Tensor | None) -> Tensor:
     """The operator as the public function calls it; see ``_run_forward``. Returns the divergence of each token, [N]."""
     if not torch.compiler.is_compiling():
         call = decided(call, *tensors)
     hidden, weight, head, *_ = tensors
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weight, *head))
-    return _OPERATOR.apply(*tensors, call=call, needs_grad=needs_grad)[0]
+    return _OPERATOR.apply(*tensors, call=call, needs_grad=needs_grad, numbers=numbers)[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from cce_dist import checks
+from cce_dist import agree, checks
 from cce_dist.call import DTYPES
 from cce_dist.log_probs import linear_log_probs
 from cce_dist.operands import environment
@@ -16,6 +18,7 @@ OUTSIDE = ("renormalise", "tail", "drop")
 LEAST_TAIL = 2.0**-24  # smallest probability outside the set that 1 - sum can show in fp32
 
 
+@agree.errors_reach_all_ranks
 def topk_kl_divergence(
     input: Tensor,
     linear_weight: Tensor,
@@ -69,7 +72,8 @@ def topk_kl_divergence(
         teacher_ids: [..., K] int64 or int32 ids in the whole vocabulary; the same on every rank of the group. An id stands in a
             token's row once.
         teacher_log_probs: [..., K] the teacher's log-probabilities of them, of its softmax over the whole vocabulary at the
-            teacher's own temperature; a floating-point dtype. They have no gradient: taken as detached. -inf is a t_k of 0.
+            teacher's own temperature; a floating-point dtype. They may have been rounded to 16 bits. They have no gradient:
+            taken as detached. -inf is a t_k of 0.
         kind: "forward", KL(t || p), or "reverse", KL(p || t).
         outside: "renormalise", "tail" or "drop".
         linear_bias, logit_scale, softcap, temperature: Of the student's logits, as in ``linear_log_probs``.
@@ -102,15 +106,14 @@ def topk_kl_divergence(
     ignored = -100 if ignore_index is None else checks.integer("ignore_index", ignore_index)
     if mask is not None:
         teacher_ids = teacher_ids.masked_fill(~mask.unsqueeze(-1), ignored)
+    in_set, log_t = teacher_ids != ignored, teacher_log_probs.detach()
+    counts = in_set.any(-1)
+    impossible = _impossible_tokens(teacher_ids, log_t, in_set)
     log_p = linear_log_probs(
         input, linear_weight, teacher_ids, linear_bias=linear_bias, ignore_index=ignored, logit_scale=logit_scale,
         softcap=softcap, temperature=temperature, shard=shard, sequence_parallel=sequence_parallel, input_grad=input_grad,
         reduce_dtype=reduce_dtype, backend=backend, workspace_bytes=workspace_bytes, grad_weight_out=grad_weight_out,
     ).log_probs  # fmt: skip
-    in_set = teacher_ids != ignored
-    counts = in_set.any(-1)
-    log_t = teacher_log_probs.detach()
-    impossible = _impossible_tokens(teacher_ids, log_t, in_set)
     student, teacher = (_outcomes(log_q, in_set, outside) for log_q in (log_p, log_t.float()))
     value = torch.where(counts, _kl(teacher, student) if kind == "forward" else _kl(student, teacher), 0.0)
     value = value.masked_fill(impossible, torch.nan)
@@ -141,18 +144,20 @@ def _check(input: Tensor, ids: Tensor, log_probs: Tensor, mask: Tensor | None) -
 
 
 def _impossible_tokens(ids: Tensor, log_t: Tensor, in_set: Tensor) -> Tensor:
-    """Tokens whose ids and log-probabilities are those of no softmax, [...] bool.
+    """Return which tokens have ids and log-probabilities that no softmax can have, [...] bool.
 
     Raises:
         ValueError: There is such a token, and reading it does not wait for a GPU (or CCE_DIST_DEBUG=1).
     """
-    slack = max(1e-3, 4 * torch.finfo(log_t.dtype).eps)  # log-probabilities are rounded, and so is their sum
+    slack = max(1e-3, 4 * torch.finfo(log_t.dtype).eps)  # a softmax is not exact in the dtype that it is computed in
     log_t = torch.where(in_set, log_t.double(), -torch.inf)
+    # The least sum before log-probabilities were rounded to bf16, from which they may have come to another dtype.
+    least_sum = torch.pow(math.exp(1 + torch.finfo(torch.bfloat16).eps / 2), log_t).sum(-1)
     apart = -1 - torch.arange(ids.shape[-1], device=ids.device)
     in_order = torch.where(in_set, ids.long(), apart).sort(-1).values
     found = {
         "has a log-probability above 0": (log_t > slack).any(-1),
-        "has probabilities whose sum is above 1": log_t.exp().sum(-1) > 1 + slack,
+        "has probabilities whose sum is above 1": least_sum > 1 + slack,
         "has an id twice": (in_order[..., 1:] == in_order[..., :-1]).any(-1),
     }
     if not torch.compiler.is_compiling() and (environment()[1] or not ids.is_cuda):

@@ -6,11 +6,16 @@ A subcommand is a module with ``add_arguments(parser)`` and ``run(args) -> int``
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import importlib.metadata
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
+
+import cce_dist
 
 
 class Command(NamedTuple):
@@ -54,7 +59,7 @@ COMMANDS = {
     ),
 }
 
-EXTRA_OF = {"tokenizers": "train", "tqdm": "train", "numpy": "train", "matplotlib": "train"}
+OPTIONAL = ("tokenizers", "filelock", "numpy", "matplotlib", "tqdm")  # packages of the extra "train"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return module.run(parser.parse_args(argv[1:]))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in EXTRA_OF:
+        if missing not in OPTIONAL:
             raise
         print(
-            f"cce-dist {name} needs {missing}, which is not installed: pip install 'cce-dist[{EXTRA_OF[missing]}]'",
+            f"cce-dist {name} needs {missing}, which is not installed: pip install {' '.join(OPTIONAL)}",
             file=sys.stderr,
         )
         return 1
@@ -105,6 +110,18 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
         return action.help if silent else super()._get_help_string(action)
 
 
+class _Version(argparse.Action):
+    """Prints the versions that a report needs. Torch is not imported."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        found = {"cce-dist": cce_dist.__version__, "python": platform.python_version()}
+        for package in ("torch", "triton"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[package] = importlib.metadata.version(package)
+        print(", ".join(f"{name} {version}" for name, version in found.items()))
+        raise SystemExit(0)
+
+
 def _top_level_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {c.summary}\n  {'':<{width}}  $ {c.example}" for name, c in COMMANDS.items()]
@@ -118,4 +135,5 @@ def _top_level_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action=_Version, nargs=0, help=argparse.SUPPRESS)
     return parser

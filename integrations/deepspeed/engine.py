@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from cce_dist.integrations import deferred
 from cce_dist.integrations.deepspeed import pipeline
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of, split_layers
 from cce_dist.integrations.deepspeed.loss import Options, Task
 from cce_dist.integrations.deferred import DeferredLogits, Head, find_head, innermost, take
 from cce_dist.integrations.options import SECTION
+
+# Whether a call of deepspeed.initialize comes from ours, which has read the section.
+_section_is_read = contextvars.ContextVar("_section_is_read", default=False)
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple:
@@ -23,6 +30,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     Arguments and result are the same as for ``deepspeed.initialize``. Without ``"cce_dist": {"enabled": true}`` nothing else
     happens. With it the model's loss code finds ``DeferredLogits`` where it found logits, and the loss is fp32. One rank says
     so in a line, as in ``convert``. The section's z-loss and label smoothing apply to training losses alone.
+
+    The conversion belongs to the engine. A later engine of the same model, also one of plain ``deepspeed.initialize``, first
+    gives the model its own head and loss back; then its own section decides.
 
     Sharding: The weight stays as DeepSpeed or the model keeps it; hidden states are replicated over the model axis.
     Communication: That of ``linear_cross_entropy`` over the model axis; ``sequence_mean`` adds two all-reduces of a number.
@@ -79,7 +89,8 @@ def _original() -> Callable:
 
 def _initialize(original: Callable, args: tuple, kwargs: dict) -> tuple:
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-    sources = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
+    in_args = (getattr(given.get("args"), name, None) for name in ("deepspeed_config", "deepscale_config"))
+    sources = (given.get("config"), given.get("config_params"), *in_args)
     config: Any = next((source for source in sources if source is not None), {})
     if not isinstance(config, dict):
         from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
@@ -88,10 +99,95 @@ def _initialize(original: Callable, args: tuple, kwargs: dict) -> tuple:
     options = Options.from_config(config)
     if options is None:
         return original(*args, **kwargs)
-    _check(given.get("model"), config, given.get("mpu"), options)
-    result = original(*args, **kwargs)
+    _check(given.get("model"), config, given.get("mpu"), given.get("mesh_param"), options)
+    token = _section_is_read.set(True)
+    try:
+        result = original(*args, **kwargs)
+    finally:
+        _section_is_read.reset(token)
     convert(result[0], options)
     return result
+
+
+def watch(deepspeed: Any) -> None:
+    """Have every new engine of DeepSpeed give back what an earlier engine took over of its model, before it is built.
+
+    An engine of plain ``deepspeed.initialize`` whose ds_config has the section enabled says in a warning that it is ignored.
+    ``import cce_dist`` calls this as soon as deepspeed is imported.
+    """
+    kind = deepspeed.DeepSpeedEngine
+    original = kind.__init__
+    if hasattr(original, "cce_original"):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
+        if isinstance(given.get("model"), nn.Module):
+            _give_back(given["model"])
+        if not _section_is_read.get():
+            _warn_of_section(given.get("config"))
+        original(self, *args, **kwargs)
+
+    __init__.cce_original = original  # type: ignore[attr-defined]
+    kind.__init__ = __init__
+
+
+def _warn_of_section(config: Any) -> None:
+    section = config.get(SECTION) if isinstance(config, dict) else None
+    is_off = section is None or (isinstance(section, dict) and section.get("enabled") is False)
+    if not is_off and not (dist.is_initialized() and dist.get_rank()):
+        logging.getLogger("cce_dist").warning(
+            'cce_dist: plain deepspeed.initialize ignores the section "%s" of ds_config: call '
+            "cce_dist.integrations.deepspeed.initialize in its place, or cce_dist.integrations.deepspeed.install() before it",
+            SECTION,
+        )
+
+
+def _give_back(model: nn.Module) -> None:
+    """Undo ``convert`` of an earlier engine of this model. What ``cce_dist.convert`` took over stays.
+
+    Raises:
+        ValueError: The class of a head was changed again since.
+    """
+    for module in list(model.modules()):
+        for hook in list(module._forward_hooks.values()):
+            task = getattr(hook, "__self__", None)
+            if isinstance(task, Task):
+                task.is_given_back = True
+                for handle in task.hooks:
+                    handle.remove()
+                loss = getattr(module, "loss_function", None)
+                if isinstance(loss, functools.partial) and loss.func is _loss_of_either:
+                    module.loss_function = loss.args[1]
+    for head in _taken_heads(model):
+        if type(head).__bases__[0] is not Head:
+            raise ValueError(
+                "cce_dist: the class of the head was changed since an earlier engine took it over: undo that"
+            )
+        deferred.give_back(head)
+    if pipeline.is_pipeline(model):
+        pipeline.give_back(model)
+    for layer in split_layers(model):
+        layer.rows.group = None
+
+
+def _taken_heads(model: nn.Module) -> list[Any]:
+    """Return the heads that an engine has taken over, and ``cce_dist.convert`` has not."""
+    return [module for module in model.modules() if isinstance(module, Head) and isinstance(module.cce_task, Task)]
+
+
+@contextlib.contextmanager
+def _as_before(heads: list[Any]) -> Iterator[None]:
+    """Give heads the classes that they had before an engine took them over."""
+    kinds = [type(head) for head in heads]
+    for head in heads:
+        head.__class__ = type(head).__mro__[2]
+    try:
+        yield
+    finally:
+        for head, kind in zip(heads, kinds, strict=True):
+            head.__class__ = kind
 
 
 def convert(engine: Any, options: Options | None = None) -> Any:
@@ -122,8 +218,8 @@ def require(engine: Any) -> None:
     for its loss, too. A stage of a pipeline without a head has nothing to tell of.
 
     Raises:
-        RuntimeError: ``initialize`` of this module did not make the engine, or its ds_config does not enable us; or forwards
-            in training have ended, and other code computed the loss of all of them.
+        RuntimeError: ``initialize`` of this module did not make the engine, or its ds_config does not enable us; a later engine
+            has the model; or forwards in training have ended, and other code computed the loss of all of them.
     """
     if not hasattr(engine, "cce_heads"):
         raise RuntimeError(
@@ -168,7 +264,7 @@ def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:
     """Return the sequence-parallel group, and the number by which DeepSpeed divides the sum of its ranks' gradients."""
     size = engine.sequence_parallel_size
     if size == 1:
-        raise ValueError(f'ds_config: "{SECTION}.sequence_mean" is set, but there is no sequence parallelism')
+        raise ValueError(_NO_SEQUENCE_PARALLELISM)
     group = engine.get_sequence_parallel_group()
     ranks, reduced = (set(dist.get_process_group_ranks(each)) for each in (group, engine.seq_data_parallel_group))
     if not ranks <= reduced:
@@ -182,10 +278,11 @@ def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:
     return group, size if averages else 1
 
 
-def _check(model: Any, config: dict, mpu: Any, options: Options) -> None:
+def _check(model: Any, config: dict, mpu: Any, mesh_param: Any, options: Options) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
-    if any(isinstance(module, Head) for module in model.modules()):
+    taken = _taken_heads(model)
+    if any(isinstance(module, Head) and module not in taken for module in model.modules()):
         raise ValueError(f'the model is converted already: leave out cce_dist.convert, or "{SECTION}" of ds_config')
     if pipeline.is_pipeline(model):
         return pipeline.check(model, options)
@@ -199,15 +296,48 @@ def _check(model: Any, config: dict, mpu: Any, options: Options) -> None:
                 "zero.Init has split a shard of the vocabulary over ranks of other shards: give it "
                 "data_parallel_group=mpu.get_data_parallel_group()"
             )
-    find_head(innermost(model), options.head, (CCEHead,))
-    tensor_parallel = config.get("tensor_parallel", {})
-    if tensor_parallel.get("autotp_size", 0) > 1 and not tensor_parallel.get("vocab_parallel_lm_head"):
+    with _as_before(taken):
+        find_head(innermost(model), options.head, (CCEHead,))
+    _check_tensor_parallel(config)
+    if options.sequence_mean and _sequence_parallel_size(config, mpu, mesh_param) == 1:
+        raise ValueError(_NO_SEQUENCE_PARALLELISM)
+
+
+def _check_tensor_parallel(config: dict) -> None:
+    section = config.get("tensor_parallel", {})
+    if not isinstance(section, dict):
+        raise ValueError(f'ds_config: "tensor_parallel" must be a section {{...}}, got {section!r}')
+    size, splits_head = section.get("autotp_size", 0), section.get("vocab_parallel_lm_head")
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not float(size).is_integer():
+        raise ValueError(f'ds_config: "tensor_parallel.autotp_size" must be a whole number, got {size!r}')
+    if splits_head is not None and not isinstance(splits_head, bool):
+        raise ValueError(
+            f'ds_config: "tensor_parallel.vocab_parallel_lm_head" must be true or false, got {splits_head!r}'
+        )
+    if size > 1 and not splits_head:
         raise ValueError('cce_dist with AutoTP needs "tensor_parallel": {"vocab_parallel_lm_head": true}')
+
+
+_NO_SEQUENCE_PARALLELISM = f'ds_config: "{SECTION}.sequence_mean" is set, but there is no sequence parallelism'
+
+
+def _sequence_parallel_size(config: dict, mpu: Any, mesh_param: Any) -> int:
+    """Return the number of sequence-parallel ranks that an engine with these arguments will have."""
+    from deepspeed.utils import groups
+
+    if mesh_param:
+        return mesh_param[1]
+    if {"sequence_parallel_size", "data_parallel_size"} <= config.keys():
+        return config["sequence_parallel_size"]
+    if groups.mesh_device is not None:  # an earlier engine's, which DeepSpeed goes on to use
+        return groups._get_sequence_parallel_world_size()
+    return mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else 1
 
 
 def _deepspeed() -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise ImportError(f"cce_dist needs deepspeed (pip install 'cce-dist[deepspeed]'): {error}") from error
+        raise ImportError(f"cce_dist needs deepspeed (pip install deepspeed): {error}") from error
+    watch(deepspeed)
     return deepspeed

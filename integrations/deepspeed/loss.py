@@ -25,7 +25,7 @@ class Options(ModelOptions):
         report: ``engine.get_additional_losses()`` says what the loss was made of: "nll", "z_loss" and "entropy", means over
             the tokens that are not ignored, and with a filter what it did, as ``FilterStats``, over the whole vocabulary. A
             pipeline prints and returns them as DeepSpeed has it: on every stage, means over microbatches and data-parallel
-            ranks. Another model returns those of this rank's last loss. The entropy takes time.
+            ranks. For other models they describe this rank's last loss. The entropy takes time.
     """
 
     sequence_mean: bool = False
@@ -66,11 +66,18 @@ class Task(transformers.Task):
         sequence_group: The ranks over whose tokens a "mean" is, with ``sequence_mean``.
         sequence_scale: What this rank's part of such a mean is multiplied by for its gradient.
         reported: What the last loss was made of, by name.
+        is_given_back: A later engine of the same model has given the head back.
     """
 
     sequence_group: dist.ProcessGroup | None = None
     sequence_scale: int = 1
     reported: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    is_given_back: bool = False
+
+    def require(self, name: str) -> None:
+        if self.is_given_back:
+            raise RuntimeError(f"cce_dist: a later engine has taken over the model of this one, with its head {name}")
+        super().require(name)
 
     def check_place(self, head: Any) -> None:
         """Raise behind the model's forward: DeepSpeed sees backward begin from what forward returns."""

@@ -72,27 +72,28 @@ def convert(engine: Any, options: Options) -> dict[str, Task]:
     tied = isinstance(head, functools.partial)
     owner = head.args[0] if tied else head
     name = f"tied to {type(owner).__name__}" if tied else type(owner).__name__
-    task = _PipelineTask(options, shard_of(owner), engine=weakref.ref(engine))
+    task = _PipelineTask(options, shard_of(owner), engine=weakref.ref(engine), owner=owner)
     if tied:
         _check_tied(head)
-        module.forward_funcs[-1] = lambda hidden: hidden if task.deferring() else head(hidden)
+        module.forward_funcs[-1] = _TiedHead(head, task)
     else:
         take(head, task)
     module.loss_fn = _PipelineLoss(module.loss_fn, task)
-
-    def pass_weight_through(module: nn.Module, inputs: tuple, hidden: Any) -> Any:
-        if task.deferring():
-            weight, bias = owner.weight, getattr(owner, "bias", None)
-            if torch.is_grad_enabled():
-                task.num_forwards += module.training
-                hidden, weight, bias = _Together.apply(hidden, weight, bias)
-            hidden.cce_head = _PassedHead(weight, bias, module.training)
-            return hidden
-
-    module.register_forward_hook(pass_weight_through)
+    task.hooks = (module.register_forward_hook(task.pass_weight_through),)
     if options.report:
         module.get_additional_losses = lambda: task.reported
     return {name: task}
+
+
+def give_back(module: Any) -> None:
+    """Undo ``convert``, but for the head's class and the task's hooks."""
+    if isinstance(module.loss_fn, _PipelineLoss):
+        module.loss_fn = module.loss_fn.loss_fn
+    if module.forward_funcs and isinstance(module.forward_funcs[-1], _TiedHead):
+        module.forward_funcs[-1] = module.forward_funcs[-1].head
+    report = vars(module).get("get_additional_losses")
+    if getattr(report, "__module__", None) == __name__:
+        del module.get_additional_losses
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,6 +101,7 @@ class _PipelineTask(Task):
     """Logits are deferred wherever the engine computes a loss; the last layer returns hidden states instead of logits."""
 
     engine: Callable[[], Any] = lambda: None  # a weak reference: the engine holds this
+    owner: Any = None  # the module that has the head's weight
 
     def deferring(self) -> bool:
         engine = self.engine()
@@ -110,6 +112,28 @@ class _PipelineTask(Task):
 
     def check_place(self, head: Any) -> None:
         """The loss is computed in loss_fn, after the model's forward."""
+
+    def pass_weight_through(self, module: nn.Module, inputs: tuple, hidden: Any) -> Any:
+        """Return the pipeline's hidden states with the head that ``_PipelineLoss`` needs; a forward hook."""
+        if not self.deferring():
+            return None
+        weight, bias = self.owner.weight, getattr(self.owner, "bias", None)
+        if torch.is_grad_enabled():
+            self.num_forwards += module.training
+            hidden, weight, bias = _Together.apply(hidden, weight, bias)
+        hidden.cce_head = _PassedHead(weight, bias, module.training)
+        return hidden
+
+
+@dataclasses.dataclass
+class _TiedHead:
+    """A tied head in ``forward_funcs``: hidden states as they are while logits are deferred."""
+
+    head: Callable
+    task: Task
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return hidden if self.task.deferring() else self.head(hidden)
 
 
 @dataclasses.dataclass

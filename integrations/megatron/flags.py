@@ -95,8 +95,8 @@ def options_from_args(args: argparse.Namespace) -> Options:
 def main(argv: list[str] | None = None) -> None:
     """Run a training script with every language model that it builds converted.
 
-    The script finds the modules of its own folder first, as under ``python SCRIPT ...``; megatron-core is thus that of the
-    Megatron-LM folder of the script, for this package, too.
+    The script finds the modules of its own folder first, as under ``python SCRIPT ...``. So megatron-core comes from the
+    script's Megatron-LM folder, for this package, too.
     """
     parser = argparse.ArgumentParser(
         prog="python -m cce_dist.integrations.megatron",

@@ -16,9 +16,11 @@ hidden states is summed here. In ``log_probs_of`` the model asks deferred logits
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,7 +107,7 @@ def next_ids(ids: Tensor, cp_group: dist.ProcessGroup | None = None, packed_seq_
     Args:
         ids: [b, s], of this rank's slices of the sequences under context parallelism.
         cp_group: The context-parallel group; None: sequences are whole.
-        packed_seq_params: Megatron's, with the lengths in ``cu_seqlens_q``; ids are then [1, s].
+        packed_seq_params: Megatron's, with the boundaries of the sequences in ``cu_seqlens_q``; ids are then [1, s].
 
     Returns:
         [b, s]; -1 behind the last token of a sequence. That label is outside the vocabulary: log-probability 0, no gradient.
@@ -113,20 +115,55 @@ def next_ids(ids: Tensor, cp_group: dist.ProcessGroup | None = None, packed_seq_
     Communication: Under context parallelism one id per slice to each neighbour, for each packed sequence.
 
     Raises:
-        ValueError: The packed sequences have another length than the ids.
+        ValueError: ``cu_seqlens_q`` does not describe sequences that cover the ids; the message names it.
     """
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     if packed_seq_params is not None:
-        size = 1 if cp_group is None else cp_group.size()
-        length = int(packed_seq_params.cu_seqlens_q[-1])
-        if length != size * ids.shape[1]:
-            raise ValueError(
-                f"cce_dist: packed sequences of {length} tokens (cu_seqlens_q), ids of {ids.shape[1]} on each of {size} "
-                "context-parallel ranks"
-            )
+        boundaries = sequence_boundaries(packed_seq_params, ids.shape[1], 1 if cp_group is None else cp_group.size())
+        packed_seq_params = copy.copy(packed_seq_params)
+        # Under context parallelism roll_tensor fails at a sequence without tokens, so each boundary stands here once.
+        packed_seq_params.cu_seqlens_q = torch.tensor(sorted(set(boundaries)))
     # roll_tensor puts zeros behind the last token, which would be an id.
     return roll_tensor(ids + 1, -1, -1, cp_group, packed_seq_params)[0] - 1
+
+
+def sequence_boundaries(packed_seq_params: Any, num_tokens: int, num_ranks: int) -> list[int]:
+    """Return Megatron's ``cu_seqlens_q`` as integers: where each packed sequence begins, and where the last one ends.
+
+    Sequences may be empty. ``num_tokens`` is the number of tokens on each of ``num_ranks`` context-parallel ranks. The host
+    waits for the device that holds ``cu_seqlens_q``.
+
+    Raises:
+        ValueError: ``cu_seqlens_q`` is no vector of integers, does not rise from 0 to the number of tokens, or has a sequence
+            that cannot be cut into two slices a rank.
+    """
+    given = packed_seq_params.cu_seqlens_q
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        given = torch.as_tensor(given)
+    is_vector = isinstance(given, Tensor) and given.dim() == 1 and given.numel() > 0 and not given.is_meta
+    if not is_vector or given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
+        found = f"{given.dtype} {list(given.shape)} on {given.device}" if isinstance(given, Tensor) else repr(given)
+        raise ValueError(f"cce_dist: cu_seqlens_q must be a vector of integers, got {found}")
+    boundaries = given.tolist()
+    lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
+    if boundaries[0] != 0 or min(lengths, default=0) < 0:
+        raise ValueError(f"cce_dist: cu_seqlens_q must rise from 0, got {_shortened(boundaries)}")
+    if boundaries[-1] != num_ranks * num_tokens:
+        raise ValueError(
+            f"cce_dist: packed sequences of {boundaries[-1]} tokens (cu_seqlens_q), ids of {num_tokens} on each of {num_ranks} "
+            "context-parallel ranks"
+        )
+    if num_ranks > 1 and any(length % (2 * num_ranks) for length in lengths):
+        raise ValueError(
+            f"cce_dist: the lengths of packed sequences must be multiples of {2 * num_ranks} on {num_ranks} context-parallel "
+            f"ranks, cu_seqlens_q is {_shortened(boundaries)}"
+        )
+    return boundaries
+
+
+def _shortened(numbers: list[int]) -> str:
+    return f"{numbers}" if len(numbers) <= 16 else f"[{', '.join(map(str, numbers[:16]))}, ...]"
 
 
 def _check(function: str, wanted: dict[str, Any]) -> None:

@@ -294,9 +294,7 @@ def language_module() -> Any:
         import megatron.core
         from megatron.core.models.common.language_module.language_module import LanguageModule
     except ImportError as error:
-        raise ImportError(
-            f"cce_dist needs megatron-core >= 0.12 (pip install 'cce-dist[megatron]'): {error}"
-        ) from error
+        raise ImportError(f"cce_dist needs megatron-core >= 0.12 (pip install megatron-core): {error}") from error
     for name in ("setup_embeddings_and_output_layer", "compute_language_model_loss"):
         if not callable(getattr(LanguageModule, name, None)):
             version = getattr(megatron.core, "__version__", "of unknown version")

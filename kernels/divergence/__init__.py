@@ -1,1 +1,1 @@
-"""Divergence of two heads on one shard: records, kernels, and the same in plain torch."""
+"""Divergence of two heads on one shard: records (``heads``), Triton kernels (``kernels``), and plain torch (``dense``)."""

@@ -17,7 +17,7 @@ def saved_like(x: Heads, spec: Divergence) -> list[Tensor]:
 
 
 def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[Block, Block]]]]:
-    """The blocks of both heads' logits, of the same tokens and columns: for each range of columns those of all tokens."""
+    """Yield each range of columns with its blocks of both heads' logits, one pair of blocks for each group of tokens."""
     of_student, of_teacher = (
         blocks_of(operands, Spec(spec.student, 1, workspace_bytes=spec.workspace_bytes)) for operands in x
     )
@@ -26,7 +26,7 @@ def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[B
 
 
 def statistics(x: Heads, spec: Divergence) -> tuple[Tensor, list[Tensor]]:
-    """Return stats_5N, a block merged to those before it as a shard is merged to others; nothing is kept for backward."""
+    """Return stats_5N, and nothing to save for backward. Blocks are merged as the statistics of shards are."""
     stats_5N = torch.zeros(5, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
     stats_5N[[0, 2]] = -torch.inf
     for _, pairs in _pairs(x, spec):
@@ -38,7 +38,7 @@ def statistics(x: Heads, spec: Divergence) -> tuple[Tensor, list[Tensor]]:
 
 
 def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
-    """The statistics of a block of logits by itself. Overwrites both."""
+    """Return the statistics of one block of logits. Overwrites both heads' logits."""
     max_s, max_t = z_s.amax(1), z_t.amax(1)
     z_s -= max_s.clamp(min=FLOOR)[:, None]
     z_t -= max_t.clamp(min=FLOOR)[:, None]
@@ -47,13 +47,13 @@ def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
     if spec.kind != "jsd":
         lead, other = (z_s, z_t) if spec.kind == "reverse" else (z_t, z_s)
         weight = lead.exp()
-        # A logit of -inf would make 0 * -inf.
+        # Avoid 0 * -inf = NaN for a logit of -inf.
         moment = torch.where(weight == 0, 0.0, weight * (lead - other)).sum(1)
     return torch.stack((max_s, sum_s, max_t, sum_t, moment))
 
 
 def _log_softmaxes(student: Block, teacher: Block, pair: Pair) -> tuple[Tensor, Tensor, Tensor]:
-    """log p and log t of a block, and the student's logits."""
+    """Return log p and log t of a block, and the student's logits."""
     rows = (student.rows, None)
     z_s = student.logits()
     log_p = (z_s - pair.max_s[rows]).sub_(pair.log_sum_s[rows])
@@ -106,7 +106,7 @@ def gradients(
 
 
 def _block_gradients(student: Block, teacher: Block, pair: Pair, spec: Divergence) -> Tensor:
-    """The gradients of each token's divergence with respect to ``hidden @ weight.T + bias`` of the student."""
+    """Return the gradient of each token's divergence with respect to the student's ``hidden @ weight.T + bias``."""
     log_p, log_t, z = _log_softmaxes(student, teacher, pair)
     head, p = student.head, log_p.exp()
     if spec.kind == "forward":
@@ -114,7 +114,7 @@ def _block_gradients(student: Block, teacher: Block, pair: Pair, spec: Divergenc
     else:
         above = log_p - log_t if spec.kind == "reverse" else above_mixture(log_p, log_t, spec.beta)
         factor = 1.0 if spec.kind == "reverse" else 1 - spec.beta
-        # A probability that underflows would make 0 * -inf.
+        # Avoid 0 * -inf = NaN where p underflows.
         grad = torch.where(p == 0, 0.0, factor * p * (above - pair.offset[student.rows, None]))
     if head.softcap is not None:
         grad *= 1 - (z / head.softcap).square()

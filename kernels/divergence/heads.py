@@ -1,6 +1,6 @@
-"""Divergence of two heads on one shard: the records, and each token's numbers before and after the passes over the vocabulary.
+"""Divergence of two heads: formulas, records, and the merge of statistics over shards.
 
-p is the student's softmax and t the teacher's. One of them leads: the expectation of the divergence is taken in it.
+p is the student's softmax and t the teacher's. The leading head is the one whose softmax the expectation is taken over.
 
 =========  ===================================  ===============================  ==========================================
 kind       value of a token                     as sums                          gradient of a student's logit
@@ -13,9 +13,9 @@ jsd        b KL(t || m) + (1 - b) KL(p || m)    two, once both lse are known    
 with m = b t + (1 - b) p, as generalized knowledge distillation (Agarwal et al., 2023, equation 1) and TRL's GKDTrainer define
 it. The teacher has no gradient.
 
-**Statistics of a shard** are the rows of ``stats_5N``. MOMENT is relative to both maxima, so that no offset costs precision:
-with a the leading head and b the other, ``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``. Where maxima grow by
-``drop``, ``merge`` and the kernels move the sums to them:
+**Statistics of a shard** are the rows of ``stats_5N``. MOMENT is relative to both maxima, so large logits cost no precision:
+with a the leading head and b the other, ``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``. If maxima grow by
+``drop``, ``merge`` and the kernels update the sums:
 
     MOMENT <- exp(-drop_a) (MOMENT - (drop_a - drop_b) SUM_a)
 
@@ -24,12 +24,12 @@ row   name        value
 ====  ==========  =====================================================
 0     MAX_S       maximum of the student's logits; -inf: no valid row
 1     SUM_S       sum_j exp(z_sj - MAX_S)
-2     MAX_T       the same of the teacher's
-3     SUM_T
+2     MAX_T       maximum of the teacher's logits
+3     SUM_T       sum_j exp(z_tj - MAX_T)
 4     MOMENT      see above; 0 for "jsd"
 ====  ==========  =====================================================
 
-Equal heads give a divergence of exactly 0, and a gradient of exactly 0: both take the same steps.
+Both heads go through the same operations, so equal heads give a divergence and a gradient of exactly 0.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from cce_dist.kernels import Operands, ShardLogits
 from cce_dist.kernels.memory import Sizes
 
 KINDS = ("forward", "reverse", "jsd")
-# Bytes of a cell in ``PairLogits``, and of its gradient where that needs memory of its own, by the dtype of hidden states; 8
-# for any other dtype.
+# Bytes of two heads' logits at one token and column in ``PairLogits``, and of their gradient if it needs its own memory, by the
+# dtype of hidden states; 8 for any other dtype.
 PAIR_BYTES = {torch.bfloat16: 4, torch.float16: 10}
 
 
 class Heads(NamedTuple):
-    """The operands of both heads. Their shards hold the same ids; ``ids`` is the same tensor, negative where nothing counts."""
+    """The operands of both heads, whose shards hold the same ids. They share ``ids``, negative for tokens that do not count."""
 
     student: Operands
     teacher: Operands
@@ -69,40 +69,40 @@ def sizes_of(num_tokens: int, hidden: Tensor, num_columns: int, teacher_hidden: 
 
 
 class Divergence(NamedTuple):
-    """The task of a shard: plain numbers, the same in forward and backward."""
+    """Options of one shard's computation, as plain values. Forward and backward take the same ones."""
 
-    student: ShardLogits  # How the student's logits come from its hidden states
-    teacher: ShardLogits  # Likewise; its ``num_valid`` is the student's
+    student: ShardLogits  # How the student's logits are computed from its hidden states
+    teacher: ShardLogits  # How the teacher's logits are computed; ``num_valid`` equals the student's
     kind: str = "forward"  # One of KINDS
-    beta: float = 0.5  # The teacher's part of the mixture, for "jsd"
+    beta: float = 0.5  # The teacher's weight in the mixture, for "jsd"
     workspace_bytes: int = 256 << 20  # The budget; 0: chosen from the shapes
     grad: bool = True  # A backward pass may follow
 
     def can_keep(self, dtype: str) -> bool:
-        """Whether logits can be kept from forward to backward: in bf16, as for the loss."""
+        """Whether logits can be kept from forward to backward: only in bf16."""
         return self.grad and dtype == "torch.bfloat16"
 
     @property
     def leads(self) -> int:
-        """The first of the leading head's two rows of statistics: 0 is the student's, 2 the teacher's."""
+        """Index of the leading head's first row of statistics: 0 for the student, 2 for the teacher."""
         return 0 if self.kind == "reverse" else 2
 
 
 class Pair(NamedTuple):
-    """Numbers of the whole vocabulary, [N] fp32 each. Log-sum-exps are ``max + log_sum``, kept apart for exactness."""
+    """Statistics of the whole vocabulary, [N] fp32 each. Log-sum-exps are ``max + log_sum``; their sums would round."""
 
     max_s: Tensor
     log_sum_s: Tensor
     max_t: Tensor
     log_sum_t: Tensor
-    offset: Tensor  # What a token's gradient subtracts: KL(p || t) for "reverse", KL(p || m) for "jsd"
+    offset: Tensor  # Number that a token's gradient subtracts: KL(p || t) for "reverse", KL(p || m) for "jsd"
 
 
 def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:
     """Merge the statistics of shards in rank order, so that every rank computes the same bits. [T, 5, N] -> [5, N]."""
     max_T2N = stats_T5N[:, 0:3:2]
     max_2N = max_T2N.amax(0)
-    # An empty shard and a row of -inf logits have a maximum of -inf, whose difference to itself would be NaN.
+    # An empty shard or a row of -inf logits has a maximum of -inf, and -inf - -inf would be NaN.
     below_T2N = torch.where(max_T2N == max_2N, 0.0, max_T2N - max_2N)
     weight_T2N = below_T2N.exp()
     sum_T2N = stats_T5N[:, 1:4:2]
@@ -110,13 +110,13 @@ def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:
     lead = spec.leads // 2
     between_TN = below_T2N[:, lead] - below_T2N[:, 1 - lead]
     moved_TN = weight_T2N[:, lead] * (stats_T5N[:, 4] + between_TN * sum_T2N[:, lead])
-    # A shard that underflows or is empty adds 0, also where the other head's moment is infinite.
+    # A shard that underflows or is empty adds 0, even if its moment is infinite.
     moved_TN = torch.where((weight_T2N[:, lead] == 0) | (sum_T2N[:, lead] == 0), 0.0, moved_TN)
     return torch.stack((max_2N[0], sum_2N[0], max_2N[1], sum_2N[1], moved_TN.sum(0)))
 
 
 def pair_of(merged_5N: Tensor, spec: Divergence) -> Pair:
-    """Return each token's numbers for a second pass or for backward; for "jsd" the offset is still to come."""
+    """Return the statistics for a second pass or for backward. For "jsd" the offset is 0 until the second pass."""
     max_s, sum_s, max_t, sum_t, moment = merged_5N
     log_sum_s, log_sum_t = sum_s.log(), sum_t.log()
     if spec.kind == "forward":
@@ -128,9 +128,9 @@ def pair_of(merged_5N: Tensor, spec: Divergence) -> Pair:
     return Pair(max_s, log_sum_s, max_t, log_sum_t, value)
 
 
-FARTHEST = 80.0  # nats between log t and log p in what follows: past that the smaller of the two adds nothing
+FARTHEST = 80.0  # nats: bound on the difference of log t and log p; beyond it the smaller probability does not matter
 
 
 def above_mixture(log_q: Tensor, log_other: Tensor, share: float) -> Tensor:
-    """Return log q - log m for m = (1 - share) q + share other: 0 where both are equal, and no exponential overflows."""
+    """Return log q - log m for m = (1 - share) q + share other. It is exactly 0 for q = other, and cannot overflow."""
     return -torch.log1p(share * torch.expm1((log_other - log_q).clamp(max=FARTHEST)))

@@ -1,13 +1,11 @@
-"""Divergence of two heads on Triton: the logits of both at the same tokens and columns, then what follows from them.
+"""Divergence of two heads on Triton: write the logits of both heads, then compute statistics and gradients from the logits.
 
-Products that do nothing else (``pair_logits.py``) write the logits of both heads: those of the first columns into what is kept
-for backward, the others a chunk after another. Passes over them add up each token's five numbers in forward, and turn the
-student's logits into their gradient, in place, in backward. The products of ``d_hidden.py`` and ``d_weight.py`` take it from
-there, as in ``exact.py``. ``heads.py`` has the formulas. Another backward has the student's overwritten logits made anew, with
-the same bits.
+Matrix products (``pair_logits.py``) write the logits of both heads: those of the first columns into memory that is kept for
+backward, the others chunk by chunk. In forward, passes over the logits sum up five numbers per token. In backward, a pass turns
+the student's logits into their gradient, in place, and the products of ``d_hidden.py`` and ``d_weight.py`` follow, as in
+``exact.py``. ``heads.py`` has the formulas. A second backward computes the overwritten logits again, with the same bits.
 
-Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The moment that two running maxima share is this
-project's.
+Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The moment relative to two maxima is this project's.
 """
 
 from __future__ import annotations
@@ -42,12 +40,12 @@ from cce_dist.kernels.waves import cdiv
 
 FORWARD, REVERSE, JSD, MIXTURE = (tl.constexpr(i) for i in range(4))  # tasks: the kinds, and jsd's second pass
 TASKS = {"forward": FORWARD, "reverse": REVERSE, "jsd": JSD}
-SUMS_TILES = 4  # that a program which adds up reads at a time; it is a warp with a row, so that its sums need no other
-BLOCK_N = 16  # rows of a program that writes gradients
+SUMS_TILES = 4  # tiles read at a time by a program of ``_pair_sums_kernel``: one warp per row, so sums stay within a warp
+BLOCK_N = 16  # rows per program of ``_pair_gradients_kernel``
 
 
 def columns_kept(x: Heads, spec: Divergence) -> int:
-    """Return how many of the shard's first columns are kept for backward within the budget."""
+    """Return how many of the shard's first columns are kept for backward: as many as fit in the budget."""
     can_keep = spec.can_keep(str(x.student.hidden.dtype))
     return memory.columns_kept(x.sizes, spec.workspace_bytes) if can_keep else 0
 
@@ -57,14 +55,14 @@ def saved_like(x: Heads, spec: Divergence) -> list[torch.Tensor]:
 
 
 def _new_kept(x: Heads, spec: Divergence) -> PairLogits:
-    """Return room for what is kept. Its rows are the tokens that count, in order."""
+    """Allocate the logits that are kept for backward. Their rows are the tokens that count, in order."""
     hidden, columns = x.student.hidden, columns_kept(x, spec)
     tile_cols = choose_tiles(hidden.dtype, hidden.device).lse.cols if columns else 1
     return new_pair_logits(x.student.num_tokens, columns, tile_cols, hidden, columns > 0)
 
 
 def statistics(x: Heads, spec: Divergence) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return stats_5N, zeros where a token is not counted; and ``PairLogits``."""
+    """Return stats_5N, 0 for tokens that do not count, and the kept ``PairLogits``."""
     stats_5N = x.student.hidden.new_zeros(5, x.student.num_tokens, dtype=torch.float32)
     kept = _new_kept(x, spec)
     if x.student.num_tokens == 0 or x.student.num_valid == 0:
@@ -75,7 +73,7 @@ def statistics(x: Heads, spec: Divergence) -> tuple[torch.Tensor, list[torch.Ten
 
 
 def mixture_sums(x: Heads, pair: Pair, saved: list[torch.Tensor], spec: Divergence) -> torch.Tensor:
-    """Return this shard's parts of KL(t || m) and KL(p || m), [2, N]; 0 where a token is not counted."""
+    """Return this shard's parts of KL(t || m) and KL(p || m), [2, N]; 0 for tokens that do not count."""
     sums_2N = x.student.hidden.new_zeros(2, x.student.num_tokens, dtype=torch.float32)
     if x.student.num_tokens and x.student.num_valid:
         _sweep(x, pair, MIXTURE, sums_2N, spec, PairLogits(*saved))
@@ -85,14 +83,14 @@ def mixture_sums(x: Heads, pair: Pair, saved: list[torch.Tensor], spec: Divergen
 class _Work(NamedTuple):
     """Sizes and buffers of a pass over the columns."""
 
-    at_once: int  # Tokens at a time
-    hidden: tuple[torch.Tensor, torch.Tensor]  # Room for their hidden states, the student's and the teacher's
-    room: PairLogits  # Room for a chunk of both heads' logits of theirs; no columns where all are kept
-    tiles: Tiles  # Of the device
+    at_once: int  # Tokens of a group
+    hidden: tuple[torch.Tensor, torch.Tensor]  # Buffers for a group's hidden states, the student's and the teacher's
+    chunk: PairLogits  # Buffer for a chunk of both heads' logits; without columns if all columns are kept
+    tiles: Tiles  # Tiles of the device
 
     def chunks(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Cut columns [first, last) into those that there is room for: first column, and last one excluded."""
-        cols = self.room.columns or 1
+        """Cut columns [first, last) into chunks of the buffer's size: pairs of the first column and the end."""
+        cols = self.chunk.columns or 1
         return [(col, min(col + cols, last)) for col in range(first, last, cols)]
 
 
@@ -105,8 +103,8 @@ def _work(x: Heads, spec: Divergence, kept: PairLogits) -> _Work:
     )
     at_once = min(at_once, sizes.num_tokens)
     hidden = tuple(head.hidden.new_empty(at_once, head.hidden.shape[1]) for head in (student, teacher))
-    room = new_pair_logits(at_once, cols if left.num_columns else 0, tiles.lse.cols, student.hidden)
-    return _Work(at_once, (hidden[0], hidden[1]), room, tiles)
+    chunk = new_pair_logits(at_once, cols if left.num_columns else 0, tiles.lse.cols, student.hidden)
+    return _Work(at_once, (hidden[0], hidden[1]), chunk, tiles)
 
 
 def _gather(x: Heads, order: list[torch.Tensor], work: _Work) -> tuple[Rows, Rows]:
@@ -117,7 +115,7 @@ def _gather(x: Heads, order: list[torch.Tensor], work: _Work) -> tuple[Rows, Row
 def _fill(
     x: Heads, made: Iterable[tuple[int, Rows]], logits: PairLogits, first: int, last: int, tiles: Tiles
 ) -> None:
-    """Write the logits of columns [first, last) of some heads, 0 or 1, for the rows given with each."""
+    """Write the logits of columns [first, last). ``made`` yields the heads, 0 or 1, each with the rows to compute."""
     for head, rows in made:
         fill_logits(x[head], rows, logits, head, first, cdiv(last - first, tiles.lse.cols), tiles)
 
@@ -125,7 +123,7 @@ def _fill(
 def _sweep(
     x: Heads, pair: Pair | None, task: tl.constexpr, sums_KN: torch.Tensor, spec: Divergence, kept: PairLogits
 ) -> None:
-    """Write each token's K sums; the first sweep, without a ``pair``, computes what is kept, that of the mixture reads it."""
+    """Write each token's K sums. The first pass (``pair`` is None) computes the kept logits; the mixture's pass reads them."""
     with on_device(x.student.hidden):
         work, num_valid = _work(x, spec, kept), x.student.num_valid
         last_kept = min(kept.columns, num_valid)
@@ -137,45 +135,45 @@ def _sweep(
                     _fill(x, enumerate(both), kept, 0, last_kept, work.tiles)
                 add_up(kept, 0, last_kept)
             for first, last in work.chunks(last_kept, num_valid):
-                _fill(x, enumerate(both), work.room, first, last, work.tiles)
-                add_up(work.room, first, last)
+                _fill(x, enumerate(both), work.chunk, first, last, work.tiles)
+                add_up(work.chunk, first, last)
 
 
 @triton.jit
 def _shift_of(maximum):
-    """Return the reference of sums of exponentials: the maximum, or 0 where no logit is finite yet."""
+    """Return the reference of sums of exponentials: the maximum, or 0 if no logit is finite yet."""
     return tl.where(maximum > float("-inf"), maximum, 0.0)
 
 
 @triton.jit
 def _moved(total, drop):
-    """A sum of exponentials relative to a reference that is ``drop`` higher; an empty one stays empty whatever that is."""
+    """Rescale a sum of exponentials to a reference that is ``drop`` higher. A sum of 0 stays 0, even if ``drop`` is NaN."""
     return tl.where(total > 0, total * tl.exp(-drop), total)
 
 
 @triton.jit
 def _moved_moment(moment, total, drop, other_drop):
-    """The moment relative to references that are higher by so much; ``total`` is the leading head's sum before."""
+    """Rescale the moment to references that are ``drop`` and ``other_drop`` higher; ``total`` is the leading head's old sum."""
     factor = tl.exp(-drop)
-    # A part that underflows or is empty adds 0, also where the other head's moment is infinite.
+    # A part that underflows or is empty adds 0, even if its moment is infinite.
     return tl.where((total > 0) & (factor > 0), factor * (moment - (drop - other_drop) * total), 0.0)
 
 
 @triton.jit
 def _moment(e, difference):
-    """Sum of e times a difference of logits over a block; 0 times infinity is 0."""
+    """Sum e times a difference of logits over a block, with 0 times infinity as 0."""
     return tl.sum(tl.sum(tl.where(e == 0, 0.0, e * difference), 1), 0)
 
 
 @triton.jit
 def _above_mixture(log_p, log_t, beta, FAST: tl.constexpr, FAST_LOG: tl.constexpr):
-    """p, t, log p - log m and log t - log m; see ``heads.above_mixture``, whose error is that of any log-probability.
+    """Return p, t, log p - log m and log t - log m. ``heads.above_mixture`` has the formulas and their error.
 
-    m is relative to the larger of the two: exponentials do not overflow, and equal heads give exactly 0.
+    m is computed relative to the larger of p and t, so exponentials do not overflow, and equal heads give exactly 0.
     """
     difference = log_p - log_t
     larger = fast_exp2(tl.maximum(log_p, log_t) * LOG2_E, FAST)
-    # Where both logits are -inf, their difference is no number.
+    # If both logits are -inf, their difference is NaN.
     far = tl.where(larger == 0, 0.0, -tl.abs(difference))
     ratio = fast_exp2(far * LOG2_E, FAST)
     leads = difference > 0
@@ -195,7 +193,7 @@ def _add_up(
     rows: Rows, pair: Pair | None, sums_KN: torch.Tensor, task: tl.constexpr, beta: float, tiles: Tiles,
     logits: PairLogits, first: int, last: int,
 ) -> None:
-    """Add columns [first, last) to the sums of the group's tokens, which the first column sets."""
+    """Add columns [first, last) to the sums of the group's tokens; column 0 sets them."""
     num_rows, (z_2RC, top_2BR, _) = rows.index.shape[0], logits
     _pair_sums_kernel[(num_rows,)](
         # in
@@ -220,10 +218,10 @@ def _pair_sums_kernel(
     top_t_ptr,  # in: [B, R] fp32
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    max_s_ptr,  # in: [N] fp32, for the mixture alone; also the next three
-    log_sum_s_ptr,
-    max_t_ptr,
-    log_sum_t_ptr,
+    max_s_ptr,  # in: [N] fp32, for the mixture, else None
+    log_sum_s_ptr,  # in: [N] fp32, for the mixture, else None
+    max_t_ptr,  # in: [N] fp32, for the mixture, else None
+    log_sum_t_ptr,  # in: [N] fp32, for the mixture, else None
     sums_ptr,  # in, out: [5, N] fp32; [2, N] for the mixture
     num_tokens,
     z_stride,
@@ -247,7 +245,7 @@ def _pair_sums_kernel(
     before = goes_on > 0
     sum_s = tl.load(sums + stride, mask=before, other=0)
     if TASK == MIXTURE:
-        # The sums are those of KL(t || m) and KL(p || m).
+        # sum_t and sum_s are this shard's parts of KL(t || m) and KL(p || m).
         sum_t = tl.load(sums, mask=before, other=0)
         shift_s = tl.load(max_s_ptr + token)
         shift_t = tl.load(max_t_ptr + token)
@@ -263,6 +261,7 @@ def _pair_sums_kernel(
     cells = row.to(tl.int64) * z_stride + offs_t[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
     top_rows = top_stride.to(tl.int64)
     tops = offs_t * top_rows + row
+    # Online softmax over the row's logits of both heads, [TILES, BLOCK_V] at a time: all sums of the row are scalars.
     for tile in range(0, num_tiles, TILES):
         here = tile + offs_t < num_tiles
         z_s = tl.load(z_s_ptr + tile * BLOCK_V + cells, mask=here[:, None], other=float("-inf"))
@@ -279,7 +278,7 @@ def _pair_sums_kernel(
         if TASK == MIXTURE:
             base_s -= log_sum_s
             base_t -= log_sum_t
-        # Logits relative to what the sums are relative to; log p and log t for the mixture.
+        # Logits relative to the references of the sums; for the mixture log p and log t.
         z_s = z_s.to(tl.float32) + base_s[:, None]
         z_t = z_t.to(tl.float32) + base_t[:, None]
         if TASK == MIXTURE:
@@ -338,17 +337,17 @@ def gradients(
                 add_chunks, out, student, both[0], tiles=work.tiles, add=grads.weight_out is not None or group > 0
             )
             if last_kept:
-                # The student's logits are made anew if a backward before turned them into gradients; else of no row.
-                anew = both[0]._replace(num_kept=both[0].num_kept * kept.spent)
-                # Autograd, which counts what is written to saved tensors, sees no more of this than of the kernels' writing.
-                kept.spent.data.fill_(1)
-                fill = partial(_write_gradients, x, [(0, anew)], both[0], kept, pair, coef_N, spec, work.tiles)
+                # Compute the student's logits again if an earlier backward has overwritten them. Otherwise num_kept is 0.
+                again = both[0]._replace(num_kept=both[0].num_kept * kept.overwritten)
+                # Through .data, as kernels write: autograd would refuse a saved tensor whose version has changed.
+                kept.overwritten.data.fill_(1)
+                fill = partial(_write_gradients, x, [(0, again)], both[0], kept, pair, coef_N, spec, work.tiles)
                 final = 0 if chunks else num_final
                 add([(0, last_kept)], kept.gradient(dtype), fill, num_final=final)
             if chunks:
                 made = [*enumerate(both)]
-                fill = partial(_write_gradients, x, made, both[0], work.room, pair, coef_N, spec, work.tiles)
-                add(chunks, work.room.gradient(dtype), fill, num_final=num_final, opens=not last_kept)
+                fill = partial(_write_gradients, x, made, both[0], work.chunk, pair, coef_N, spec, work.tiles)
+                add(chunks, work.chunk.gradient(dtype), fill, num_final=num_final, sets_hidden=not last_kept)
     return returned
 
 
@@ -356,7 +355,7 @@ def _write_gradients(
     x: Heads, made: Iterable[tuple[int, Rows]], rows: Rows, logits: PairLogits, pair: Pair, coef_N: torch.Tensor,
     spec: Divergence, tiles: Tiles, first: int, grads_RV: torch.Tensor,
 ) -> None:
-    """Make the logits of the heads ``made``, of columns from ``first`` on, and write the student's gradient to ``grads_RV``."""
+    """Compute logits of columns from ``first`` on, for the heads in ``made``; write the student's gradient to ``grads_RV``."""
     student, (z_2RC, top_2BR, _), num_rows = x.student, logits, rows.index.shape[0]
     num_cols = min(grads_RV.shape[1], student.num_valid - first)
     _fill(x, made, logits, first, first + num_cols, tiles)
@@ -383,12 +382,12 @@ def _pair_gradients_kernel(
     head,  # in: Head of the student, without factors
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    max_s_ptr,  # in: [N] fp32; also the next five
-    log_sum_s_ptr,
-    max_t_ptr,
-    log_sum_t_ptr,
-    offset_ptr,
-    coef_ptr,
+    max_s_ptr,  # in: [N] fp32
+    log_sum_s_ptr,  # in: [N] fp32
+    max_t_ptr,  # in: [N] fp32
+    log_sum_t_ptr,  # in: [N] fp32
+    offset_ptr,  # in: [N] fp32
+    coef_ptr,  # in: [N] fp32
     dlogits_ptr,  # out: [R, B * BLOCK_V], in bf16 and fp32 the memory of z_s
     num_rows,
     z_stride,
@@ -401,7 +400,7 @@ def _pair_gradients_kernel(
     BLOCK_V: tl.constexpr,
     MAX_SIDE: tl.constexpr,
 ):
-    # Programs that run at a time have few rows and all of their columns: memory is read from one end to the other.
+    # Compute the gradient of a tile [BLOCK_N, BLOCK_V] of logits. Programs that run together read contiguous memory.
     tile = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_N
     num_kept = tl.load(num_kept_ptr)
@@ -422,7 +421,7 @@ def _pair_gradients_kernel(
     coef = tl.load(coef_ptr + token, mask=live, other=0) * before
 
     cells = offs_n.to(tl.int64)[:, None] * z_stride + tile * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-    # Logits of -inf make every p and t of a dead row 0.
+    # Rows past num_kept get logits of -inf, so all of their p and t are 0.
     z_s = tl.load(z_s_ptr + cells, mask=live[:, None], other=float("-inf")).to(tl.float32)
     z_t = tl.load(z_t_ptr + cells, mask=live[:, None], other=float("-inf")).to(tl.float32)
     log_p = z_s + one_s[:, None]
@@ -431,7 +430,7 @@ def _pair_gradients_kernel(
         grad = fast_exp2(log_p * LOG2_E, FAST) - fast_exp2(log_t * LOG2_E, FAST)
     elif TASK == REVERSE:
         p = fast_exp2(log_p * LOG2_E, FAST)
-        # A probability that underflows would make 0 * -inf.
+        # Avoid 0 * -inf = NaN where p underflows.
         grad = tl.where(p == 0, 0.0, p * ((log_p - log_t) - offset[:, None]))
     else:
         coef *= 1.0 - beta
@@ -439,6 +438,6 @@ def _pair_gradients_kernel(
         grad = tl.where(p == 0, 0.0, p * (above_p - offset[:, None]))
     grad *= coef[:, None]
     if head.softcap is not None:
-        # The slope of a logit of -inf is no number; padding is such a column.
+        # The slope at a logit of -inf, as in padding columns, is not finite.
         grad = tl.where(grad == 0, 0.0, grad * slope_of(z_s + top_s[:, None], head, after[:, None]))
     tl.store(dlogits_ptr + cells, grad.to(dlogits_ptr.dtype.element_ty), mask=(offs_n < num_rows)[:, None])

@@ -8,19 +8,19 @@ forward                                               backward
     threshold is marked (lse)                           frequent columns: dlogits, d_hidden and d_weight as matrix
   marks become lists of columns (lists)                   products, to which the listed ones are added (d_rows)
 
-Each element is judged alone, and all that reach the threshold are kept. A row of 10^5 logits has about a hundred of them.
-They are scattered, so tiles of any size would keep thousands. Most belong to ids that are frequent in every text: those
-columns are kept whole, as a matrix. The others are kept in lists, and their rows of the weight are gathered.
+Each element is judged by itself, and every element that reaches the threshold is kept: about a hundred in a row of 10^5
+logits. They are scattered, so keeping whole tiles of any size would keep thousands. Most kept elements belong to ids that are
+frequent in every text. These frequent columns are kept for all tokens, as a matrix. The other elements are kept in lists, and
+their rows of the weight are gathered.
 
 A rank-1 matrix ``m_i share_j`` replaces the dropped elements: m_i is the softmax mass of token i outside frequent and listed
 columns, and share_j is column j's part of all dropped mass, estimated from sampled tokens. So the row sums of the softmax are
 right to rounding, and its column sums to the sample's error. Sampled columns correct d_hidden, and sampled tokens correct
 d_weight (sampling).
 
-Some tokens fall back to the exact kernels: their list is too long, backward asks for more columns than forward kept, the bound
-was too high, or a number is not finite. Most steps have few such tokens or none, and then the launches for them return at once.
-All tokens fall back where the lists together are too long. Only the device knows which tokens fall back, and nothing waits
-for it.
+A token falls back to the exact kernels if its list is too long, backward needs more columns than forward listed, the bound was
+too high, or a number is not finite. Most steps have few of these tokens, and without any the exact kernels return at once. All
+tokens fall back if the lists together are too long. Only the device knows which tokens fall back, and nothing waits for it.
 
 Source: the filter of *Cut Your Losses* (Wijmans et al., 2024, section 4.3), which judges tiles of a sorted vocabulary. Lists,
 frequent columns and compensation are this project's.
@@ -152,20 +152,20 @@ def statistics(
 
 
 def new_rows(x: Operands, num_rows: int, num_columns: int | None = None) -> torch.Tensor:
-    """Return memory for hidden states of so many tokens, or for as many numbers of each as there are columns."""
+    """Allocate [num_rows, num_columns] in the hidden states' dtype, by default for hidden states of ``num_rows`` tokens."""
     num_columns = x.hidden.shape[1] if num_columns is None else num_columns
     return torch.empty(num_rows, num_columns, dtype=x.hidden.dtype, device=x.hidden.device)
 
 
 class _First(NamedTuple):
-    """What is known of each token before the pass over all columns.
+    """Statistics of each token that are computed before the pass over all columns.
 
     Attributes:
         order: The compact order of the tokens, as ``tokens.compact`` returns it.
         frequent_3N: Maximum and sum of exp over the frequent columns, fp32. The third row is not used.
-        frequent_sloped_N: That sum times the softcap's slopes, fp32; None without a softcap.
+        frequent_sloped_N: Sum of exp times the softcap's slope over the frequent columns, fp32; None without a softcap.
         bound_N: Lower bound of the log-sum-exp, fp32.
-        taken: [1] int64: places of the lists that are taken, 0.
+        taken: [1] int64: number of list elements in use; starts at 0.
     """
 
     order: list[torch.Tensor]
@@ -179,7 +179,7 @@ def _before_all_columns(
     x: Operands, frequent: Frequent, tiles: Tiles, buffer_RD: torch.Tensor, stats_KN: torch.Tensor,
     merge_bound: Callable[[torch.Tensor], torch.Tensor],
 ) -> _First:
-    """Write the labels' logits to stats_KN, and bound each token's log-sum-exp by them, frequent columns and some others."""
+    """Write the labels' logits to stats_KN. Bound log-sum-exps by labels, frequent columns, and a sample of other columns."""
     order, num_tokens, device = exact.order_of(x), x.num_tokens, x.hidden.device
     frequent_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
     frequent_sloped_N = None
@@ -208,7 +208,7 @@ def _marked_statistics(
     at_once: int,
     spec: Spec,
 ) -> None:
-    """Write the statistics of all columns to stats_KN, and the lists."""
+    """Write the statistics of all columns to stats_KN, and fill the lists."""
     num_tokens, num_words = x.num_tokens, frequent.num_words
     tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
     sloped_N = None if first.frequent_sloped_N is None else torch.empty_like(first.frequent_sloped_N)
@@ -248,7 +248,7 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec:
         return softmax.max.new_zeros(3)
     lists = Lists(*saved)
     with on_device(x.hidden):
-        # Coefficients of the plain loss, but for the sign, which decides nothing here.
+        # Coefficients of the plain loss, up to the sign of LABEL, which does not matter here.
         coef_4N = torch.zeros(4, num_tokens, dtype=torch.float32, device=x.hidden.device)
         coef_4N[:2] = 1.0
         how = decide(x, softmax, coef_4N, lists, None, spec.filter.eps)
@@ -262,10 +262,11 @@ def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec:
 def gradients(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
-    """Return d_hidden, d_weight and d_bias, filtered; see ``Backend.gradients``.
+    """Return the filtered d_hidden, d_weight and d_bias; see ``Backend.gradients``.
 
-    An element is kept where ``|P p| >= eps |LABEL|`` (eps |P| where LABEL is 0), at the label, and wherever forward kept more.
-    Where the entropy is differentiated, which has no control variate, all is exact. With UNIFORM there is no softcap.
+    An element is kept if ``|P p| >= eps |LABEL|`` (``eps |P|`` if LABEL is 0), if it is the label's, if its column is frequent,
+    or if the token's list is short. All gradients are exact if the entropy is differentiated, which has no control variate.
+    With UNIFORM there is no softcap.
     """
     sides = spec.filter
 
@@ -291,17 +292,16 @@ def gradients(
 
 
 class Compensation(NamedTuple):
-    """The control variate for what is dropped, and its corrections.
+    """The control variate for the dropped gradients, and its corrections.
 
     Attributes:
         shares_2V: As in ``shares.Dropped``.
-        shared_hidden: What the tokens' factors multiply in d_hidden, the first two rows of [2 or 3, D]; None where d_hidden is
-            not wanted.
-        shared_weight_2D: Two rows that shares and 1 multiply in d_weight; None where d_weight is not wanted.
+        shared_hidden: [2 or 3, D], or None. Each token's two factors times the first two rows are added to d_hidden.
+        shared_weight_2D: Each column's share times the first row, plus the second row, is added to d_weight. Or None.
         sampled: Columns that correct d_hidden, or None.
         tokens: Tokens that correct d_weight, or None.
-        factors: The factors on the corrections, or None.
-        covariance_DD: What hidden states are multiplied by in d_hidden, times LINEAR and the token's factor, or None.
+        factors: Factors of the corrections, or None.
+        covariance_DD: Covariance of the linear correction of d_hidden (``covariance.py``), or None.
     """
 
     shares_2V: torch.Tensor
@@ -314,7 +314,7 @@ class Compensation(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The common ground of the gradients of rows and of columns.
+    """Inputs that d_hidden and d_weight share.
 
     Attributes:
         frequent: The frequent columns.
@@ -343,7 +343,7 @@ def _filtered_gradients(
         tiles = choose_tiles(x.hidden.dtype, device)
         frequent = gather_frequent(lists.ids_F, x, cdiv(num_valid, 32))
         how = decide(x, softmax, coef_4N, lists, frequent.slot_V, spec.filter.eps)
-        # The exact gradients come first: of all tokens, or of those that fall back. The others are added.
+        # First set the exact gradients, of all tokens or of those that fall back. Then add the filtered ones.
         d_hidden, d_weight, d_bias = exact.gradients(
             x._replace(ids=how.exact_labels), softmax, coef_4N, list(exact.new_kept(x, how.exact_order)),
             grads._replace(hidden_ready=None, ready_rows=None, often_empty=True), spec,
@@ -366,7 +366,7 @@ def _filtered_gradients(
             None if d_bias is None else torch.zeros(num_frequent_columns, dtype=torch.float32, device=device)
         )
         _add_rows((d_hidden, frequent_weight_FD, frequent_bias_F), total, x, softmax, coef_4N, work, grads, spec)
-        # The sort of the entries takes the memory of these.
+        # Free memory for the sort of the entries.
         del total
         comp = comp._replace(sampled=None, covariance_DD=None)
         work = work._replace(compensation=comp)
@@ -382,7 +382,7 @@ def _filtered_gradients(
 def _finish_weight(
     target: torch.Tensor, x: Operands, columns: ByColumn, frequent_weight_FD: torch.Tensor, work: _Work, *, add: bool
 ) -> None:
-    """Put all parts of d_weight together, in ``target``."""
+    """Sum all parts of d_weight in ``target``."""
     comp, parts = work.compensation, (work.frequent.slot_V, frequent_weight_FD, work.compensation.shares_2V)
     assert comp.shared_weight_2D is not None
     if comp.tokens is not None and comp.factors is not None:
@@ -395,7 +395,7 @@ def _finish_weight(
 
 
 def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:
-    """Return d_hidden with the remainder of all tokens if the budget holds that: then lists are added to it first."""
+    """Return d_hidden with a remainder of all tokens if it fits in the budget, else None. Short lists then set d_hidden."""
     if d_hidden is None or not memory.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes):
         return None
     return Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens), by_token=True)
@@ -450,10 +450,10 @@ def _compensation(
 def _add_fallback(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, how: Decisions, out: Gradients, grads: Grads, spec: Spec
 ) -> None:
-    """Set the exact gradients of the tokens that fall back while lists serve others.
+    """Set the exact gradients of the tokens that fall back while the lists of other tokens are used.
 
-    They are one tile of rows, so chunks of the vocabulary are long. Where no token falls back the launches return at once, and
-    d_weight is not written.
+    These tokens are at most one tile of rows, so chunks of the vocabulary are long. If there are none, the kernels return at
+    once and d_weight is not written.
     """
     d_hidden, d_weight, d_bias = out
     num_valid = x.num_valid
@@ -483,9 +483,9 @@ def _add_rows(
     out: Gradients, listed: Sum | None, x: Operands, softmax: Softmax, coef_4N: torch.Tensor, work: _Work, grads: Grads,
     spec: Spec,
 ) -> None:
-    """Finish d_hidden, a group of tokens at a time, and make the frequent columns' gradients of weight and bias on the way.
+    """Finish d_hidden, a group of tokens at a time, and compute the frequent columns' gradients of weight and bias.
 
-    ``listed`` is d_hidden where ``listed_gradients`` has begun it.
+    ``listed`` is d_hidden if ``listed_gradients`` has written the short lists' parts to it, else None.
     """
     d_hidden, frequent_weight_FD, frequent_bias_F = out
     frequent, tiles = work.frequent.x._replace(ids=work.how.frequent_labels), work.tiles

@@ -1,12 +1,12 @@
-"""A lower bound of each token's log-sum-exp, which the marks of forward are relative to.
+"""A lower bound of each token's log-sum-exp. Forward marks logits relative to it.
 
     sum of exp over the frequent columns, + exp of the label, + an estimate of all other columns less its error
 
-The lists are too long by as much as the bound is too low: two to three times with frequent columns and label alone. The
-estimate comes from a stratified sample: the other columns are cut into runs of neighbours, which are about as frequent, and one
-column is taken from each run. ``ERRORS`` standard errors are taken off the estimate.
+A bound that is too low makes lists too long: two to three times as long with frequent columns and label alone. The estimate
+comes from a stratified sample. The other columns are cut into runs of neighbours, whose frequencies are similar, and one column
+is taken from each run. ``ERRORS`` standard errors are subtracted from the estimate.
 
-Where the estimate is too high, the log-sum-exp shows it, and the token falls back (``lists.decide``).
+If the estimate is too high, the log-sum-exp shows it, and the token falls back (``lists.decide``).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from cce_dist.kernels.memory import bound_columns
 from cce_dist.kernels.tiles import Tiles, interpreted, precision
 from cce_dist.kernels.waves import cdiv
 
-ERRORS = 2.0  # standard errors
+ERRORS = 2.0  # standard errors that are subtracted from the estimate
 
 
 def num_sampled(num_outside: int) -> int:
-    """Return how many columns are sampled of those that are not frequent, in whole tiles."""
+    """Return how many of the ``num_outside`` infrequent columns are sampled, in whole tiles."""
     return bound_columns(num_outside, 32 if interpreted() else 256)
 
 
 def sample_outside(frequent: Frequent, x: Operands) -> tuple[torch.Tensor, Operands]:
-    """Return columns of the shard that are not frequent, [S] int32 ascending, and those columns as a shard of their own."""
+    """Sample infrequent columns. Return their indices, [S] int32 ascending, and operands with these columns alone."""
     num_valid, hidden_size = x.num_valid, x.weight.shape[1]
     num_outside = num_valid - frequent.ids_F.shape[0]
     size = num_sampled(num_outside)
@@ -66,21 +66,21 @@ def _sample_outside_kernel(
 ):
     offs_s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     in_s = offs_s < size
-    # A run's column is sampled by a hash of the run's number (Knuth's multiplicative one), the same in every step.
+    # A run's column is chosen by Knuth's multiplicative hash of the run's number, so it is the same in every step.
     first = (offs_s.to(tl.int64) * num_outside // size).to(tl.int32)
     length = ((offs_s + 1).to(tl.int64) * num_outside // size).to(tl.int32) - first
     hashed = (offs_s.to(tl.uint32) * 2654435761) >> 16
-    place = first + (hashed.to(tl.int64) * length >> 16).to(tl.int32)
-    # ``place`` counts the columns that are not frequent. Bisection finds how many frequent ones stand before that column.
+    rank = first + (hashed.to(tl.int64) * length >> 16).to(tl.int32)
+    # ``rank`` numbers the infrequent columns. Bisection finds how many frequent columns come before each sampled one.
     num_before = tl.zeros((BLOCK_S,), tl.int32)
     last = num_before + num_frequent
     for _ in range(0, num_steps):
         middle = (num_before + last) // 2
         frequent = tl.load(frequent_ptr + middle, mask=in_s & (num_before < last), other=0).to(tl.int32)
-        before = (frequent - middle <= place) & (num_before < last)
+        before = (frequent - middle <= rank) & (num_before < last)
         num_before = tl.where(before, middle + 1, num_before)
         last = tl.where(before, last, middle)
-    column = place + num_before
+    column = rank + num_before
 
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = in_s[:, None] & (offs_d < hidden_size)[None, :]
@@ -95,15 +95,15 @@ def _sample_outside_kernel(
 def sampled_sums(
     ids_S: torch.Tensor, sampled: Operands, start: int, rows: Rows, tiles: Tiles, sums_3PN: torch.Tensor
 ) -> None:
-    """Write maximum, sum of exp and sum of their squares over the sampled columns, but for the label, in P parts.
+    """Write maximum, sum of exp and sum of squared exp over the sampled columns without the label, in P parts.
 
     Args:
         ids_S: The columns, as ``sample_outside`` returns them.
-        sampled: They as a shard.
-        start: First id of the shard that they are from.
-        rows: SampledTokens.
+        sampled: Operands with the sampled columns alone.
+        start: First id of the shard.
+        rows: A group of tokens.
         tiles: Tiles of the device; a part is one tile of columns.
-        sums_3PN: out: at the tokens of the group.
+        sums_3PN: out: written at the tokens of the group.
     """
     tile = tiles.lse
     num_rows, hidden_size = rows.hidden.shape
@@ -158,7 +158,7 @@ def _sampled_sums_kernel(
     column = tl.load(ids_ptr + offs_s, mask=offs_s < size, other=-1)
     maximum = tl.max(z, 1)
     base = tl.where(maximum > float("-inf"), maximum, 0.0)
-    # The label's exponential is added by itself.
+    # The label is left out: its exponential is added separately.
     e = tl.where(column[None, :] == label[:, None], 0.0, tl.exp(z - base[:, None]))
     plane = num_parts.to(tl.int64) * num_tokens
     where = sums_ptr + part.to(tl.int64) * num_tokens + token
@@ -175,16 +175,16 @@ def bound_of_shard(
 
     Args:
         frequent_3N: Maximum and sum of exp over the frequent columns.
-        stats_KN: Its TARGET is the label's logit. It counts where it is another column of the shard.
-        sums_3PN: What ``sampled_sums`` writes.
-        num_sampled: How many columns were sampled.
-        x: The shard.
-        frequent: Its frequent columns.
-        taken: out: 0, where ``lists.list_columns`` begins.
+        stats_KN: Its row TARGET is the label's logit, which is added if the label is an infrequent column of this shard.
+        sums_3PN: The output of ``sampled_sums``.
+        num_sampled: Number of sampled columns.
+        x: Operands of the shard.
+        frequent: Frequent columns of the shard.
+        taken: out: set to 0 for ``lists.list_columns``.
     """
     stats_3N = torch.empty(3, x.num_tokens, dtype=torch.float32, device=frequent_3N.device)
     num_outside = x.num_valid - frequent.ids_F.shape[0]
-    # The error of a mean of ``num_sampled`` out of ``num_outside``; it is 0 where all of them are sampled.
+    # ERRORS standard errors of a mean of ``num_sampled`` out of ``num_outside`` columns, in standard deviations.
     left_out = 1.0 - num_sampled / num_outside if num_outside else 0.0
     error = ERRORS * (left_out / max(1, num_sampled - 1)) ** 0.5
     _bound_of_shard_kernel[(cdiv(x.num_tokens, 256),)](
@@ -227,7 +227,7 @@ def _bound_of_shard_kernel(
     frequent_max = tl.load(frequent_ptr + offs_n, mask=in_n, other=0)
     frequent_sum = tl.load(frequent_ptr + stride + offs_n, mask=in_n, other=0)
 
-    # Tokens without a label have no sums.
+    # Merge the maxima, then the sums of all parts, [BLOCK_N]. Tokens without a label have no sums.
     live = in_n & (label >= 0)
     plane = num_parts * stride
     reference = tl.full((BLOCK_N,), float("-inf"), tl.float32)
@@ -248,7 +248,7 @@ def _bound_of_shard_kernel(
 
     maximum = tl.maximum(tl.maximum(frequent_max, target), reference)
     base = tl.where(maximum > float("-inf"), maximum, 0.0)
-    # NaN of a frequent column must stay: the maximum may hide it, the sum does not.
+    # NaN of a frequent column must reach the result: the maximum may hide it, the sum does not.
     sum_exp = (
         frequent_sum * tl.exp(frequent_max - base)
         + tl.exp(target - base)

@@ -1,7 +1,4 @@
-"""The time of a filter beside exact gradients, from sizes alone.
-
-Rates are an H200's on every device, because ranks have to agree.
-"""
+"""Estimate from sizes alone whether a filter is faster than exact gradients. Ranks have to agree, so rates are an H200's."""
 
 from __future__ import annotations
 
@@ -11,53 +8,53 @@ from typing import NamedTuple
 from cce_dist.kernels import memory
 from cce_dist.kernels.memory import COLUMNS_PER_ENTRY, LEAST_DEFAULT, SAMPLE, Sizes
 
-# What exact gradients take, for ``filter_pays``: one H200, bf16, N 8,192; 2026-11. Products have the size of the logits'.
+# Time of exact gradients for ``filter_pays``, in matrix products of the logits' size: one H200, bf16, N 8,192; 2026-11.
 EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
-RECOMPUTED = 1.1  # products more where none is kept
-USUAL_LIST = 40  # columns of a token that a filter lists: 34 where a model trains, 25 to 59 where the softmax is flat
-FILTER_HOST = 6.0e-3  # seconds that the host takes: 220 to 270 kernels took 8 to 14 ms, and there are 80 to 160
-MARGIN = 0.9  # of the exact time, that the filter may take
+RECOMPUTED = 1.1  # additional products if no exponentials are kept
+USUAL_LIST = 40  # listed columns per token: 34 while a model trains, 25 to 59 with flat softmaxes
+FILTER_HOST = 6.0e-3  # host time in seconds: 220 to 270 kernels took 8 to 14 ms, and there are 80 to 160
+MARGIN = 0.9  # largest share of the exact time that the filter may take
 
 
 class Rates(NamedTuple):
-    """What a GPU does in a second: operations of a product, bytes from and to memory."""
+    """Rates of a GPU per second: operations of matrix products, bytes read or written."""
 
     operations: float
     bytes_moved: float
 
 
-# By the bytes of an element; the latter is tf32, as nobody measured fp32.
+# By bytes per element. Those of 4 bytes are for tf32; ieee fp32 was not measured.
 H200 = {2: Rates(7.0e14, 3.5e12), 4: Rates(3.5e14, 3.5e12)}
 
 
 class FilterCosts(NamedTuple):
-    """The costs of a filter that the rates of a GPU do not say."""
+    """Measured costs of a filter beyond operations and bytes."""
 
-    marks: float = 0.053  # Time that marking adds to the log-sum-exp, over a plain product's
+    marks: float = 0.053  # Time that marking adds to the log-sum-exp, in products of the logits' size
     forward: float = 0.24e-3  # Seconds of small kernels in forward
-    backward: float = 0.69e-3  # Seconds of small kernels in backward, and of others whatever the sizes
+    backward: float = 0.69e-3  # Seconds of small kernels in backward, and fixed costs of larger ones
     passes: float = 3.7  # Passes over the weight or its gradient in backward
-    sorted: float = 0.1e-9  # Seconds that the sort takes for each column that lists have room for
-    listed: float = 1.5e-9  # Seconds that a listed column of a token takes, however narrow its row
-    listed_wide: float = 0.99e-9  # Seconds more for each 1,024 elements of the row
-    # The same for each doubling of the vocabulary above ``LISTED_OF``: rows of rarer ids are found less often in the cache
+    sorted: float = 0.1e-9  # Seconds that the sort takes per column of the lists' capacity
+    listed: float = 1.5e-9  # Seconds per listed column of a token, for rows of any width
+    listed_wide: float = 0.99e-9  # Additional seconds per listed column and 1,024 elements of its row
+    # Increase of ``listed_wide`` for each doubling of the vocabulary above ``LISTED_OF``: rows of rarer ids miss the cache
     rarer: float = 0.23e-9
 
 
 # A fit to twenty filtered times at eps 2^-10: six synthetic softmaxes on the heads of Llama-3-8B, Gemma-2-2B and Phi-3.5, two
-# captured ones of D 768, V 32,768 (H200s, bf16, N 8,192, 2026-11). The kernels have become faster since: it meets times of
-# the former, mostly from above, and older ones of six captured states within 12 %
-# (tests/kernels/test_filter_costs.py). The cost of sorting a place of a list was measured with an older filter.
+# captured ones of D 768, V 32,768 (H200s, bf16, N 8,192, 2026-11). The kernels have become faster since. Estimates are within
+# 12 % of times of the synthetic softmaxes, mostly above them, and of older times of six captured states
+# (tests/kernels/test_filter_costs.py). The cost of the sort was measured with an older filter.
 FILTER_COSTS = FilterCosts()
-LISTED_OF = 32_064  # Phi-3.5's rows
+LISTED_OF = 32_064  # rows of Phi-3.5's head
 
 
 def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: int = 0) -> bool:
-    """Return whether a filter takes less time than exact gradients would, as far as the sizes of the largest shard tell.
+    """Return whether a filter takes less time than exact gradients, estimated from the sizes of the largest shard.
 
-    The exact way is 3 products, and a fourth for columns whose exponentials are not kept (it may keep them if ``keeps``). The
-    filter is the forward product, ``filter_seconds``, lists of the usual length, and the recomputation of ``exact_sides``, the
-    gradients that are not filtered. Rates are an H200's on every device, since ranks have to agree.
+    Exact gradients take 3 products, and a fourth for columns whose exponentials are not kept (``keeps``: they can be kept). A
+    filter takes the forward product, ``filter_seconds``, lists of the usual length, and recomputation for ``exact_sides``, the
+    number of gradients that are not filtered.
     """
     rates, num_columns = H200[sizes.itemsize], sizes.num_columns
     product = product_seconds(sizes, rates)
@@ -71,15 +68,15 @@ def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: in
 
 
 def product_seconds(sizes: Sizes, rates: Rates) -> float:
-    """Return what a product of the logits' size takes."""
+    """Return the time of a matrix product of the logits' size."""
     return 2 * sizes.num_tokens * sizes.hidden_size * sizes.num_columns / rates.operations
 
 
 def filter_seconds(sizes: Sizes, workspace_bytes: int, rates: Rates, frequent: int) -> tuple[float, float]:
-    """Return what a filter adds to the product of forward, and all of its backward but lists."""
+    """Return a filter's time in forward beyond the product, and its time in backward without lists."""
     costs, num_tokens, num_columns = FILTER_COSTS, sizes.num_tokens, max(1, sizes.num_columns)
     product = product_seconds(sizes, rates)
-    marks_bytes = num_tokens * num_columns // 4  # a bit of each logit, in and out
+    marks_bytes = num_tokens * num_columns // 4  # one bit per logit, written and read
     few = (frequent + memory.bound_columns(num_columns - frequent)) / num_columns
     forward = (costs.marks + few) * product + marks_bytes / rates.bytes_moved + costs.forward
     wide = 3 * frequent + 2 * memory.sampled_columns(num_columns)
@@ -93,7 +90,7 @@ def filter_seconds(sizes: Sizes, workspace_bytes: int, rates: Rates, frequent: i
 
 
 def listed_seconds(sizes: Sizes, num_columns: float) -> float:
-    """Return what so many listed columns of each token take: more with the width of rows and the number of rare ids."""
+    """Return the time of ``num_columns`` listed columns per token, which grows with the width of rows and the vocabulary."""
     doublings = max(0.0, math.log2(max(1, sizes.num_columns) / LISTED_OF))
     wide = FILTER_COSTS.listed_wide + FILTER_COSTS.rarer * doublings
     return sizes.num_tokens * num_columns * (FILTER_COSTS.listed + sizes.hidden_size / 1024 * wide)

@@ -1,11 +1,11 @@
-"""The products that make d_hidden of listed tokens, in one pass over it: it is large beside products as short as these.
+"""The products of listed tokens' d_hidden, in one pass: they are so short that each further pass over d_hidden would cost much.
 
-    d_hidden_i  +=  sum of frequent j  g_ij weight_j            their gradients, as ``dlogits.py`` writes them
+    d_hidden_i  +=  sum of frequent j  g_ij weight_j            gradients g from ``dlogits.py``
                  +  sum of sampled k  g_ik centered_k            the correction from samples (``sampling.py``)
                  +  r_i linear * (hidden_i covariance)      the linear correction (``covariance.py``)
-                 +  r_i shared_0 + u_i shared_1            control variate, uniform part, and the means of the two above
+                 +  r_i shared_0 + u_i shared_1            control variate, uniform part, and means of the two corrections
 
-The lists of tokens are added before (``lists.listed_gradients``), those that are too long for that after (``d_rows.py``).
+Short lists are added before (``lists.listed_gradients``), longer lists after (``d_rows.py``).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from cce_dist.kernels.waves import cdiv
 
 
 class Pair(NamedTuple):
-    """Gradients of the group's tokens, and what they multiply.
+    """The two operands of a product.
 
     Attributes:
-        given_RC: [R, columns] in the hidden states' dtype.
-        rows_CD: [columns or fewer, D], likewise.
+        given_RC: [R, columns] in the hidden states' dtype: gradients of the group's tokens.
+        rows_CD: [columns or fewer, D] in the hidden states' dtype: rows of the weight.
     """
 
     given_RC: torch.Tensor
@@ -44,16 +44,15 @@ def add_products(
     """Add everything but lists to d_hidden at the tokens of the group; ``first`` sets it instead.
 
     Args:
-        total: The remainder is written where lists are to come, and nowhere else.
-        frequent: Of the frequent columns.
-        sampled: Of the sampled columns, or None.
+        total: d_hidden. Its remainder is only written for tokens whose list is added later.
+        frequent: Operands of the frequent columns.
+        sampled: Operands of the sampled columns, or None.
         covariance_DD: As ``covariance.covariance_of`` returns it, or None.
         factors: With ``sampled`` or ``covariance_DD``: a product whose factor is 0 is left out.
-        gain: Multiplies the products of both pairs, 0-d fp32; or None.
+        gain: Factor on the products of both pairs, 0-d fp32; or None.
         factor_2N: r_i and u_i of each token, fp32.
-        shared: What they multiply, fp32: the first two rows of [2 or 3, D].
-        later: The lists, and the length of those that were added before. Only tokens whose list is one of the latter have a
-            remainder already.
+        shared: shared_0 and shared_1, fp32: the first two rows of [2 or 3, D].
+        later: The lists, and the greatest length of lists added before. Only the tokens of these have a remainder already.
     """
     hidden_size, num_rows = total.high_ND.shape[1], rows.hidden.shape[0]
     others = [*(sampled or ()), *(() if covariance_DD is None else (rows.hidden, covariance_DD))]
@@ -135,6 +134,7 @@ def _hidden_products_kernel(
     mass = tl.load(factor_ptr + token, mask=live, other=0)
     gain = tl.load(gain_ptr) if HAS_GAIN else 1.0
 
+    # acc [BLOCK_N, BLOCK_D] = hidden @ covariance + sampled gradients @ weight rows + frequent gradients @ weight rows.
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     if HAS_COVARIANCE:
         linear = tl.load(factors_ptr + LINEAR)

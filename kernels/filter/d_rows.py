@@ -1,16 +1,16 @@
-"""Gradient rows from the listed gradients g and from the control variate: d_hidden of tokens, d_weight and d_bias of columns.
+"""Rows of d_hidden, d_weight and d_bias from the listed gradients g and the control variate.
 
-For a token, with m its softmax mass of the columns that are neither listed nor frequent, and for a column j,
+For a token, with m its softmax mass outside listed and frequent columns, and for a column j,
 
     d_hidden   += sum_j g_j weight_j    + scale P m (share . weight)            + scale UNIFORM (sum of infrequent rows)
     d_weight_j  = sum_i g_i hidden_i    + share_j sum_i scale P_i m_i hidden_i  + sum_i scale UNIFORM_i hidden_i
                 + shrinkage share_j (weight_j - share . weight)
 
-where ``share`` is a column's part of the mass that all tokens drop (``shares.py``). m is what is left after frequent and listed
-columns, so the row sums of the softmax are right whatever was dropped.
+where ``share_j`` is column j's part of the mass that all tokens drop (``shares.py``). m is computed by subtraction, so the row
+sums of the softmax are right whatever was dropped.
 
-A stable sort by column turns the entries over, so each row of d_weight is summed in registers, in the order of the tokens, and
-written once: no atomics, and the same bits every run. Rows of frequent columns come from a product (``filter/__init__.py``).
+A stable sort orders the entries by column. So each row of d_weight is summed in registers, in token order, and written once: no
+atomics, and the same bits every run. Rows of frequent columns come from a matrix product (``filter/__init__.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cce_dist.kernels.waves import cdiv
 def add_listed_hidden(
     total: Sum, x: Operands, rows: Rows, lists: Lists, how: Decisions, entries: Entries, *, longer_than: int
 ) -> None:
-    """Add the listed columns' part to d_hidden at the tokens of the group whose lists are longer than that."""
+    """Add the listed columns' part to d_hidden for the group's tokens whose lists are longer than ``longer_than``."""
     num_rows, hidden_size = rows.index.shape[0], x.weight.shape[1]
     _filtered_hidden_kernel[(num_rows, cdiv(hidden_size, 1024))](
         x.weight, rows.index, rows.num_kept, lists.count_N, how.ends_2N, entries.column, entries.grad,
@@ -50,7 +50,7 @@ def _filtered_hidden_kernel(
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     count_ptr,  # in: [N] int32
-    end_ptr,  # in: [N] int32: where the token's entries end
+    end_ptr,  # in: [N] int32: end of the token's entries
     entry_column_ptr,  # in: [M] int32
     entry_grad_ptr,  # in: [M] fp32
     low_ptr,  # in: [R, D]
@@ -81,9 +81,10 @@ def _filtered_hidden_kernel(
     offs_k = end - count + tl.arange(0, BLOCK_K)
     column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid)
     grad = tl.load(entry_grad_ptr + offs_k, mask=column < num_valid, other=0)
+    # acc [BLOCK_D] += grad [BLOCK_K] @ weight rows [BLOCK_K, BLOCK_D], over the token's list.
     for _ in range(end - count, end, BLOCK_K):
         w = _rows(weight_ptr, column, column < num_valid, offs_d, in_d, hidden_size)
-        offs_k += BLOCK_K  # The next entries are read while the rows of these are on their way.
+        offs_k += BLOCK_K  # load the next entries while these rows arrive
         next_column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid)
         next_grad = tl.load(entry_grad_ptr + offs_k, mask=offs_k < end, other=0)
         acc += tl.sum(grad[:, None] * w, 0)
@@ -93,10 +94,10 @@ def _filtered_hidden_kernel(
 
 
 class ByColumn(NamedTuple):
-    """Entries in order of their column, then of their token.
+    """Entries sorted by column, then by token.
 
     Attributes:
-        first_V: [V + 1] int32: where each column's entries start.
+        first_V: [V + 1] int32: index of each column's first entry.
         token: [M] int32.
         grad: [M] fp32.
     """
@@ -107,7 +108,7 @@ class ByColumn(NamedTuple):
 
 
 def by_column(entries: Entries, num_cols: int) -> ByColumn:
-    """Turn the lists of tokens into lists of columns."""
+    """Sort the entries by column."""
     column, order = entries.column.sort(stable=True)
     capacity = column.shape[0]
     first_V = torch.empty(num_cols + 1, dtype=torch.int32, device=column.device)
@@ -128,7 +129,7 @@ def by_column(entries: Entries, num_cols: int) -> ByColumn:
 @kernel("column_ptr", "order_ptr", "token_ptr", "grad_ptr", "first_ptr", "token_out_ptr", "grad_out_ptr")
 def _by_column_kernel(
     column_ptr,  # in: [M] int32, ascending
-    order_ptr,  # in: [M] int64: where each was
+    order_ptr,  # in: [M] int64: index of each in the unsorted entries
     token_ptr,  # in: [M] int32
     grad_ptr,  # in: [M] fp32
     first_ptr,  # out: [V + 1] int32
@@ -145,7 +146,7 @@ def _by_column_kernel(
     tl.store(token_out_ptr + offs, tl.load(token_ptr + order, mask=used, other=0), mask=used)
     tl.store(grad_out_ptr + offs, tl.load(grad_ptr + order, mask=used, other=0), mask=used)
 
-    if tl.program_id(0) * BLOCK <= num_cols:  # Here places are columns: bisection finds the first entry of each.
+    if tl.program_id(0) * BLOCK <= num_cols:  # here ``offs`` are columns: bisection finds the first entry of each
         first = tl.zeros((BLOCK,), tl.int32)
         last = first + capacity
         for _ in range(0, num_steps):
@@ -161,17 +162,17 @@ def listed_weight(
     shares_2V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, factors: Factors | None, weight: torch.Tensor, *,
     add: bool,
 ) -> None:
-    """Set the rows of d_weight_VD to the sum of all their parts, or add it.
+    """Set the rows of d_weight_VD to the sum of all their parts, or add the sum.
 
     Args:
-        d_weight_VD: in, out: may have more rows than there are columns; those are left alone.
-        slot_V: Place among the frequent columns for each column, from 1 on, or 0.
+        d_weight_VD: in, out: rows past the last column are left alone.
+        slot_V: As in ``Frequent``: 1 plus the position among the frequent columns, or 0.
         frequent_FD: The frequent columns' rows of the gradient.
         shares_2V: Its first row is each column's part of the dropped mass.
         shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
-        how: Where tokens are exact, d_weight_VD holds their gradient, to add to; where all are, it is left alone.
-        factors: Where GAIN is not 0, ``compensated_weight`` has set the rows to all other parts.
-        weight: The weight, which is read where SHRINKAGE is not 0.
+        how: If some tokens fall back, d_weight_VD holds their gradient and is added to. If all are exact, nothing is written.
+        factors: If GAIN is not 0, ``compensated_weight`` has set the rows to all other parts.
+        weight: The weight, which is read if SHRINKAGE is not 0.
         add: Add to d_weight_VD in any case.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
@@ -227,9 +228,9 @@ def _filtered_weight_kernel(
     others_done = (tl.load(factors_ptr + GAIN) != 0) if HAS_FACTORS else False
     shrinkage = tl.load(factors_ptr + SHRINKAGE) if HAS_FACTORS else 0.0
     adding |= others_done
-    # Programs side by side have the same part of all hidden states, which then stays in the cache.
+    # An item is [BLOCK_V, BLOCK_D] of d_weight. Neighbouring programs share BLOCK_D elements of hidden states in the cache.
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        # An item's columns are far apart: neighbours are often frequent together, and entries are gone through one by one.
+        # An item's columns are far apart, to balance the work: neighbours often have many entries together.
         offs_v = item % num_blocks_v + tl.arange(0, BLOCK_V) * num_blocks_v
         offs_d = item // num_blocks_v * BLOCK_D + tl.arange(0, BLOCK_D)
         in_v = offs_v < num_cols
@@ -241,8 +242,8 @@ def _filtered_weight_kernel(
         by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
         by_column = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
 
-        # Most columns have few entries or none. All of these go together, so that many rows are under way at once. The next
-        # entries are read while the rows of these are on their way.
+        # Most columns have few entries or none. These are summed together, so that many rows are loaded at once. The next
+        # entries are loaded while the rows of these arrive.
         few = in_v & (end - begin <= SHORT)
         part = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
         if not others_done:
@@ -269,16 +270,16 @@ def _filtered_weight_kernel(
 
         bit = 1 << tl.arange(0, BLOCK_V)
         to_do = tl.sum(tl.where(end - begin > SHORT, bit, 0), 0)
-        while to_do > 0:  # The columns with more entries follow, one after another.
+        while to_do > 0:  # then the columns with more entries, one after another
             this = bit == (to_do & -to_do)
-            place = tl.sum(tl.where(this, offs_v, 0), 0).to(tl.int64) * hidden_size + offs_d
-            row = d_weight_ptr + place
+            where = tl.sum(tl.where(this, offs_v, 0), 0).to(tl.int64) * hidden_size + offs_d
+            row = d_weight_ptr + where
             acc = tl.zeros((BLOCK_D,), tl.float32)
             if not others_done:
-                its_share = tl.sum(tl.where(this, share, 0.0), 0)
-                acc += by_share * its_share + by_column
-                if shrinkage * its_share != 0:
-                    acc += shrinkage * its_share * tl.load(weight_ptr + place, mask=in_d, other=0).to(tl.float32)
+                this_share = tl.sum(tl.where(this, share, 0.0), 0)
+                acc += by_share * this_share + by_column
+                if shrinkage * this_share != 0:
+                    acc += shrinkage * this_share * tl.load(weight_ptr + where, mask=in_d, other=0).to(tl.float32)
             acc += tl.load(row, mask=tl.where(adding, in_d, False), other=0).to(tl.float32)
             row_begin, row_end = tl.sum(tl.where(this, begin, 0), 0), tl.sum(tl.where(this, end, 0), 0)
             these_k = row_begin + tl.arange(0, BLOCK_K)
@@ -295,13 +296,13 @@ def _filtered_weight_kernel(
 
 @triton.jit
 def _entries(token_ptr, grad_ptr, offs_k, in_k):
-    """Token and gradient of some entries."""
+    """Load token and gradient of the entries at ``offs_k``."""
     return tl.load(token_ptr + offs_k, mask=in_k, other=0), tl.load(grad_ptr + offs_k, mask=in_k, other=0)
 
 
 @triton.jit
 def _rows(rows_ptr, number, in_k, offs_d, in_d, hidden_size):
-    """A part of some rows, fp32."""
+    """Load the elements ``offs_d`` of the rows ``number`` of a matrix, in fp32."""
     where = rows_ptr + number.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
     return tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)
 
@@ -310,14 +311,14 @@ def compensated_weight(
     d_weight_VD: torch.Tensor, tokens: SampledTokens, factors: Factors, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
     shares_2V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, tile: Tile, *, add: bool,
 ) -> None:
-    """Set the rows of d_weight_VD to all of their parts but the listed gradients, what sampled tokens add included, or add it.
+    """Set d_weight_VD to the sum of all parts except listed gradients, or add it. The sampled tokens' correction is included.
 
     Args:
-        d_weight_VD: in, out: may have more rows than there are columns; those are left alone.
+        d_weight_VD: in, out: rows past the last column are left alone.
         tokens: The sampled tokens.
-        factors: GAIN is the factor on what they add; where it is 0, nothing is written.
-        tile: Of a long product. Half of it is taken: this one is short, so stores take most of its time, which another
-            program of the same multiprocessor then hides.
+        factors: GAIN is the factor on the sampled tokens' correction. If it is 0, nothing is written.
+        tile: Tile of a long product. Half of its columns are taken: this product is short, so its time is mostly stores, which
+            a second program on the same multiprocessor hides.
         slot_V, frequent_FD, shares_2V, shared_2D, how, add: As in ``listed_weight``.
     """
     num_cols, hidden_size = shares_2V.shape[1], d_weight_VD.shape[1]
@@ -371,6 +372,7 @@ def _compensated_weight_kernel(
     adding = (add != 0) | (tl.load(num_fallback_ptr) > 0)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     nothing = (tl.load(num_exact_ptr) > 0) | (gain == 0)
+    # For each tile: acc [BLOCK_V, BLOCK_D] = parts [S, BLOCK_V].T @ centered [S, BLOCK_D], then the other parts are added.
     for tile in range(tl.program_id(0), tl.where(nothing, 0, num_tiles), tl.num_programs(0)):
         row = tile // num_col_blocks * BLOCK_V
         col = tile % num_col_blocks * BLOCK_D
@@ -444,6 +446,7 @@ def _filtered_bias_kernel(
     compensation = share * tl.load(factor_ptr) + tl.load(factor_ptr + 1)
     part = tl.where(slot > 0, tl.load(frequent_ptr + slot - 1, mask=slot > 0, other=0), compensation)
     total = tl.load(d_bias_ptr + offs_v, mask=in_v, other=0) + part
+    # Add the listed gradients of each column, one entry of every column at a time.
     for step in range(0, tl.max(end - begin, 0)):
         total += tl.load(grad_ptr + begin + step, mask=begin + step < end, other=0)
     tl.store(d_bias_ptr + offs_v, total, mask=in_v)

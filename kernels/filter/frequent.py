@@ -1,8 +1,7 @@
-"""Frequent columns: the few that the filter keeps for every token.
+"""Frequent columns: the few columns that the filter keeps for every token.
 
-A trained softmax is above a useful threshold at some hundred logits a token. Nearly all of them are of the few hundred ids
-that are frequent anywhere: those columns are kept whole, as a matrix. The batch's own labels tell which they are, so the
-vocabulary's order does not matter.
+In a trained softmax some hundred logits per token reach a useful threshold. Nearly all of them belong to the few hundred ids
+that are frequent in any text. These columns, the most frequent labels of the batch, are kept whole, as a matrix.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from cce_dist.kernels.waves import cdiv
 
 
 class Frequent(NamedTuple):
-    """The frequent columns of a shard; F of them.
+    """The F frequent columns of a shard.
 
     Attributes:
-        ids_F: Their columns, int64.
-        slot_V: Each column's place among them, from 1 on, or 0; int32, as many as the words have bits. Behind them stand W
-            words: the frequent columns as bits, like a row of the marks of ``lse.py``.
+        ids_F: Indices of the frequent columns, int64, ascending.
+        slot_V: [33 W] int32. The first 32 W numbers are each column's slot: 1 plus its position in ``ids_F``, or 0 for other
+            columns. The last W numbers are words with a bit set for each frequent column, like a row of ``lse.Marks``.
         num_words: W.
-        x: Frequent columns as a shard of their own. Its labels are the call's labels, not slots.
+        x: Operands with the frequent columns alone. Its ids are the call's labels, not slots.
     """
 
     ids_F: torch.Tensor
@@ -37,17 +36,17 @@ class Frequent(NamedTuple):
 
 
 def num_frequent(num_valid: int, eps: float) -> int:
-    """Return F, whole tiles: 1,024, or 1/eps or 1/16 of the shard if that is less.
+    """Return F in whole tiles: at most 1,024, 1/eps, or 1/16 of the shard.
 
-    At most 1/eps ids are likely enough on average to be kept everywhere. With 512 frequent columns dE is off by 1.2 to 1.3
-    times as much (H200, eps 2**-10, V 32,000 to 256,000, two rungs of the bench's ladder, 2026-11), and no head took less
-    time.
+    At most 1/eps ids can have an average probability of eps, so more columns need not be kept for all tokens. With 512 frequent
+    columns the error of d_hidden is 1.2 to 1.3 times as large (H200, eps 2**-10, V 32,000 to 256,000, two rungs of the bench's
+    ladder, 2026-11), and no head took less time.
     """
     return frequent_columns(num_valid, eps, 32 if interpreted() else 256)
 
 
 def most_labelled(x: Operands, ids_F: torch.Tensor) -> None:
-    """Fill ids_F with the columns of the shard that are the label most often, ascending; of equals, the first."""
+    """Fill ids_F with the columns that are labels most often, ascending; of equally frequent ones the first."""
     num_tokens, num_valid = x.num_tokens, x.num_valid
     counts = torch.zeros(num_valid + num_tokens, dtype=torch.int32, device=x.ids.device)
     _count_labels_kernel[(cdiv(num_tokens, 1024),)](x.ids, counts, num_tokens, x.start, num_valid, BLOCK_N=1024)
@@ -70,7 +69,7 @@ def _count_labels_kernel(
     label = tl.load(labels_ptr + offs_n, mask=offs_n < num_tokens, other=-1)
     column = label - start
     here = (label >= 0) & (column >= 0) & (column < num_valid)
-    # Integer atomics commute, so the result is deterministic. A label's n-th occurrence increments above[n - 1] once.
+    # A label's n-th occurrence increments above[n - 1]. Integer atomics commute, so the result is deterministic.
     before = tl.where(here, tl.atomic_add(count_ptr + column, 1, mask=here), 0)
     tl.atomic_add(above_ptr, tl.sum((here & (before == 0)).to(tl.int32), 0))
     tl.atomic_add(above_ptr + before, 1, mask=before > 0)
@@ -86,7 +85,7 @@ def _most_labelled_kernel(
     num_steps,
     BLOCK_V: tl.constexpr,
 ):
-    # Bisection for ``least``: all columns with more labels than that are chosen, and ``places`` of those with exactly so many.
+    # Find ``least`` by bisection: all columns with more labels are chosen, and the first ``num_equal`` that have that many.
     above_ptr = count_ptr + num_valid
     least = tl.zeros((), tl.int32)
     last = least + num_tokens
@@ -95,9 +94,9 @@ def _most_labelled_kernel(
         too_many = tl.load(above_ptr + middle, mask=least < last, other=0) > size
         least = tl.where(too_many, middle + 1, least)
         last = tl.where(too_many, last, middle)
-    places = size - tl.load(above_ptr + least)
+    num_equal = size - tl.load(above_ptr + least)
 
-    # Every program counts for itself the chosen columns before its own.
+    # Count the chosen columns before this program's own.
     more = tl.zeros((BLOCK_V,), tl.int32)
     equal = tl.zeros((BLOCK_V,), tl.int32)
     for first in range(0, tl.program_id(0) * BLOCK_V, BLOCK_V):
@@ -105,18 +104,18 @@ def _most_labelled_kernel(
         more += (count > least).to(tl.int32)
         equal += (count == least).to(tl.int32)
     equal_before = tl.sum(equal, 0)
-    place = tl.sum(more, 0) + tl.minimum(equal_before, places)
+    position = tl.sum(more, 0) + tl.minimum(equal_before, num_equal)
 
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     count = tl.load(count_ptr + offs_v, mask=offs_v < num_valid, other=-1)
     equal = (count == least).to(tl.int32)
-    chosen = (count > least) | ((equal > 0) & (equal_before + tl.cumsum(equal, 0) <= places))
-    place += tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(ids_ptr + place, offs_v.to(tl.int64), mask=chosen)
+    chosen = (count > least) | ((equal > 0) & (equal_before + tl.cumsum(equal, 0) <= num_equal))
+    position += tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(ids_ptr + position, offs_v.to(tl.int64), mask=chosen)
 
 
 def gather_frequent(ids_F: torch.Tensor, x: Operands, num_words: int) -> Frequent:
-    """Copy the frequent columns' rows out of the weight, and note where they are."""
+    """Copy the frequent columns' rows of the weight, and record each column's slot."""
     size, hidden_size = ids_F.shape[0], x.weight.shape[1]
     slot_V = torch.empty(33 * num_words, dtype=torch.int32, device=ids_F.device)
     weight_FD = torch.empty(size, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
@@ -158,7 +157,7 @@ def _gather_frequent_kernel(
         once = tl.where(tl.program_id(1) == 0, in_f, False)
         tl.store(bias_out_ptr + offs_f, tl.load(bias_ptr + column, mask=once, other=0), mask=once)
 
-    # All programs together write the slots: bisection finds how many frequent columns stand before a column.
+    # The programs share the columns and write their slots. Bisection finds how many frequent columns come before each column.
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     for word in range(program * BLOCK_W, num_words, tl.num_programs(0) * tl.num_programs(1) * BLOCK_W):
         offs_v = 32 * word + tl.arange(0, 32 * BLOCK_W)
@@ -187,14 +186,14 @@ def outside_frequent(
     sloped_N: torch.Tensor | None,
     bound_3N: torch.Tensor,
 ) -> None:
-    """Fill bound_3N: the bound; the sum of exp less that of the frequent columns, relative to the maximum; and that maximum.
+    """Fill bound_3N: the bound; the sum of exp over infrequent columns, relative to the maximum; and the maximum.
 
     Args:
         bound_N: The bound.
         frequent_3N: Maximum and sum of exp over the frequent columns.
-        frequent_sloped_N: That sum times the softcap's slopes; None without a softcap.
+        frequent_sloped_N: Sum of exp times the softcap's slope over the frequent columns; None without a softcap.
         stats_KN: Maximum and sum of exp over all columns.
-        sloped_N: That sum times the softcap's slopes; None without a softcap.
+        sloped_N: Sum of exp times the softcap's slope over all columns; None without a softcap.
         bound_3N: out.
     """
     num_tokens = bound_N.shape[0]

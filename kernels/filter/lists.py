@@ -1,19 +1,19 @@
-"""Lists: for each token the single columns that the filter keeps beside the frequent ones, and their gradients.
+"""Lists: for each token the infrequent columns that the filter keeps, and the gradients of these columns.
 
-Forward marks columns (``lse.py``) and ``list_columns`` turns the marks into lists. Backward knows the log-sum-exp and the
-coefficients, and ``plan`` decides for each token whether the lists can serve it, and from which logit on they keep:
+Forward marks columns (``lse.py``) and ``list_columns`` turns the marks into lists. In backward the log-sum-exp and the
+coefficients are known. ``decide`` then decides for each token whether its list is complete, and from which logit on to keep:
 
-    kept: |P| p_j >= eps |LABEL|, that is z_j >= threshold = LSE + log(eps |LABEL| / |P|)     (eps alone where LABEL or P is 0)
+    kept: |P| p_j >= eps |LABEL|, that is z_j >= threshold = LSE + log(eps |LABEL| / |P|)     (eps alone if LABEL or P is 0)
 
-The lists hold what is ``SLACK`` below ``bound + log eps``, so they serve unless the threshold is lower than that. A short list
-is kept whole: by then its rows of the weight have been read. A token whose list is too long, or that has anything that is not
-finite, is not served. Up to ``FALLBACK`` such tokens fall back to the exact path. All tokens do where there are more, or where
-the lists overflow (``memory.list_capacity``). ``listed_gradients`` then computes, for the listed columns j of a token,
+A list holds all logits above ``bound + log eps`` minus ``log SLACK``, so it can be used unless the threshold is lower. A short
+list is kept whole: its rows of the weight have to be read in any case. A list cannot be used if it is too long, or if a number
+of the token is not finite. Up to ``FALLBACK`` tokens without a usable list take the exact path. If there are more, or if the
+lists overflow (``memory.list_capacity``), all tokens do. ``listed_gradients`` computes, for the listed columns j of a token,
 
     z_j = hidden . weight_j        g_j = scale * slope * (P p_j + LABEL [j = label])
 
-This is a matter of latency and bytes, not of arithmetic: a program is a block of a token's columns. It has their rows of the
-weight in registers, so where a block is all of a list it also sums g_j weight_j, the list's part of d_hidden.
+The time is that of latency and memory traffic, not of arithmetic. A program handles a block of one token's columns, whose rows
+of the weight it has in registers. If the block is the whole list, it also sums g_j weight_j, the list's part of d_hidden.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from cce_dist.kernels.memory import FALLBACK
 from cce_dist.kernels.tiles import stages_of_rows
 from cce_dist.kernels.waves import cdiv
 
-SLACK = 1.125  # the lists reach this much lower than the bound alone, so that a usual z-loss or smoothing is served
-# Columns of a list. A single token that no list serves takes one tile of rows through the exact kernels: 1.7 ms for
+SLACK = 1.125  # factor by which lists reach below the threshold of the bound: enough for a usual z-loss or smoothing
+# Most columns of a list. A single token without a usable list takes one tile of rows through the exact kernels: 1.7 ms for
 # gemma-2-2b (H200, 2026-11).
 LONGEST = 16384
-BLOCK = 256  # listed columns of a program
-WARP_ELEMENTS = 1024  # of rows of the weight that a warp has at a time: with more, registers allow few programs
-# Four programs of 4 warps then share a multiprocessor, and three do without. ROCm's compiler knows no such limit.
+BLOCK = 256  # listed columns per program
+WARP_ELEMENTS = 1024  # elements of the weight's rows that a warp holds at a time: more registers would allow fewer programs
+# With this limit four programs of 4 warps share a multiprocessor, without it three. ROCm's compiler has no such limit.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
-FARTHEST = tl.constexpr(30.0)  # nats between bound and LSE; the marks of lse.py mean nothing beyond its HEADROOM
+FARTHEST = tl.constexpr(30.0)  # most nats between bound and LSE: beyond HEADROOM of lse.py, marks are not valid
 
 
 class Lists(NamedTuple):
-    """The lists of all tokens, which forward keeps for backward.
+    """The lists of all tokens, which forward saves for backward.
 
     Attributes:
-        bound_3N: [3, N] fp32: the bound of the log-sum-exp; the sum of exp outside the frequent columns, times the softcap's
-            slopes, relative to the shard's maximum; that maximum.
-        columns_M: [M] int32: the columns of all tokens. A token's columns stand together, ascending.
-        begin_N: [N] int32: where a token's columns begin. Tokens may stand in any order, which may differ from run to run.
-        count_N: [N] int32: how many there are, also where they overflowed.
+        bound_3N: [3, N] fp32: the bound of the log-sum-exp; the sum of exp over infrequent columns, times the softcap's slope,
+            relative to the shard's maximum; the shard's maximum.
+        columns_M: [M] int32: the columns of all lists. Each token's columns are contiguous and ascending.
+        begin_N: [N] int32: index of each token's first column. The order of tokens may differ from run to run.
+        count_N: [N] int32: number of columns of each token, even if they do not fit.
         ids_F: [F] int64: the frequent columns.
     """
 
@@ -67,9 +67,9 @@ class Lists(NamedTuple):
 def list_columns(
     words_RW: torch.Tensor, frequent: Frequent, x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor
 ) -> None:
-    """Write the marked columns that are not frequent, ascending, and the label's, to the lists of the group's tokens.
+    """Write marked infrequent columns, and the label if it is infrequent, to the lists of the group's tokens, ascending.
 
-    The count is 0 for tokens without a label. ``taken``, [1] int64, is how many places groups took so far.
+    The count is 0 for tokens without a label. ``taken``, [1] int64, is the number of list elements that earlier groups used.
     """
     num_rows, num_words = words_RW.shape
     aligned = min(16, num_words & -num_words)
@@ -83,7 +83,7 @@ def list_columns(
 
 @triton.jit
 def _bits_set(word):
-    """Number of bits set in each uint32."""
+    """Return the number of bits set in each uint32."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
@@ -92,7 +92,7 @@ def _bits_set(word):
 
 @triton.jit
 def _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W: tl.constexpr):
-    """Read some words of a row's marks, with the label's bit and without the frequent columns' bits."""
+    """Load words of a row's marks, set the label's bit, and clear the bits of frequent columns."""
     offs_w = first + tl.arange(0, BLOCK_W)
     in_w = offs_w < num_words
     word = tl.load(words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
@@ -112,7 +112,7 @@ def _list_columns_kernel(
     columns_ptr,  # out: [M] int32
     begin_ptr,  # out: [N] int32
     count_ptr,  # out: [N] int32
-    num_units,  # of ALIGNED words each
+    num_units,  # number of units of ALIGNED words
     capacity,
     start,
     num_valid,
@@ -129,17 +129,18 @@ def _list_columns_kernel(
     here = (label >= 0) & (label < num_valid)
     label_word = tl.where(here, label // 32, -1)
     label_bit = tl.full((), 1, tl.uint32) << (tl.where(here, label, 0) % 32).to(tl.uint32)
-    num_words = num_units * ALIGNED  # which says how wide reads may be
+    num_words = num_units * ALIGNED  # a known multiple, so the compiler can use wide loads
     words_ptr += row.to(tl.int64) * num_words
     frequent_words_ptr = slot_ptr + 32 * num_words
 
+    # Count the row's columns, [BLOCK_W] words at a time.
     counts = tl.zeros((BLOCK_W,), tl.int32)
     for first in range(0, num_words, BLOCK_W):
         counts += _bits_set(
             _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
         )
     count = tl.sum(counts, 0)
-    # The place of a list depends on which program comes first. Nothing else does: backward takes lists in the tokens' order.
+    # Where a list is stored depends on which program comes first. Nothing else does: backward takes lists in token order.
     begin = tl.atomic_add(taken_ptr, count.to(tl.int64), sem="relaxed")
     stored = tl.minimum(tl.maximum(capacity - begin, 0), count).to(tl.int32)
     tl.store(begin_ptr + token, tl.minimum(begin, capacity).to(tl.int32))
@@ -148,39 +149,39 @@ def _list_columns_kernel(
 
     total = tl.zeros((), tl.int32)
     first = tl.zeros((), tl.int32)
-    while total < stored:  # All words are gone through, or fewer: those after the last column are not.
+    while total < stored:  # stop after the word with the last column
         word = _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
         if tl.max(word, 0) > 0:
             counts = _bits_set(word)
-            place = total + tl.cumsum(counts, 0) - counts
+            position = total + tl.cumsum(counts, 0) - counts
             total += tl.sum(counts, 0)
-            # One bit of every word at a time, the lowest first: the columns of a row come out ascending.
+            # Store the column of one bit of every word at a time, lowest bits first, so that columns are ascending.
             while tl.max(word, 0) > 0:
                 rest = word & (word - 1)
                 column = (first + tl.arange(0, BLOCK_W)) * 32 + _bits_set((word ^ rest) - 1)
-                tl.store(columns_ptr + place, column, mask=(word > 0) & (place < stored))
-                place += (word > 0).to(tl.int32)
+                tl.store(columns_ptr + position, column, mask=(word > 0) & (position < stored))
+                position += (word > 0).to(tl.int32)
                 word = rest
         first += BLOCK_W
 
 
 class Decisions(NamedTuple):
-    """The decision for each token, [N]; rows of tokens that are not listed hold nothing but the labels.
+    """How backward treats each token: "listed" (its list is used), exact together with all others, or fallback.
 
     Attributes:
-        listed_labels: The label if frequent columns and list serve the token, else -1; int64.
-        exact_labels: The label if all tokens take the exact path, else -1; int64.
-        frequent_labels: The label's place among the frequent columns if it has one and the token is listed, else -1; int64.
-        index: The listed tokens, or all with a label if those are exact, in order, then the others; int32.
-        ends_2N: [2, N] int32: where the token's entries end; where its blocks end.
-        numbers_3N: [3, N] fp32: the threshold, below which logits are dropped; softmax mass of the shard's columns that are not
-            frequent, times the softcap's slopes; the reference, LSE less log |P|: exp(z - reference) = |P| p.
-        num_exact: [1] int32.
-        num_listed: [1] int32.
-        num_fallback: [1] int32: tokens that are exact while others are listed.
-        num_blocks: [1] int32.
-        fallback: [FALLBACK] int32: those tokens.
-        block_token: int32: the token of each block; the entries of a token are cut into blocks of BLOCK.
+        listed_labels: [N] int64: the label if the token is listed, else -1.
+        exact_labels: [N] int64: the label if all tokens take the exact path, else -1.
+        frequent_labels: [N] int64: position of a listed token's label among the frequent columns, else -1.
+        index: [N] int32: the listed tokens in order (or all labelled tokens if all are exact), then the others.
+        ends_2N: [2, N] int32, for listed tokens: the end of the token's entries; the end of its blocks.
+        numbers_3N: [3, N] fp32: the threshold, below which logits are dropped; the softmax mass of the shard's infrequent
+            columns, times the softcap's slope; the reference, LSE minus log |P|, so that exp(z - reference) = |P| p.
+        num_exact: [1] int32: number of labelled tokens if all are exact, else 0.
+        num_listed: [1] int32: number of listed tokens.
+        num_fallback: [1] int32: number of tokens that are exact while others are listed.
+        num_blocks: [1] int32: number of blocks of all tokens.
+        fallback: [FALLBACK] int32: the tokens that are exact while others are listed.
+        block_token: int32: the token of each block. The entries of a token are cut into blocks of BLOCK.
         block: BLOCK.
     """
 
@@ -200,21 +201,21 @@ class Decisions(NamedTuple):
 
     @property
     def order(self) -> list[torch.Tensor]:
-        """The listed tokens first, and their number."""
+        """The compact order of the listed tokens."""
         return [self.index, self.num_listed]
 
     @property
     def exact_order(self) -> list[torch.Tensor]:
-        """Where all tokens are exact, those with a label first, and their number."""
+        """The compact order of the exact tokens; no token is kept unless all tokens are exact."""
         return [self.index, self.num_exact]
 
 
 def decide(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor | None, eps: float
 ) -> Decisions:
-    """Decide for every token. Without ``slot_V`` there are no frequent_labels.
+    """Return the decisions. Without ``slot_V`` the frequent_labels are not written.
 
-    All tokens are exact where the lists overflowed, or where lists do not serve more than FALLBACK tokens.
+    All tokens are exact if the lists overflowed, or if more than FALLBACK tokens have no usable list.
     """
     num_tokens, capacity = x.num_tokens, lists.columns_M.shape[0]
 
@@ -240,7 +241,7 @@ def decide(
 def _served(
     max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack, entries
 ):
-    """Return which tokens the lists serve, and each list's length, the token's threshold, mass and reference."""
+    """Return whether each token's list can be used, its length, and the token's threshold, mass and reference."""
     stride = num_tokens.to(tl.int64)
     coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
     coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
@@ -252,10 +253,10 @@ def _served(
     count = tl.load(count_ptr + offs_n, mask=in_n, other=0)
     whole = (coef_p == 0) | (coef_label == 0)
     log_ratio = tl.where(whole, 0.0, tl.log(coef_label) - tl.log(coef_p))
-    # NaN makes this false too. A sum is finite where all its terms are.
+    # Comparisons with NaN are false, too. The sum is finite only if all of its terms are.
     served = (count <= longest) & (lse - bound < FARTHEST) & (bound - lse - log_ratio <= tl.log(slack))
     served &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label + coef_uniform) < float("inf")
-    # Rows of a short list are read once, to judge them and to sum them up, so all of them are kept.
+    # All columns of a short list are kept: their rows are read anyway, to compute the logits.
     threshold = tl.where(count <= entries, bound - tl.log(slack), lse + log_ratio) + log_eps
     return served, count, threshold, outside * tl.exp(relative_to - lse), lse - tl.log(coef_p)
 
@@ -269,14 +270,14 @@ def _decide_kernel(
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
-    bound_ptr,  # in: [3, N] fp32: bound, sum outside the frequent columns, what that is relative to
+    bound_ptr,  # in: [3, N] fp32: bound; sum over infrequent columns; reference of this sum
     count_ptr,  # in: [N] int32
     slot_ptr,  # in: [V] int32
     listed_labels_ptr,  # out: [N] int64
     exact_labels_ptr,  # out: [N] int64
     frequent_labels_ptr,  # out: [N] int64; with HAS_SLOT
     index_out_ptr,  # out: [N] int32: the compact order
-    ends_ptr,  # out: [2, N] int32: where the entries end; where the blocks end
+    ends_ptr,  # out: [2, N] int32: end of the entries; end of the blocks
     out_ptr,  # out: [3, N] fp32
     num_exact_ptr,  # out: [1] int32
     num_listed_ptr,  # out: [1] int32
@@ -296,8 +297,8 @@ def _decide_kernel(
     ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program, as in tokens.py: the places of the entries are a running sum. It goes through the tokens twice, since one
-    # decision is for all.
+    # One program, because positions of entries are running sums over the tokens. The first loop decides whether all tokens are
+    # exact, the second one decides for each token.
     needed = tl.zeros((), tl.int64)
     num_unserved = tl.zeros((), tl.int32)
     for first in range(0, num_tokens, BLOCK):
@@ -308,7 +309,7 @@ def _decide_kernel(
             max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack,
             ENTRIES,
         )
-        # Forward stored the lists in any order: either all of them fit, or nobody knows which do.
+        # Forward stored the lists in any order: unless all of them fit, it is not known which do.
         needed += tl.sum(count.to(tl.int64), 0)
         num_unserved += tl.sum((live & (served == 0)).to(tl.int32), 0)
     all_exact = (needed > capacity) | (num_unserved > FALLBACK)
@@ -331,7 +332,7 @@ def _decide_kernel(
         tl.store(out_ptr + 2 * stride + offs_n, reference, mask=in_n)
 
         live = label >= 0
-        # Triton 3.9's interpreter takes no scalar beside a block of booleans but in tl.where.
+        # tl.where, because Triton 3.9's interpreter takes no block & scalar of booleans.
         fallback = tl.where(all_exact, False, live & (served == 0))
         served = tl.where(all_exact, False, served)
         exact = tl.where(all_exact, live, False)
@@ -348,12 +349,12 @@ def _decide_kernel(
 
         chosen = (exact | (live & served)).to(tl.int32)
         chosen_before = num_chosen + tl.cumsum(chosen, 0) - chosen
-        place = tl.where(chosen > 0, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
+        position = tl.where(chosen > 0, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
         num_chosen += tl.sum(chosen, 0)
-        tl.store(index_out_ptr + place, offs_n, mask=in_n)
+        tl.store(index_out_ptr + position, offs_n, mask=in_n)
 
-        place = num_fallback + tl.cumsum(fallback.to(tl.int32), 0) - 1
-        tl.store(fallback_ptr + place, offs_n, mask=fallback)
+        position = num_fallback + tl.cumsum(fallback.to(tl.int32), 0) - 1
+        tl.store(fallback_ptr + position, offs_n, mask=fallback)
         num_fallback += tl.sum(fallback.to(tl.int32), 0)
 
         blocks = (length + ENTRIES - 1) // ENTRIES
@@ -370,7 +371,7 @@ def _decide_kernel(
 
 
 class Entries(NamedTuple):
-    """The listed gradients of all tokens, one after another; unused places have a column past the last.
+    """The listed gradients of all tokens, in token order. Unused entries have the column ``num_valid``.
 
     Attributes:
         column: [M] int32.
@@ -384,7 +385,7 @@ class Entries(NamedTuple):
 
 
 def new_entries(capacity: int, device: torch.device) -> Entries:
-    """Return memory for entries."""
+    """Allocate entries."""
     return Entries(
         torch.empty(capacity, dtype=torch.int32, device=device),
         torch.empty(capacity, dtype=torch.int32, device=device),
@@ -396,18 +397,18 @@ def listed_gradients(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions, compensate: bool,
     entries: Entries, total: Sum | None,
 ) -> torch.Tensor:
-    """Compute the listed gradients, and the mass that is dropped, of the listed tokens.
+    """Compute the gradients of listed columns, and the softmax mass that each listed token drops.
 
-    A listed logit below the threshold that backward knows is dropped all the same; its entry is one of no column.
+    A listed logit below backward's threshold is dropped; its entry gets the column ``num_valid``.
 
     Args:
         coef_4N: Coefficients as in ``cce_dist.kernels``; P, LABEL and UNIFORM are read.
-        compensate: Whether anything stands in for what is dropped.
+        compensate: Whether the control variate replaces dropped gradients.
         entries: out.
-        total: out, at tokens whose list is one block: the list's part of d_hidden; or None.
+        total: out, or None: d_hidden of tokens whose list is one block is set to the list's part.
 
     Returns:
-        Each token's factors on the control variate, scale * P * m (or 0) and scale * UNIFORM, [2, N]; 0 for the other tokens.
+        Each token's factors on the control variate, scale * P * m (or 0) and scale * UNIFORM, [2, N]; 0 if it is not listed.
     """
     factor_2N = torch.empty(2, x.num_tokens, dtype=torch.float32, device=x.hidden.device)
     _sum_lists(x, softmax, coef_4N, lists, how, factor_2N, entries=entries, total=total, compensate=compensate)
@@ -417,7 +418,7 @@ def listed_gradients(
 def listed_stats(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mass that each token drops, [N] fp32, and how many columns of its list are kept, [N] int32.
+    """Return the softmax mass that each token drops, [N] fp32, and how many columns of its list are kept, [N] int32.
 
     Both are 0 for tokens that are not listed.
     """
@@ -432,7 +433,7 @@ def _sum_lists(
     entries: Entries | None = None, total: Sum | None = None, num_listed_N: torch.Tensor | None = None,
     compensate: bool = True,
 ) -> None:
-    """Go through all lists; see ``listed_gradients`` and ``listed_stats`` for what is written to the last arguments."""
+    """Compute the gradients of all lists, and sum the masses per token, for ``listed_gradients`` or ``listed_stats``."""
     num_tokens, hidden_size = x.hidden.shape
     most_blocks, device = how.block_token.shape[0], x.hidden.device
     mass_B = torch.empty(most_blocks, dtype=torch.float32, device=device)
@@ -441,7 +442,7 @@ def _sum_lists(
     warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
     block_k = min(8, max(1, warps * WARP_ELEMENTS // block_d))
     high_ND, low_ND = (None, None) if total is None else (total.high_ND, total.low_RD)
-    # One program more than there may be blocks: those that have no block mark the entries that nobody uses.
+    # At least one program has no block. Programs without a block mark the unused entries.
     _listed_gradients_kernel[(most_blocks + 1,)](
         # in
         x.hidden, x.weight, x.head, x.ids, how.block_token, how.ends_2N, how.num_blocks,
@@ -485,7 +486,7 @@ def _listed_gradients_kernel(
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
     mass_ptr,  # out: [B] fp32: softmax mass of the block's columns that are kept
-    kept_ptr,  # out: [B] int32: how many these are; or None
+    kept_ptr,  # out: [B] int32: number of the block's columns that are kept; or None
     entry_column_ptr,  # out: [M] int32
     entry_token_ptr,  # out: [M] int32
     entry_grad_ptr,  # out: [M] fp32
@@ -507,7 +508,7 @@ def _listed_gradients_kernel(
     block = tl.program_id(0)
     num_blocks = tl.load(num_blocks_ptr)
     if block >= num_blocks:
-        if WANT_ENTRIES: # Entries behind the last token's are unused.
+        if WANT_ENTRIES:  # entries after the last token's are unused
             end = tl.load(ends_ptr + num_tokens - 1)
             step = (tl.num_programs(0) - num_blocks) * ENTRIES
             for first in range(end + (block - num_blocks) * ENTRIES, capacity, step):
@@ -535,7 +536,7 @@ def _listed_gradients_kernel(
     listed = tl.zeros((BLOCK_K,), tl.float32)
     num_listed = tl.zeros((BLOCK_K,), tl.int32)
     stop = tl.minimum(count, (number + 1) * ENTRIES)
-    # Rows are on their way to shared memory while others are multiplied, and so are the columns that say which they are.
+    # Logits z [BLOCK_K] = weight rows [BLOCK_K, BLOCK_D] @ h [BLOCK_D], and their gradients; the next rows load meanwhile.
     for first in tl.range(number * ENTRIES, stop, BLOCK_K, num_stages=STAGES):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < stop
@@ -574,12 +575,12 @@ def _listed_gradients_kernel(
 def _dropped_kernel(
     mass_ptr,  # in: [B] fp32
     kept_ptr,  # in: [B] int32, or None
-    labels_ptr,  # in: [N] int64: negative where the token is not listed
+    labels_ptr,  # in: [N] int64: negative if the token is not listed
     ends_ptr,  # in: [2, N] int32, as in ``Decisions``
     count_ptr,  # in: [N] int32
-    numbers_ptr,  # in: [3, N] fp32, likewise; the second row is read
+    numbers_ptr,  # in: [3, N] fp32, as in ``Decisions``; the second row is read
     coef_ptr,  # in: [4, N] fp32
-    factor_ptr,  # out: [2, N] fp32; without factors [N], the mass alone
+    factor_ptr,  # out: [2, N] fp32; without WANT_FACTORS the mass, [N]
     num_listed_ptr,  # out: [N] int32, or None
     num_tokens,
     logit_scale,
@@ -598,6 +599,7 @@ def _dropped_kernel(
     dropped = tl.load(numbers_ptr + stride + offs_n, mask=live, other=0)
     kept = tl.zeros((BLOCK_N,), tl.float32)
     num_listed = tl.zeros((BLOCK_N,), tl.int32)
+    # Sum the masses of each token's blocks.
     for _ in range(0, tl.max(last - block, 0)):
         kept += tl.load(mass_ptr + block, mask=block < last, other=0)
         if kept_ptr is not None:

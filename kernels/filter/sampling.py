@@ -5,11 +5,11 @@
     d_weight_j  =  share_j sum_i r_i e_i
                    + factor * (sum_s a_sj centered_s  -  share_j sum_s a_s centered_s)          centered_s = hidden_s - e
 
-    g_ik = scale * P p_ik slope_ik / (K share_k)   where token i drops column k
-    a_sj: token s's part of share_j, times what all tokens drop, with the sign of P;    a_s its sum over j
+    g_ik = scale * P p_ik slope_ik / (K share_k)   where token i drops column k, else 0
+    a_sj: token s's part of share_j, times the dropped mass of all tokens, with the sign of P;    a_s its sum over j
 
-``compensation.py`` derives both. The K columns are sampled by their shares, so none is frequent. The factor of d_hidden is
-estimated on the sampled tokens, that of d_weight on the sampled columns. Where the latter is 0, d_weight gets the shrinkage
+``compensation.py`` derives both. The K columns are sampled by their shares, so none is frequent. d_hidden's factor is
+estimated on the sampled tokens, d_weight's on the sampled columns. Where d_weight's factor is 0, d_weight gets the shrinkage
 target, whose factor is fitted on both samples.
 """
 
@@ -33,10 +33,10 @@ class SampledColumns(NamedTuple):
     """The sampled columns.
 
     Attributes:
-        column_K: [K] int64, ascending; one may be there more than once.
-        numbers_2K: [2, K] fp32: 1 / (K share); the square of the row of ``centered_KD``.
-        x: The sampled rows as operands. ``start`` is still the original shard's.
-        centered_KD: Their weight less the mean by share, in the weight's dtype.
+        column_K: [K] int64, ascending; a column may be sampled more than once.
+        numbers_2K: [2, K] fp32: 1 / (K share); squared norm of the row of ``centered_KD``.
+        x: Operands with the sampled columns alone. ``start`` is still the original shard's.
+        centered_KD: Rows of the weight minus the mean row by share, in the weight's dtype.
     """
 
     column_K: torch.Tensor
@@ -46,13 +46,13 @@ class SampledColumns(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """What the sampled tokens add to d_weight, but for the factor on it.
+    """The sampled tokens' correction of d_weight, without its factor.
 
     Attributes:
         parts_SV: As in ``shares.Dropped``.
-        reweighting_2V: Likewise.
-        rows: The tokens; their hidden states are centered_s, in the hidden states' dtype.
-        centered: They as ``shares`` made them.
+        reweighting_2V: As in ``shares.Dropped``.
+        rows: The sampled tokens, with centered_s as hidden states.
+        centered: ``Sample.centered``.
     """
 
     parts_SV: torch.Tensor
@@ -61,7 +61,7 @@ class SampledTokens(NamedTuple):
     centered: Centered
 
 
-# Places in ``Factors.values_5``
+# Indices of ``Factors.values_5``
 COLUMNS, TOKENS, GAIN, LINEAR, SHRINKAGE = (tl.constexpr(i) for i in range(5))
 
 
@@ -69,11 +69,11 @@ class Factors(NamedTuple):
     """The factors on the corrections of the control variate.
 
     Attributes:
-        values_5: [5] fp32. COLUMNS: on what the sampled columns add to d_hidden. TOKENS: on what the sampled tokens add to
-            d_weight. GAIN: that times what all tokens drop, in units of ``parts_SV``. LINEAR: on what a token's hidden state
-            adds to d_hidden (``covariance.py``), 0 without a covariance. SHRINKAGE: on what a column's own row of the weight
-            adds to d_weight, times its share; 0 where TOKENS is not.
-        of_covariance: What the covariance is made with, or None without one.
+        values_5: [5] fp32. COLUMNS: on the sampled columns' correction of d_hidden. TOKENS: on the sampled tokens' correction
+            of d_weight. GAIN: TOKENS times the dropped mass of all tokens, in units of ``parts_SV``. LINEAR: on the linear
+            correction of d_hidden (``covariance.py``), 0 without a covariance. SHRINKAGE: on share_j centered weight_j in
+            d_weight, times the dropped mass of all tokens; 0 if TOKENS is not 0.
+        of_covariance: Factors for computing the covariance, or None without a covariance.
     """
 
     values_5: torch.Tensor
@@ -81,13 +81,13 @@ class Factors(NamedTuple):
 
 
 class OfCovariance(NamedTuple):
-    """The factors of the two products that make the covariance, and how many rows each has: 0 where LINEAR is 0.
+    """Factors and numbers of rows of the two products that are added up to the covariance.
 
     Attributes:
-        gain: 1 / Q; a 0-d fp32 tensor.
-        lines: Minus COLUMNS / K, which takes the linear part of the sampled columns off; likewise.
-        num_apart: [1] int32: rows of a group of the Q columns.
-        num_sampled: [1] int32: rows of the K sampled columns.
+        gain: 1 / Q, a 0-d fp32 tensor.
+        lines: -COLUMNS / K, a 0-d fp32 tensor, which subtracts the linear part of the sampled columns.
+        num_apart: [1] int32: rows of a group of the Q columns; 0 if LINEAR is 0.
+        num_sampled: [1] int32: K; 0 if LINEAR is 0.
     """
 
     gain: torch.Tensor
@@ -97,7 +97,7 @@ class OfCovariance(NamedTuple):
 
 
 def sample_columns(dropped: Dropped, size: int, x: Operands) -> SampledColumns:
-    """Sample columns by share, as ``compensation.sample``, and copy their rows."""
+    """Sample columns by share, as ``compensation.sample`` does, and copy their rows of the weight."""
     dtype, device, hidden_size = x.weight.dtype, x.weight.device, x.weight.shape[1]
     column_K = torch.empty(size, dtype=torch.int64, device=device)
     numbers_2K = torch.empty(2, size, dtype=torch.float32, device=device)
@@ -111,9 +111,9 @@ def sample_columns(dropped: Dropped, size: int, x: Operands) -> SampledColumns:
 def sample_centered(
     dropped: Dropped, first: int, count: int, size: int, x: Operands, factors: Factors
 ) -> torch.Tensor:
-    """Return the weight less the mean by share of ``count`` columns from the ``first`` on, of the ``size`` that are sampled.
+    """Return the centered weight of samples ``first`` to ``first + count``, if ``size`` columns are sampled.
 
-    Nothing is written where LINEAR is 0.
+    Nothing is written if LINEAR is 0.
     """
     centered_QD = torch.empty(count, x.weight.shape[1], dtype=x.weight.dtype, device=x.weight.device)
     _launch_sampling(dropped, first, size, x, centered_QD, factors=factors)
@@ -124,7 +124,7 @@ def _launch_sampling(
     dropped: Dropped, first: int, size: int, x: Operands, centered_KD: torch.Tensor, *copies: torch.Tensor | None,
     factors: Factors | None = None,
 ) -> None:
-    """Launch a program for each row of centered_KD. ``copies``: column, numbers, weight and bias, or none."""
+    """Launch a program for each row of centered_KD. ``copies``: output for column, numbers, weight and bias, or nothing."""
     column_K, numbers_2K, weight_KD, bias_K = copies or (None,) * 4
     num_runs = dropped.count_B.shape[0]
     _sample_columns_kernel[(centered_KD.shape[0],)](
@@ -142,7 +142,7 @@ def _launch_sampling(
 )
 def _sample_columns_kernel(
     shares_ptr,  # in: [2, V] fp32
-    count_ptr,  # in: [runs] int64: shares as whole numbers, summed over each run
+    count_ptr,  # in: [runs] int64: shares as integers, summed over each run
     shared_ptr,  # in: [3, D] fp32, as in ``Dropped``; the last row is read
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
@@ -163,8 +163,8 @@ def _sample_columns_kernel(
     RUNS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    nobody_reads = (tl.load(factors_ptr + LINEAR) == 0) if CENTERED_ALONE else False
-    if nobody_reads:
+    unused = (tl.load(factors_ptr + LINEAR) == 0) if CENTERED_ALONE else False
+    if unused:
         return
     center_ptr = shared_ptr + 2 * hidden_size
     row = tl.program_id(0).to(tl.int64)
@@ -172,7 +172,7 @@ def _sample_columns_kernel(
     offs_b = tl.arange(0, RUNS)
     count = tl.load(count_ptr + offs_b, mask=offs_b < num_runs, other=0)
     wanted = (2 * number + 1) * (tl.sum(count, 0) // (2 * size))
-    # The run, then the column of it, that is the first to end beyond the place.
+    # Find the first run, then its first column, whose cumulative share exceeds ``wanted``.
     run = tl.sum(((tl.cumsum(count, 0) <= wanted) & (offs_b < num_runs)).to(tl.int32), 0)
     run = tl.minimum(run, num_runs - 1)
     before = tl.sum(tl.where(offs_b < run, count, 0), 0)
@@ -189,6 +189,7 @@ def _sample_columns_kernel(
     if bias_out_ptr is not None:
         tl.store(bias_out_ptr + row, tl.load(bias_ptr + column))
 
+    # Copy and center one row of the weight [D], BLOCK_D elements at a time.
     square = tl.zeros((BLOCK_D,), tl.float32)
     for first in range(0, hidden_size, BLOCK_D):
         offs_d = first + tl.arange(0, BLOCK_D)
@@ -205,7 +206,7 @@ def _sample_columns_kernel(
 
 
 def weigh_tokens(dropped: Dropped, sample: Sample) -> SampledTokens | None:
-    """Return what the sample adds to d_weight; None where nothing was kept of it, or where it is all tokens."""
+    """Return the correction of d_weight; None if the parts were not kept, or if the sample is all tokens."""
     if dropped.parts_SV is None or dropped.reweighting_2V is None or sample.centered is None:
         return None
     return SampledTokens(
@@ -220,18 +221,19 @@ def squares_of_columns(
     sampled: SampledColumns, sample: Sample, rows_SD: torch.Tensor, gain: torch.Tensor | None, softmax: Softmax,
     coef_4N: torch.Tensor, numbers_3N: torch.Tensor, tiles: Tiles, lines_SK: torch.Tensor | None,
 ) -> OfColumns:
-    """Return the square of what the columns add to the sample's d_hidden, and the sum of its terms' squares. -> [2, P]
+    """Compute the signal and noise of the columns' correction at the sampled tokens, for ``factors_of``.
 
-    With ``lines_SK`` the products of these terms with the linear ones follow likewise, and the squares of the latter; then
-    what the terms have along the linear ones, for ``Factors.shrinkage``. -> [7, P]
+    ``OfColumns.squares_7P`` has two rows of partial sums: the square of the correction, and the sum of its terms' squares. With
+    ``lines_SK`` five more rows follow: the product of the correction with the linear one, the sum of their terms' products, the
+    square of the linear correction, the sum of its terms' squares, and ``along`` of ``compensation.shrinkage``.
 
     Args:
-        sampled: The columns.
-        sample: SampledTokens.
-        rows_SD: Their hidden states.
-        gain: What ``coef_4N`` was divided by, or None.
+        sampled: The sampled columns.
+        sample: The sampled tokens.
+        rows_SD: Hidden states of the sampled tokens.
+        gain: Divisor of ``coef_4N``, or None.
         softmax: Statistics of the whole vocabulary.
-        coef_4N: As ``sampled_gradients`` gets them.
+        coef_4N: As in ``sampled_gradients``.
         numbers_3N: As in ``lists.Decisions``; the threshold is read.
         tiles: Tiles of the device.
         lines_SK: As ``covariance.lines_of_sample`` returns them, or None.
@@ -241,7 +243,7 @@ def squares_of_columns(
     sampled_gradients(
         sampled, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, numbers_3N, grads_SK, tiles
     )
-    # A token stands for as many as have its mass together. K keeps fp16 away from its ends.
+    # Tokens are sampled by mass, so terms are divided by the root of the token's mass. A factor of K keeps fp16 in range.
     mass = sample.numbers_3S if gain is None else sample.numbers_3S / gain
     squares_7P = _squares(
         grads_SK, mass, size, sampled.centered_KD, sampled.numbers_2K, tiles.lse, lines_SK=lines_SK
@@ -250,8 +252,8 @@ def squares_of_columns(
 
 
 def squares_of_tokens(tokens: SampledTokens, dropped: Dropped, sampled: SampledColumns, tiles: Tiles) -> torch.Tensor:
-    """Return the square of what the tokens add to the sampled rows of d_weight, and the sum of its terms' squares. -> [2, P]"""
-    # A column stands for as many as have its share together. S and V keep fp16 away from its ends.
+    """Return partial sums of the squared correction of d_weight at sampled columns, and of its terms' squares. -> [2, P]"""
+    # Columns are sampled by share, so terms are divided by the root of the share. S and sqrt(V) keep fp16 in range.
     return _squares(
         tokens.parts_SV, sampled.column_K, sampled.column_K.shape[0], tokens.centered.rows_SD, tokens.centered.numbers_3S,
         tiles.lse, dropped,
@@ -262,10 +264,10 @@ def _squares(
     given: torch.Tensor, of_rows: torch.Tensor, num_rows: int, centered_ID: torch.Tensor, numbers: torch.Tensor, tile: Tile,
     dropped: Dropped | None = None, lines_SK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Square ``terms @ centered_ID``: of columns R is the sample and I the columns, of tokens the other way round.
+    """Return partial sums of the squares of ``terms @ centered_ID`` and of its terms.
 
-    ``numbers`` are ``SampledColumns.numbers_2K`` or ``Centered.numbers_3S``. ``tile`` says how much of the inner axis shared
-    memory holds.
+    For the columns' correction R are the sampled tokens and I the sampled columns, for the tokens' correction the other way
+    round. ``numbers`` are ``SampledColumns.numbers_2K`` or ``Centered.numbers_3S``. ``tile`` gives the block of the inner axis.
     """
     num_inner, hidden_size = centered_ID.shape
     block_r, block_d = 64, 512 // centered_ID.itemsize
@@ -290,15 +292,15 @@ def _squares(
     "given_stride",
 )
 def _squares_kernel(
-    given_ptr,  # in: [S, K] g of the columns, or [S, V or more]: parts of tokens
-    of_rows_ptr,  # in: [S] fp32: what each token drops, or [K] int64: the columns
+    given_ptr,  # in: [S, K]: g of the columns; with OF_TOKENS [S, V or more]: ``Dropped.parts_SV``
+    of_rows_ptr,  # in: [S] fp32: dropped mass of each token; with OF_TOKENS [K] int64: the columns
     centered_ptr,  # in: [K or S, D]
-    number_ptr,  # in: [2, K] fp32: 1 / (K share), squares of the rows of ``centered``; or [3, S]: anything, squares, weights
+    number_ptr,  # in: [2, K] fp32, as in ``SampledColumns``; with OF_TOKENS [3, S], as in ``Centered``
     shares_ptr,  # in: [2, V] fp32, with OF_TOKENS
     reweighting_ptr,  # in: [V] fp32, with OF_TOKENS
     total_ptr,  # in: [] fp32, with OF_TOKENS
     lines_ptr,  # in: [S, K] fp32, with HAS_LINES
-    squares_ptr,  # out: [2 or 7, P] fp32: of the product, and of its terms; more with HAS_LINES
+    squares_ptr,  # out: [2 or 7, P] fp32, as in ``OfColumns``
     num_rows,
     num_inner,
     hidden_size,
@@ -314,7 +316,8 @@ def _squares_kernel(
     inverse_share_ptr = number_ptr
     square_ptr = number_ptr + num_inner
     share_ptr = number_ptr + 2 * num_inner
-    # The last program of each block of rows has the terms' own squares, the others have the product's.
+    # In each block of rows the last program sums the squares of terms. Each other program computes a block of the product
+    # acc [BLOCK_R, BLOCK_D] = terms [BLOCK_R, I] @ centered [I, BLOCK_D], and sums its square.
     blocks = tl.cdiv(hidden_size, BLOCK_D) + 1
     offs_r = tl.program_id(0) // blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     block_d = tl.program_id(0) % blocks
@@ -334,7 +337,7 @@ def _squares_kernel(
     if OF_TOKENS:
         root_of_own *= num_inner * root
     lines_row = offs_r.to(tl.int64)[:, None] * num_inner
-    end = tl.where(tl.max((own != 0).to(tl.int32), 0) > 0, num_inner, 0)  # Nothing is dropped where it is 0.
+    end = tl.where(tl.max((own != 0).to(tl.int32), 0) > 0, num_inner, 0)  # rows with own = 0 drop nothing
     sums_ptr = squares_ptr + tl.program_id(0)
     num_parts = tl.num_programs(0)
     if block_d < blocks - 1:
@@ -402,7 +405,7 @@ def _terms(
     given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own, dtype: tl.constexpr,
     OF_TOKENS: tl.constexpr,
 ):
-    """Terms of rows, 0 outside of the mask."""
+    """Return a block of the terms of the correction, 0 outside the mask."""
     if OF_TOKENS:
         given = tl.load(given_ptr + offs_i.to(tl.int64)[None, :] * given_stride, mask=mask, other=0)
         rest = own[:, None] * tl.load(share_ptr + offs_i, mask=in_i, other=0)[None, :]
@@ -414,29 +417,29 @@ def _terms(
 
 @triton.jit
 def _lines(lines_ptr, offs_i, mask, root, dtype: tl.constexpr):
-    """Linear terms of rows, 0 outside of the mask."""
+    """Return a block of the terms of the linear correction, 0 outside the mask."""
     return (tl.load(lines_ptr + offs_i[None, :], mask=mask, other=0) * root[:, None]).to(dtype)
 
 
 @triton.jit
 def _one_over(x):
-    """1 / x, and 0 of 0."""
+    """Return 1 / x, or 0 for 0."""
     return tl.where(x > 0, 1 / tl.where(x > 0, x, 1.0), 0.0)
 
 
 @triton.jit
 def _sum_of_all(tile):
-    """Sum of a tile. One dimension at a time does not compile for capability 10 (Triton 3.6)."""
+    """Return the sum of a tile. Summing one dimension at a time does not compile for capability 10 (Triton 3.6)."""
     return tl.sum(tl.reshape(tile, (tile.shape[0] * tile.shape[1],)), 0)
 
 
 class OfColumns(NamedTuple):
-    """What the columns add to the sample's d_hidden, as numbers; see ``squares_of_columns``.
+    """Signal and noise of the columns' correction at the sampled tokens.
 
     Attributes:
-        squares_7P: [2 or 7, P] fp32.
-        mass: What each sampled token drops, in units of ``coef_4N``: the first row of ``Sample.numbers_3S``.
-        coef_4N: The coefficients that it was computed with.
+        squares_7P: [2 or 7, P] fp32: partial sums; see ``squares_of_columns``.
+        mass: ``Sample.numbers_3S`` in units of ``coef_4N``; the first row, the dropped mass, is read.
+        coef_4N: The coefficients of the correction.
     """
 
     squares_7P: torch.Tensor
@@ -448,17 +451,17 @@ def factors_of(
     columns: OfColumns | None, tokens_2P: torch.Tensor | None, sampled: SampledColumns, dropped: Dropped, sample: Sample,
     shared_weight_2D: torch.Tensor | None, num_covariance: int, at_once: int,
 ) -> Factors:
-    """Return the factors, and take what the samples add on average off what the tokens' factors and the shares multiply.
+    """Return the factors, and subtract the means of the corrections from the shared rows of the control variate.
 
     Args:
         columns: As ``squares_of_columns`` returns them, or None.
         tokens_2P: As ``squares_of_tokens`` returns them, or None.
-        sampled: The columns.
-        dropped: What the sample drops. With ``columns`` the first row of ``shared_3D`` is written.
-        sample: It.
-        shared_weight_2D: in, out: what the shares multiply in d_weight, with ``tokens_2P``.
-        num_covariance: How many columns the covariance would be taken from; 0: there is none.
-        at_once: How many of them are sampled at a time.
+        sampled: The sampled columns.
+        dropped: The shares. With ``columns`` the first row of ``shared_3D`` is changed.
+        sample: The sampled tokens.
+        shared_weight_2D: in, out: the shared rows of d_weight (``Compensation``), or None. The first row is changed.
+        num_covariance: Number of columns that the covariance is computed from; 0: no covariance.
+        at_once: Number of these columns that are sampled at a time.
     """
     num_columns, hidden_size = sampled.centered_KD.shape
     centered, device = sample.centered, sampled.centered_KD.device
@@ -494,23 +497,23 @@ def factors_of(
 @kernel("columns_ptr", "centered_ptr", "tokens_ptr", "shared_hidden_ptr", "shared_weight_ptr", "hidden_size")
 def _factors_kernel(
     columns_ptr,  # in: [2 or 7, P] fp32, with HAS_COLUMNS
-    centered_ptr,  # in: [K, D]: of the columns
+    centered_ptr,  # in: [K, D]: ``SampledColumns.centered_KD``
     tokens_ptr,  # in: [2, P] fp32, with HAS_TOKENS
-    centered_mean_ptr,  # in: [D] fp32: of the tokens
-    mass_ptr,  # in: [] fp32
-    total_ptr,  # in: [] fp32
-    mean_ptr,  # in: [2, D] fp32: the mean hidden state of all tokens by what they drop, with HAS_LINEAR
+    centered_mean_ptr,  # in: [D] fp32: ``Centered.mean_D``
+    mass_ptr,  # in: [] fp32: ``Centered.mass``
+    total_ptr,  # in: [] fp32: ``Dropped.total``
+    mean_ptr,  # in: [2, D] fp32: ``Sample.means_2D``, with HAS_LINEAR
     number_ptr,  # in: [2, K] fp32, as in ``SampledColumns``
     token_ptr,  # in: [S] int32
-    own_ptr,  # in: [S] fp32: what each token drops, with HAS_LINEAR
+    own_ptr,  # in: [S] fp32: dropped mass of each sampled token, with HAS_LINEAR
     coef_ptr,  # in: [4, N] fp32, with HAS_LINEAR
     shared_hidden_ptr,  # in, out: [3, D] fp32, as in ``Dropped``
     shared_weight_ptr,  # in, out: [2, D] fp32
     factors_ptr,  # out: [5] fp32, as in ``Factors``
-    gain_ptr,  # out: [] fp32, as in ``OfCovariance``, like the next three
-    lines_ptr,  # out: [] fp32
-    num_apart_ptr,  # out: [1] int32
-    num_sampled_ptr,  # out: [1] int32
+    gain_ptr,  # out: [] fp32, as in ``OfCovariance``
+    lines_ptr,  # out: [] fp32, as in ``OfCovariance``
+    num_apart_ptr,  # out: [1] int32, as in ``OfCovariance``
+    num_sampled_ptr,  # out: [1] int32, as in ``OfCovariance``
     columns_parts,
     tokens_parts,
     num_columns,
@@ -542,11 +545,10 @@ def _factors_kernel(
     gain = 0.0
     linear = 0.0
     shrinkage = 0.0
-    less = tl.zeros((BLOCK_D,), tl.float32)  # what is taken off the part of d_weight that all columns share
+    less = tl.zeros((BLOCK_D,), tl.float32)  # subtracted from the first shared row of d_weight
     if HAS_COLUMNS:
         if HAS_LINEAR:
-            # A gradient of d_hidden is about as long as a row of the weight, times its token's coefficient. A sampled token
-            # stands for as many as have its mass together.
+            # Estimate the square of d_hidden: a token's row is about as long as a row of the weight times the coefficient.
             offs_s = tl.arange(0, SAMPLE)
             own = tl.abs(tl.load(own_ptr + offs_s))
             coef_p = tl.load(coef_ptr + tl.load(token_ptr + offs_s)) * logit_scale
@@ -557,6 +559,7 @@ def _factors_kernel(
             )
         else:
             of_columns = _signal_share(columns_ptr, columns_parts, least_signal, BLOCK_P)
+        # Sum the centered rows [K, BLOCK_D], BLOCK_K at a time.
         centered = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
         for first in range(0, num_columns, BLOCK_K):
             offs_k = first + tl.arange(0, BLOCK_K)
@@ -568,7 +571,7 @@ def _factors_kernel(
         of_tokens = _signal_share(tokens_ptr, tokens_parts, least_signal, BLOCK_P)
         total = tl.load(total_ptr)
         gain = tl.where(total > 0, of_tokens * tl.load(mass_ptr) / (PART * total), 0.0)
-        # A gain of 0 says that the tokens add nothing, as where it is too small for a number.
+        # A gain that underflows to 0 also turns the tokens' correction off.
         of_tokens = tl.where(gain != 0, of_tokens, 0.0)
         less += of_tokens * tl.load(mass_ptr) * tl.load(centered_mean_ptr + offs_d, mask=in_d, other=0)
     if HAS_LINEAR and HAS_WEIGHT:
@@ -599,7 +602,7 @@ def _shrinkage(
     along_ptr, num_parts, square_ptr, inverse_share_ptr, mean_ptr, num_columns, hidden_size, least,
     SAMPLE: tl.constexpr, BLOCK_P: tl.constexpr,
 ):
-    """``compensation.shrinkage`` of products in parts, over what all tokens drop."""
+    """Return ``compensation.shrinkage`` divided by the dropped mass of all tokens, from partial sums of ``along``."""
     square = 0.0
     weighted = 0.0
     for first in range(0, num_columns, BLOCK_P):
@@ -613,14 +616,14 @@ def _shrinkage(
         mean = tl.load(mean_ptr + offs_d, mask=offs_d < hidden_size, other=0)
         mean_square += tl.sum(mean * mean, 0)
     factor = _total(along_ptr, num_parts, BLOCK_P) / SAMPLE * _one_over(weighted)
-    # NaN counts as 0.
+    # NaN becomes 0.
     pays = factor * factor * square > least * mean_square * num_columns
     return tl.where(pays, factor, 0.0)
 
 
 @triton.jit
 def _total(parts_ptr, num_parts, BLOCK_P: tl.constexpr):
-    """Sum of some parts."""
+    """Return the sum of ``num_parts`` numbers."""
     total = tl.zeros((BLOCK_P,), tl.float32)
     for first in range(0, num_parts, BLOCK_P):
         offs_p = first + tl.arange(0, BLOCK_P)
@@ -632,7 +635,7 @@ def _total(parts_ptr, num_parts, BLOCK_P: tl.constexpr):
 def _linear_factors(
     squares_ptr, num_parts, noise_part, least, least_signal, LINEAR_FACTORS: tl.constexpr, BLOCK_P: tl.constexpr
 ):
-    """``compensation.linear`` of squares and products in parts; NaN counts as 0."""
+    """Return both factors of ``compensation.linear`` from partial sums; NaN becomes 0."""
     number = tl.arange(0, LINEAR_FACTORS)
     linear = number.to(tl.float32) / (LINEAR_FACTORS - 1)
     signal = _total(squares_ptr, num_parts, BLOCK_P)
@@ -655,17 +658,17 @@ def _linear_factors(
 
 @triton.jit
 def _signal_share(squares_ptr, num_parts, least_signal, BLOCK_P: tl.constexpr):
-    """``compensation.signal_share`` of squares in parts."""
+    """Return ``compensation.signal_share`` from partial sums."""
     signal = _total(squares_ptr, num_parts, BLOCK_P)
     factor = 1 - _total(squares_ptr + num_parts, num_parts, BLOCK_P) / tl.where(signal > 0, signal, float("inf"))
-    return tl.where((factor > least_signal) & (signal > 0), factor, 0.0)  # NaN counts as 0
+    return tl.where((factor > least_signal) & (signal > 0), factor, 0.0)  # NaN becomes 0
 
 
 def sampled_gradients(
     sampled: SampledColumns, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, numbers_3N: torch.Tensor,
     grads_RK: torch.Tensor, tiles: Tiles, factors: Factors | None = None,
 ) -> None:
-    """Write g of the group's tokens to grads_RK, times COLUMNS if factors are given; where that is 0, nothing.
+    """Write g of the group's tokens to grads_RK. With ``factors`` g is multiplied by COLUMNS; if that is 0 nothing is written.
 
     Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it.
     """
@@ -716,15 +719,15 @@ def _sampled_gradients_kernel(
 ):
     BLOCK_N: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
-    # Blocks of columns that read the same tokens run side by side, so that these come from memory once.
+    # Compute a tile [BLOCK_N, BLOCK_V] of g. Neighbouring programs read the same tokens, so these come from memory once.
     num_col_blocks = tl.cdiv(num_columns, BLOCK_V)
     row = tl.program_id(0) // num_col_blocks * BLOCK_N
     col = tl.program_id(0) % num_col_blocks * BLOCK_V
     num_kept = tl.load(num_kept_ptr)
     if row >= num_kept:
         return
-    nobody_reads = (tl.load(factors_ptr + COLUMNS) == 0) if factors_ptr is not None else False
-    if nobody_reads:
+    unused = (tl.load(factors_ptr + COLUMNS) == 0) if factors_ptr is not None else False
+    if unused:
         return
     acc = tile_of_products(hidden, weight, row, col, num_rows, num_columns, hidden_size, TILE, TMA, PRECISION)
     offs_n = row + tl.arange(0, BLOCK_N)

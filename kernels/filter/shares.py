@@ -2,30 +2,30 @@
 
     sum over sampled tokens i of weight_i p_ij slope_ij / m_i   where z_ij < threshold_i, j not frequent and not the label
 
-Tokens differ in how much they drop, the m_i, more than in where, so the shares of a few hundred stand for those of all, while
-each token's own mass (``d_rows.py``) is exact. Two ideas of survey sampling make the most of them:
+Tokens differ more in how much they drop, m_i, than in which columns they drop. So a few hundred tokens are enough to estimate
+the shares, while each token's own mass (``d_rows.py``) is exact. Two methods of survey sampling lower the sample's error:
 
-* The sample is systematic, with probability proportional to size (Madow, 1949): tokens lie end to end, each |P_i| m_i long,
-  and one is taken at equal steps.
-* It is calibrated (Deville and Sarndal, 1992): its tokens are weighted so that their mean hidden state has the component along
-  the mean of all that the mean of all has. That direction carries how frequent ids are. With 512 tokens it takes the error of
-  the mean of dE from 0.006 to 0.0033 (gemma-2-2b's shape, 2026-11; bf16 alone moves it by 0.004 to 0.009).
+* The sample is systematic, with probability proportional to size (Madow, 1949): lay the tokens end to end, each |P_i| m_i
+  long, and pick at equal distances.
+* It is calibrated (Deville and Sarndal, 1992). Its tokens are weighted so that the weighted mean of their hidden states agrees
+  with all tokens' mean in the direction of all tokens' mean, which determines how frequent ids are. With 512 tokens this lowers
+  the error of the mean of d_hidden from 0.006 to 0.0033 (gemma-2-2b's shape, 2026-11; bf16 alone changes it by 0.004 to 0.009).
 
-In all other directions the sample's mean hidden state stays off by some d. A softmax whose hidden state is moved by -d has its
-probabilities multiplied by exp(-column . d), up to a constant, so the shares are too. ``REWEIGHTING`` shrinks that, since what
-is kept cuts the upper end of what would move. With 0.7 the error in the mean of dE falls from 0.022, 0.014, 0.010 and 0.011 to
-0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder (V 16,384, D 512, N 4,096, 512 sampled, fp32; 2026-11); with
-256 tokens it is 0.020, 0.008, 0.006 and 0.005.
+In all other directions the sample's mean hidden state is still off by a vector d. Moving a hidden state by -d multiplies its
+probabilities by exp(-column . d), up to a constant, so the shares are multiplied by this factor, too. ``REWEIGHTING`` shrinks
+its exponent, because kept elements cut off its upper end. With 0.7 the error in the mean of d_hidden falls from 0.022, 0.014,
+0.010 and 0.011 to 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder (V 16,384, D 512, N 4,096, 512 sampled,
+fp32; 2026-11). With 256 tokens it is 0.020, 0.008, 0.006 and 0.005.
 
-Four other ways to the shares were tried likewise, and left out:
+Four other estimates of the shares were tried and left out:
 
-* Sums over the columns in forward, of tokens weighed by their bounds. On ``spread`` (D 2,304) they leave 0.025 and the sample
-  0.022: the bound's error varies by 0.4 nats over tokens there.
-* Shares sampled towards a fit of the mean logit and the row's length (Fay and Herriot, 1979). Frequent columns weigh most
-  and fit worst: rows that are no label are off by 0.109 in place of 0.078 (``early``, V 32,768, D 2,304, N 4,096).
-* The second moment of the hidden states beside their mean. Errors move by a tenth, up and down, for a product of D x D.
-* A factor fitted to the sampled columns in place of ``REWEIGHTING``. It is 0.73 to 0.96, and leaves what 0.7 does. The best
-  factor that there is does no better: what is left is each column's own.
+* Column sums in forward, with tokens weighted by their bounds. On ``spread`` (D 2,304) the error is 0.025, with the sample
+  0.022: the bound's error varies by 0.4 nats over tokens.
+* Shares shrunk towards a regression on mean logit and row length (Fay and Herriot, 1979). Frequent columns have the largest
+  weights and the worst fit: rows that are no label are off by 0.109 instead of 0.078 (``early``, V 32,768, D 2,304, N 4,096).
+* The second moment of the hidden states in addition to their mean. Errors change by a tenth, up and down, for a D x D product.
+* A factor fitted to the sampled columns in place of ``REWEIGHTING``. It is 0.73 to 0.96, with the errors of 0.7. Even the best
+  factor has these errors, which are then specific to each column.
 """
 
 from __future__ import annotations
@@ -44,25 +44,24 @@ from cce_dist.kernels.tokens import gathered, sums_of_rows
 from cce_dist.kernels.waves import cdiv
 
 REWEIGHTING = 0.7
-RUN = 1024  # columns whose shares are summed together, as whole numbers
-PART = tl.constexpr(4096.0)  # factor on what a token drops of a column, in units of its mass, where fp16 must hold it
-FARTHEST = tl.constexpr(20.0)  # nats; a column that is moved farther is not finite, or nothing is known of it
+RUN = 1024  # columns in a run: their shares are summed as integers
+PART = tl.constexpr(4096.0)  # scale of ``Dropped.parts_SV``, so that fp16 can hold the numbers
+FARTHEST = tl.constexpr(20.0)  # nats: a log reweighting that is larger, or not finite, is not applied
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 class Sample(NamedTuple):
-    """Tokens of a sample.
+    """The sampled tokens.
 
     Attributes:
-        token_S: int32.
-        numbers_3S: [3, S] fp32: P times the mass that the token drops, 0 for a place of the sample that is not used; the
-            reference, exponentials are ``exp(z - reference)``; the threshold, logits below it are dropped, -inf for a place
-            that is not used.
-        label_S: int64.
-        size: [1] int32: later places are not used.
-        centered: What the weighted sample is to d_weight; None where the sample is all tokens, as is the next.
-        means_2D: [2, D] fp32: the mean hidden state of all tokens by what they drop; that of the sample, weighted, less the
-            former, rounded to the hidden states' dtype.
+        token_S: int32: the tokens.
+        numbers_3S: [3, S] fp32: P times the mass that the token drops, 0 for unused elements; the reference of exponentials
+            ``exp(z - reference)``; the threshold below which logits are dropped, -inf for unused elements.
+        label_S: int64: the labels of the tokens.
+        size: [1] int32: number of sampled tokens; later elements are unused.
+        centered: Centered hidden states for d_weight's correction; None if the sample is all tokens.
+        means_2D: [2, D] fp32: the mean hidden state of all tokens, weighted by the mass they drop; the sample's weighted mean
+            minus this mean, rounded to the hidden states' dtype. None if the sample is all tokens.
     """
 
     token_S: torch.Tensor
@@ -74,14 +73,14 @@ class Sample(NamedTuple):
 
 
 class Centered(NamedTuple):
-    """The sampled tokens, as far as they are not the mean of all.
+    """Hidden states of the sampled tokens minus the mean hidden state of all tokens.
 
     Attributes:
-        rows_SD: Hidden state less the mean of all, with the sign of what the token drops, in the hidden states' dtype.
-        numbers_3S: [3, S] fp32: the hidden state's component along the mean, times the mean's length; the square of the row of
-            ``rows_SD``; the weight of the token in the sample, of 1 in all.
-        mean_D: Mean of the rows by these weights, fp32.
-        mass: What all tokens drop together, of absolute values; a 0-d fp32 tensor.
+        rows_SD: The differences in the hidden states' dtype, with the sign of the token's dropped mass times P.
+        numbers_3S: [3, S] fp32: dot product of hidden state and mean; squared norm of the row of ``rows_SD``; weight of the
+            token in the sample (all weights sum to 1).
+        mean_D: Mean of ``rows_SD`` with these weights, fp32.
+        mass: Sum over all tokens of the absolute values of P times dropped mass; a 0-d fp32 tensor.
     """
 
     rows_SD: torch.Tensor
@@ -91,19 +90,18 @@ class Centered(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """What the sample drops.
+    """The columns' shares, and the dropped gradients of the sample.
 
     Attributes:
-        shares_2V: Each column's share, of 1 in all (0 where nothing is dropped), and 1 where it is not frequent and that is
-            asked for, else 0.
-        count_B: [B] int64: shares as whole numbers, summed over each ``RUN`` columns; see ``compensation.sample``.
-        total: Sum of all parts before ``PART``, a 0-d fp32 tensor.
-        shared_3D: [3, D] fp32: the columns' rows of the weight, averaged by their shares, which ``factors_of`` takes from; 0;
-            the average once more, which stays. None without a sample.
-        reweighting_2V: [2, V] fp32: the factor on each column's parts; the sums that the shares are made of. None without a
-            sample.
-        parts_SV: [S, V or more]: ``PART`` times what each token drops of each column, in units of its own mass, before the
-            strength, 0 at frequent columns, in the weight's dtype; None where it was not asked for.
+        shares_2V: First row: each column's share (they sum to 1, or are 0 if nothing is dropped). Second row: 1 for infrequent
+            columns if ``uniform``, else 0.
+        count_B: [B] int64: shares as integers, summed over each run of ``RUN`` columns; see ``compensation.sample``.
+        total: Sum of the reweighted parts without the factor ``PART``, a 0-d fp32 tensor.
+        shared_3D: [3, D] fp32: mean row of the weight by share, from which ``factors_of`` subtracts; 0; the mean row again,
+            unchanged. None without a sample.
+        reweighting_2V: [2, V] fp32: the reweighting factor of each column; the reweighted sums. None without a sample.
+        parts_SV: [S, V or more] in the weight's dtype: ``PART`` times the dropped mass of each token in each column, divided by
+            the token's dropped mass, without reweighting; 0 at frequent columns. None if it was not requested.
     """
 
     shares_2V: torch.Tensor
@@ -121,14 +119,14 @@ def sample_tokens(
     labels_N: torch.Tensor,
     most: int,
 ) -> tuple[Sample, torch.Tensor]:
-    """Return ``most`` tokens, a power of 2, and their hidden states [S, D]; or all tokens if there are not more.
+    """Sample ``most`` tokens, or take all if there are not more. Return the sample and its hidden states [S, D].
 
     Args:
         hidden_ND: Hidden states.
-        dropped_2N: Its first row is P times the mass that the token drops, of either sign; 0 where the token is not filtered.
+        dropped_2N: Its first row is P times the mass that the token drops, of either sign; 0 if the token is not filtered.
         numbers_3N: As in ``lists.Decisions``; threshold and reference are read.
-        labels_N: Their labels.
-        most: Tokens in the sample.
+        labels_N: Labels of the tokens.
+        most: Number of tokens in the sample, a power of 2.
     """
     (num_tokens, hidden_size), dtype, device = hidden_ND.shape, hidden_ND.dtype, hidden_ND.device
     take_all = num_tokens <= most
@@ -175,22 +173,22 @@ def _sample_tokens_kernel(
     dropped_ptr,  # in: [N] fp32
     of_token_ptr,  # in: [3, N] fp32: threshold, anything, reference
     labels_ptr,  # in: [N] int64
-    size_ptr,  # out: [3, N] fp32: each token's part of all that is dropped; 0; the sum up to it
+    size_ptr,  # out: [3, N] fp32: each token's part of all dropped mass; 0; the cumulative sum
     token_ptr,  # out: [S] int32
-    number_ptr,  # out: [3, S] fp32: what the token drops, reference, threshold
+    number_ptr,  # out: [3, S] fp32, as in ``Sample``
     label_ptr,  # out: [S] int64
     num_sampled_ptr,  # out: [1] int32
-    mass_ptr,  # out: [] fp32: what all drop, without TAKE_ALL
+    mass_ptr,  # out: [] fp32: the dropped mass of all tokens, without TAKE_ALL
     num_tokens,
     num_steps,
     TAKE_ALL: tl.constexpr,
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program, as in tokens.py.
-    place = tl.arange(0, SAMPLE)
+    # One program, because the sample needs a prefix sum over all tokens.
+    offs_s = tl.arange(0, SAMPLE)
     if TAKE_ALL:
-        token = place
+        token = offs_s
         tl.store(num_sampled_ptr, num_tokens)
     else:
         total = tl.zeros((), tl.float32)
@@ -208,9 +206,9 @@ def _sample_tokens_kernel(
             tl.store(zero_ptr + offs_n, tl.zeros_like(part), mask=offs_n < num_tokens)
             tl.store(sum_ptr + offs_n, before + tl.cumsum(part, 0), mask=offs_n < num_tokens)
             before += tl.sum(part, 0)
-        tl.debug_barrier()  # The sums are read by other threads than those that wrote them.
-        # Bisection finds the first token whose sum reaches the place.
-        wanted = (place + 0.5) / SAMPLE
+        tl.debug_barrier()  # other threads read the sums than wrote them
+        # Find by bisection the first token whose cumulative sum reaches (s + 0.5) / S.
+        wanted = (offs_s + 0.5) / SAMPLE
         token = tl.zeros((SAMPLE,), tl.int32)
         last = token + num_tokens - 1
         for _ in range(0, num_steps):
@@ -227,11 +225,11 @@ def _sample_tokens_kernel(
     reference = tl.load(of_token_ptr + 2 * num_tokens.to(tl.int64) + token, mask=in_n, other=0)
     if not TAKE_ALL:
         reference += tl.log(dropped)
-    tl.store(token_ptr + place, tl.where(in_n, token, 0))
-    tl.store(number_ptr + place, tl.where(dropped > 0, mass, 0.0))
-    tl.store(number_ptr + SAMPLE + place, tl.where(dropped > 0, reference, float("inf")))
-    tl.store(number_ptr + 2 * SAMPLE + place, tl.where(dropped > 0, threshold, float("-inf")))
-    tl.store(label_ptr + place, tl.load(labels_ptr + token, mask=in_n, other=-1))
+    tl.store(token_ptr + offs_s, tl.where(in_n, token, 0))
+    tl.store(number_ptr + offs_s, tl.where(dropped > 0, mass, 0.0))
+    tl.store(number_ptr + SAMPLE + offs_s, tl.where(dropped > 0, reference, float("inf")))
+    tl.store(number_ptr + 2 * SAMPLE + offs_s, tl.where(dropped > 0, threshold, float("-inf")))
+    tl.store(label_ptr + offs_s, tl.load(labels_ptr + token, mask=in_n, other=-1))
 
 
 @kernel("hidden_ptr", "mean_ptr", "rows_ptr", "centered_ptr", "hidden_size")
@@ -239,11 +237,11 @@ def _center_rows_kernel(
     hidden_ptr,  # in: [N, D]
     token_ptr,  # in: [S] int32
     mass_ptr,  # in: [S] fp32
-    mean_ptr,  # in: [D] fp32: the mean of all tokens by what they drop
+    mean_ptr,  # in: [D] fp32: mean hidden state of all tokens, weighted by dropped mass
     num_sampled_ptr,  # in: [1] int32
     rows_ptr,  # out: [S, D]: the sample's hidden states
-    centered_ptr,  # out: [S, D]: they less the mean, with the sign of what the token drops
-    of_row_ptr,  # out: [3, S] fp32: as in ``Centered``, but for the last row
+    centered_ptr,  # out: [S, D]: ``Centered.rows_SD``
+    of_row_ptr,  # out: [3, S] fp32: ``Centered.numbers_3S`` without the last row
     hidden_size,
     BLOCK_D: tl.constexpr,
 ):
@@ -254,6 +252,7 @@ def _center_rows_kernel(
     sign = tl.where(mass > 0, 1.0, 0.0) - tl.where(mass < 0, 1.0, 0.0)
     along = tl.zeros((BLOCK_D,), tl.float32)
     square = tl.zeros((BLOCK_D,), tl.float32)
+    # Copy and center one hidden state [D], BLOCK_D elements at a time.
     for first in range(0, hidden_size, BLOCK_D):
         offs_d = first + tl.arange(0, BLOCK_D)
         in_d = offs_d < hidden_size
@@ -283,7 +282,8 @@ def _calibrate_kernel(
     ALL_D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # The weights are 1 + t (x - mean x). Their t is such that the weighted mean of x is that of all tokens, |mean hidden|^2.
+    # Weights are 1 + strength * (x - mean x), x being a token's dot product with the mean of all tokens. strength makes the
+    # weighted mean of x equal to the mean of x over all tokens.
     square = tl.zeros((ALL_D,), tl.float32)
     for first in range(0, hidden_size, ALL_D):
         all_d = first + tl.arange(0, ALL_D)
@@ -296,7 +296,7 @@ def _calibrate_kernel(
     num_sampled = tl.load(num_sampled_ptr)
     total = tl.sum(_weight(along - mean_along, strength), 0)
 
-    # Every program has all weights, and its part of the two means.
+    # Every program computes all weights, and BLOCK_D elements of both weighted means.
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     rows_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
@@ -322,7 +322,7 @@ def _calibrate_kernel(
 
 @triton.jit
 def _weight(centred, strength):
-    """A token may not stand for too many, nor for none."""
+    """Return the weights of sampled tokens, between 1/8 and 8."""
     return tl.minimum(tl.maximum(1 + strength * centred, 0.125), 8.0)
 
 
@@ -330,12 +330,12 @@ def dropped_shares(
     rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile,
     parts_SV: torch.Tensor | None = None, uniform: bool = True,
 ) -> Dropped:
-    """Return each column's share of what the sample drops, and which columns are not frequent, and the parts they are made of.
+    """Estimate the columns' shares of dropped mass from the sample.
 
-    A column is dropped where z < threshold, but for labels and frequent columns; it counts exp(z - reference) times the
-    softcap's slope, and exp(-REWEIGHTING * scale * (column . shift)). ``shift`` is the second row of ``Sample.means_2D``, and
-    ``rows_SD`` are the sample's hidden states.
-    ``parts_SV`` takes the parts, where they are asked for. ``uniform``: as in ``shares_of``.
+    Logits below the threshold are dropped, except at labels and frequent columns. A dropped logit counts exp(z - reference)
+    times the softcap's slope times exp(-REWEIGHTING * scale * (column . shift)); ``shift`` is the second row of
+    ``Sample.means_2D``. ``rows_SD``: the sample's hidden states. ``parts_SV``: out, or None: ``Dropped.parts_SV``. ``uniform``:
+    as in ``shares_of``.
     """
     num_rows, hidden_size = rows_SD.shape
     tile = sample_tile(tile, num_rows, rows_SD.itemsize, rows_SD.device)
@@ -361,12 +361,12 @@ def dropped_shares(
 
 
 def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, uniform: bool) -> Dropped:
-    """Tilt the columns' sums, and average the columns' rows by them: the weight is read once for both."""
+    """Reweight the columns' sums, and average the weight's rows with them. The weight is read once for both."""
     (num_blocks, num_valid), hidden_size, device = sums_BV.shape, x.weight.shape[1], sums_BV.device
     main_d = triton.next_power_of_2(hidden_size)
     block_v, rest_d = min(16, max(1, 4096 // main_d)), 0
     if block_v == 1 and main_d > hidden_size:
-        main_d //= 2  # A long row is in registers as two blocks, not as one that is half empty.
+        main_d //= 2  # hold a long row as two blocks, not as one block that is half empty
         rest_d = triton.next_power_of_2(hidden_size - main_d)
     parts = min(cdiv(num_valid, block_v), (6 if num_valid >= 1 << 16 else 4) * num_programs(device))
     reweighting_2V = torch.empty(2, num_valid, dtype=torch.float32, device=device)
@@ -387,10 +387,10 @@ def _reweight_kernel(
     sums_ptr,  # in: [B, V] fp32
     weight_ptr,  # in: [V, D]
     of_all_ptr,  # in: [2, D] fp32, with HAS_SHIFT: the second row is the shift
-    num_sampled_ptr,  # in: [1] int32: nobody drops anything where it is 0
+    num_sampled_ptr,  # in: [1] int32: 0 if nothing is dropped
     reweighting_ptr,  # out: [2, V] fp32: the factors, and the reweighted sums
-    total_ptr,  # out: [P] fp32: sums of the reweighted ones
-    mean_ptr,  # out: [P, D] fp32: rows of the weight times the reweighted ones
+    total_ptr,  # out: [P] fp32: totals of the reweighted sums
+    mean_ptr,  # out: [P, D] fp32: the weight's rows times the reweighted sums
     num_valid,
     hidden_size,
     strength,
@@ -419,7 +419,8 @@ def _reweight_kernel(
             tl.store(reweighting_ptr + first + offs_d, mean + 1, mask=first + offs_d < num_valid)
     total = tl.zeros((BLOCK_V,), tl.float32)
     end = tl.where(live, num_valid, 0)
-    # Rows are on their way to shared memory while others are summed.
+    # For BLOCK_V columns at a time: reweight their sums [BLOCK_V] by weight [BLOCK_V, D] @ shift [D], and add sums @ weight to
+    # mean [D]. The loop is pipelined: the next rows are loaded meanwhile.
     for first in tl.range(tl.program_id(0) * BLOCK_V, end, tl.num_programs(0) * BLOCK_V, num_stages=STAGES):
         offs_v = first + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_valid
@@ -441,7 +442,7 @@ def _reweight_kernel(
         tl.store(reweighted_ptr + offs_v, sums, mask=in_v)
         tl.store(reweighting_ptr + offs_v, reweighting, mask=in_v)
         total += sums
-        # A column that nobody drops may hold anything.
+        # The row of a column that no token drops may hold NaN.
         mean += tl.sum(tl.where(sums[:, None] > 0, sums[:, None] * w, 0.0), 0)
         if REST_D > 0:
             rest_mean += tl.sum(tl.where(sums[:, None] > 0, sums[:, None] * rest, 0.0), 0)
@@ -476,7 +477,7 @@ def _dropped_sums_kernel(
     BLOCK_N: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
     num_sampled = tl.load(num_sampled_ptr)
-    # Blocks of rows that read the same columns run side by side, so that these come from memory once.
+    # Sum the dropped exponentials of a tile [BLOCK_N, BLOCK_V] over its tokens. Neighbouring programs read the same columns.
     num_blocks = tl.cdiv(num_rows, BLOCK_N)
     row = tl.program_id(0) % num_blocks * BLOCK_N
     col = tl.program_id(0) // num_blocks * BLOCK_V
@@ -510,14 +511,14 @@ def _dropped_sums_kernel(
 def shares_of(
     sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, slot_V: torch.Tensor, num_valid: int, uniform: bool
 ) -> Dropped:
-    """Return the shares of columns, and the mean row of the weight by share; without sums the shares are 0.
+    """Return the shares of columns, and the mean row of the weight by share. Without sums the shares are 0.
 
     Args:
-        sums: ``Dropped.reweighting_2V``; sums of its sums in parts, [P]; and sums of rows of the weight times those, [P, D].
-        slot_V: Each column's place among the frequent columns, from 1 on, or 0.
-        num_valid: Columns.
-        uniform: Which columns are not frequent is asked for. Else the weight is read where a column has a share, and nowhere
-            else.
+        sums: The outputs of ``_reweight_kernel``: ``Dropped.reweighting_2V``, partial totals [P], partial sums of rows [P, D].
+        slot_V: As in ``Frequent``: 1 plus the position among the frequent columns, or 0.
+        num_valid: Number of columns.
+        uniform: Whether the second row of ``shares_2V`` marks the infrequent columns. Otherwise it is 0, so that only rows of
+            columns with a share are read from the weight.
     """
     reweighting_2V, total_P, mean_PD = sums or (None, None, None)
     num_parts, hidden_size = (0, 0) if mean_PD is None else mean_PD.shape
@@ -537,7 +538,7 @@ def shares_of(
 
 @kernel("sums_ptr", "part_ptr", "mean_ptr", "slot_ptr", "shares_ptr", "count_ptr", "total_ptr", "hidden_size")
 def _shares_kernel(
-    sums_ptr,  # in: [2, V] fp32: anything, the sums
+    sums_ptr,  # in: [2, V] fp32; the second row, the sums, is read
     part_ptr,  # in: [P] fp32
     mean_ptr,  # in: [P, D] fp32
     slot_ptr,  # in: [V] int32
@@ -562,6 +563,7 @@ def _shares_kernel(
     if HAS_SUMS:
         share += tl.load(sums_ptr + stride + offs_v, mask=in_v, other=0)
         parts = tl.zeros((BLOCK_V,), tl.float32)
+        # Every program adds up the total of all columns.
         for first in range(0, num_parts, BLOCK_V):
             offs_p = first + tl.arange(0, BLOCK_V)
             parts += tl.load(part_ptr + offs_p, mask=offs_p < num_parts, other=0)
@@ -571,6 +573,7 @@ def _shares_kernel(
         tl.store(count_ptr + tl.program_id(0), tl.sum((share * whole.to(tl.float32)).to(tl.int64), 0))
         if tl.program_id(0) == 0:
             tl.store(total_ptr, total)
+        # Add up the mean row of the weight, [BLOCK_P, BLOCK_D] at a time; the programs share the blocks.
         for first_d in range(tl.program_id(0) * BLOCK_D, hidden_size, tl.num_programs(0) * BLOCK_D):
             offs_d = first_d + tl.arange(0, BLOCK_D)
             in_d = offs_d < hidden_size

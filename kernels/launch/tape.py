@@ -332,6 +332,11 @@ def launching(instead: Callable[..., Any]) -> Iterator[None]:
         _THREAD.launch = before
 
 
+def launches_are_replaced() -> bool:
+    """Return whether this thread is inside ``launching``."""
+    return _THREAD.launch is not None
+
+
 def noted(kernel: Any) -> Any:
     """Return a kernel of ``triton.jit`` whose launches a tape and a dry run can see."""
     launch, direct = type(kernel).run, Direct(kernel)

@@ -516,21 +516,17 @@ def two_ranks() -> None:
     for case in (
         Pipe(pipe=2, clip=0.1, zero=1),
         Pipe(pipe=2, tied=True, checkpoint=True),
-        Pipe(model=2, clip=0.1),
         Pipe(model=2, tied=True, zero=1, weighted=True),
         Pipe(pipe=2, weighted=True, bf16=True, zero=1),
         Pipe(pipe=2, fp16=True, zero=1),
-        Case(zero=0, evaluate=True),
         Case(zero=3, evaluate=True),
         Case(zero=1, split=True),
-        Case(zero=3, split=True),
         Case(zero=2, fp16=True),
         Case(zero=3, fp16=True, tied=True),
-        Case(zero=2, offload=True),
         Case(zero=3, offload=True, tied=True),
     ):
         run(compare, case)
-    for case in (Pipe(pipe=2), Pipe(pipe=2, tied=True), Pipe(model=2), Pipe(model=2, tied=True)):
+    for case in (Pipe(pipe=2), Pipe(model=2, tied=True)):
         run(check_pipeline_evaluation, case)
     for case in (Pipe(pipe=2, report=True), Case(zero=3, report=True)):
         run(check_report, case)
@@ -553,8 +549,7 @@ def two_ranks() -> None:
         (Case(zero=2, bf16=True), "Llama"),
         (Case(zero=3, tied=True, num_items=7), "Llama"),
         (Case(zero=1, tied=True, evaluate=True), "Gemma2"),
-        # The last ones: AutoTP changes DeepSpeed's state for good.
-        (Case(zero=1, autotp=2), "Llama"),
+        # The last one: AutoTP changes DeepSpeed's state for good.
         (Case(zero=3, tied=True, autotp=2), "Llama"),
     ):
         run(compare, case, name)
@@ -565,13 +560,33 @@ def four_ranks() -> None:
     for case in (
         Pipe(pipe=2, model=2, zero=1, clip=0.1),
         Pipe(pipe=2, model=2, tied=True, checkpoint=True),
-        Pipe(pipe=2, tied=True, zero=1, weighted=True),
-        Case(zero=0, split=True),
         Case(zero=2, split=True),
         Case(zero=3, split=True),
     ):
         run(compare, case)
     run(check_report, Pipe(pipe=2, model=2, report=True))
+
+
+def more_on_two_ranks() -> None:
+    """Every two of their settings meet in a case of ``two_ranks`` or ``four_ranks``."""
+    prepare()
+    for case in (
+        Pipe(model=2, clip=0.1),
+        Case(zero=0, evaluate=True),
+        Case(zero=3, split=True),
+        Case(zero=2, offload=True),
+    ):
+        run(compare, case)
+    for case in (Pipe(pipe=2, tied=True), Pipe(model=2)):
+        run(check_pipeline_evaluation, case)
+    if importlib.util.find_spec("transformers") is not None:
+        run(compare, Case(zero=1, autotp=2), "Llama")
+
+
+def more_on_four_ranks() -> None:
+    prepare()
+    for case in (Pipe(pipe=2, tied=True, zero=1, weighted=True), Case(zero=0, split=True)):
+        run(compare, case)
 
 
 def run(check: Callable, *args: Any) -> None:
@@ -595,6 +610,13 @@ def test_two_ranks() -> None:
 @needs_deepspeed
 def test_four_ranks() -> None:
     run_ranks(four_ranks, 4)
+
+
+@needs_deepspeed
+@pytest.mark.sweep
+def test_more_layouts() -> None:
+    run_ranks(more_on_two_ranks, 2)
+    run_ranks(more_on_four_ranks, 4)
 
 
 @pytest.fixture
@@ -656,3 +678,160 @@ def test_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cce.main([str(tmp_path / "absent.py")])
     assert "no such script" in capsys.readouterr().err
+
+
+Z_LOSS = {"enabled": True, "z_loss_weight": 1.0}
+SECTIONS: dict[str, dict | None] = {
+    "on": {"enabled": True},
+    "z-loss": Z_LOSS,
+    "off": {"enabled": False},
+    "absent": None,
+}
+
+
+def losses_of(engine: Any) -> list[float]:
+    """Return the loss of a batch in training, and in evaluation."""
+    if hasattr(engine, "train_batch"):
+        return [engine.train_batch(batches(0, False, 0)).item(), engine.eval_batch(batches(0, False, 0)).item()]
+    ids, labels = next(batches(0, False, 0))
+    losses = []
+    for mode in (True, False):
+        engine.train(mode)
+        losses.append(engine(ids, labels=labels)[0].item())
+    return losses
+
+
+def one_after_another(make: Callable[[], Any], zero: int = 0) -> None:
+    """Engines of one model, each beside the first engine of a copy of it. Catches what an earlier engine left behind."""
+    import deepspeed
+
+    def engine(model: Any, section: dict | None, initialize: Callable) -> Any:
+        config = ds_config(True, Case(zero=zero))
+        config |= {"cce_dist": section} if section is not None else {}
+        if section is None:
+            del config["cce_dist"]
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        return initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    expected = {name: losses_of(engine(make(), section, cce.initialize)) for name, section in SECTIONS.items()}
+    assert expected["z-loss"][0] > expected["off"][0] + 0.5, expected
+    model, before = make(), None
+    for name, initialize in (
+        ("z-loss", cce.initialize),
+        ("on", cce.initialize),
+        ("z-loss", cce.initialize),
+        ("off", cce.initialize),
+        ("z-loss", cce.initialize),
+        ("absent", deepspeed.initialize),
+        ("on", cce.initialize),
+        ("absent", cce.initialize),
+    ):
+        own = engine(model, SECTIONS[name], initialize)
+        torch.testing.assert_close(losses_of(own), expected[name], rtol=2e-5, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+        if before is not None:
+            with pytest.raises(RuntimeError, match=r"no head of this engine|a later engine has taken over the model"):
+                cce.require(before)
+        before = own
+        if SECTIONS[name] in (SECTIONS["on"], Z_LOSS):
+            cce.require(own)
+            with pytest.raises(ValueError, match='has no key "fliter"'):
+                engine(model, {"enabled": True, "fliter": "plain"}, cce.initialize)
+            with pytest.raises(ValueError, match=r"which .* does not have|not for pipelines"):
+                engine(model, {"enabled": True, "head": "absent"}, cce.initialize)
+            cce.require(own)  # a refused engine takes nothing
+    if not isinstance(own, deepspeed.runtime.pipe.engine.PipelineEngine):  # pyright: ignore
+        other = copy.deepcopy(engine(model, Z_LOSS, cce.initialize).module)
+        torch.testing.assert_close(
+            losses_of(engine(other, None, deepspeed.initialize)), expected["off"], rtol=2e-5, atol=0
+        )
+
+
+def one_pipeline(tied: bool) -> Any:
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    torch.manual_seed(0)
+    ends = [LayerSpec(nn.Embedding, VOCAB, HIDDEN), LayerSpec(nn.Linear, HIDDEN, VOCAB)]
+    if tied:
+        ends = [TiedLayerSpec("e", nn.Embedding, VOCAB, HIDDEN), TiedLayerSpec("e", nn.Embedding, VOCAB, HIDDEN)]
+        ends[1].forward_fn = tied_logits
+    module = PipelineModule([ends[0], LayerSpec(Block), ends[1]], num_stages=1, loss_fn=cce.loss_fn)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)
+    return module
+
+
+def one_model(tied: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(linear, tied)
+
+
+def engines_of_one_model() -> None:
+    prepare()
+    for make, zero in ((one_model, 0), (lambda: one_model(tied=True), 2)):
+        run(one_after_another, make, zero)
+    for tied in (False, True):
+        run(one_after_another, lambda tied=tied: one_pipeline(tied))
+    run(what_initialize_reads)
+
+
+def what_initialize_reads() -> None:
+    """Catches a section that is read from one place alone, and values of other sections that end in an error of Python."""
+    import deepspeed
+
+    config = ds_config(True, Case())
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(config, file)
+        file.flush()
+        for given in (
+            {"config_params": config},
+            {"config": file.name},
+            {"args": SimpleNamespace(deepspeed_config=file.name)},
+            {"args": SimpleNamespace(deepscale_config=file.name)},
+        ):
+            cce.require(cce.initialize(model=one_model(), **given)[0])
+    for wrong in (None, True, 2, "2", [2], {"autotp_size": None}, {"autotp_size": "2"}, {"autotp_size": 1.5}):
+        with pytest.raises(ValueError, match="tensor_parallel"):
+            cce.initialize(model=one_model(), config=config | {"tensor_parallel": wrong})
+    model, built = one_model(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed, "DeepSpeedEngine", lambda **given: built.append(given))
+        with pytest.raises(ValueError, match="there is no sequence parallelism"):
+            cce.initialize(model=model, config=config | {"cce_dist": {"enabled": True, "sequence_mean": True}})
+    assert not built and type(model.lm_head) is nn.Linear
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_engines_of_one_model() -> None:
+    run_ranks(engines_of_one_model, 1)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["cce_dist", "deepspeed"])
+def test_plain_initialize_says_that_it_ignores_the_section(tmp_path: Path, first: str) -> None:
+    """Catches a warning for engines of ours, for sections that are off, and one that needs deepspeed imported first."""
+    second = {"cce_dist": "deepspeed", "deepspeed": "cce_dist"}[first]
+    (tmp_path / "train.py").write_text(
+        f"import sys, logging, {first}\n"
+        f"assert {first!r} == 'deepspeed' or 'deepspeed' not in sys.modules\n"
+        f"import {second}\n"
+        "from deepspeed import initialize as plain\n"
+        "from test_deepspeed import Case, cce, ds_config, one_model, prepare\n"
+        "from cce_dist.tools import ranks\n"
+        "def body():\n"
+        "    prepare()\n"
+        "    for call, enabled in ((plain, True), (plain, False), (cce.initialize, True), (cce.initialize, False)):\n"
+        "        print('call', call.__module__, enabled, file=sys.stderr, flush=True)\n"
+        "        call(model=one_model(), config=ds_config(enabled, Case()))\n"
+        "if __name__ == '__main__':\n"
+        "    ranks.run_ranks(body, 1)\n"
+    )
+    places = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
+    done = subprocess.run([sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    parts = done.stderr.split("call ")[1:]
+    assert ["ignores the section" in part for part in parts] == [True, False, False, False], done.stderr
+    assert "cce_dist.integrations.deepspeed.install()" in parts[0]

@@ -58,12 +58,13 @@ CASES = [
     Case("Gemma2", tied=True, microbatches=2, sync=False, count=True, in_groups=7),
     Case("Phi", microbatches=2, factor=3.0, equal=True, in_groups=20),  # a bias
     Case(in_groups=5, scaled=True),
-    Case("Headed", microbatches=2, sync=False, in_groups=7),
+    Case("Headed", microbatches=2, sync=False, in_groups=7, factor=3.0),
 ]
 REPLICATED = [
     Case("Headed", replicas=2, count=True),
     Case(replicas=2, microbatches=2, sync=False),
     Case(replicas=2, factor=3.0, count=True),
+    Case("Headed", replicas=2, factor=3.0),
 ]
 LONG = [Case("Llama"), Case("Gemma2", tied=True), Case("Phi")]
 
@@ -126,9 +127,9 @@ def build(case: Case, ours: bool) -> Any:
     return model
 
 
-def batch(case: Case, number: int = 0) -> dict[str, Tensor]:
-    """Return ids and labels of this rank alone."""
-    rank = dist.get_rank()
+def batch(case: Case, number: int = 0, rank: int | None = None) -> dict[str, Tensor]:
+    """Return ids and labels of one rank alone; None: of this one."""
+    rank = dist.get_rank() if rank is None else rank
     draw = torch.Generator().manual_seed(1000 * number + rank)
     length = LENGTH if case.equal else LENGTH - (number + rank) % 3
     ids = torch.randint(2, VOCAB, (2, length), generator=draw)
@@ -321,6 +322,159 @@ def check_lora() -> None:
     assert not hasattr(model.get_output_embeddings(), "cce_task")
 
 
+class Around(nn.Module):
+    """A wrapper of the user's own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **given: Any) -> Any:
+        return self.inner(**given)
+
+
+def check_a_wrapper_alone() -> None:
+    """fully_shard is called for a wrapper, which has a factor, a dtype and no parameter but the tied head and its bias."""
+    for precision in (FP32, BF16):
+        found = []
+        for ours in (False, True):
+            torch.manual_seed(0)
+            model = Small()
+            model.model.layers[0] = nn.Identity()
+            cce_dist.convert(model, **({"shard_over": mesh_of()} if ours else {}))
+            ignored = set(model.lm_head.parameters()) if ours else None
+            wrapped: Any = fully_shard(Around(model), mesh=mesh_of(), mp_policy=precision, ignored_params=ignored)
+            wrapped.set_gradient_divide_factor(3.0)
+            wrapped.set_force_sum_reduction_for_comms(True)
+            wrapped(**batch(Case()))["loss"].backward()
+            found.append([one.grad.full_tensor() for one in model.lm_head.parameters()])
+        reach = {"rtol": 2e-2, "atol": 2e-3} if precision is BF16 else {"rtol": 1e-5, "atol": 1e-7}
+        torch.testing.assert_close(found[1], found[0], **reach)
+
+
+def check_a_mesh_of_other_names() -> None:
+    """Norms are clipped over parameters of FSDP2 and rows together, a state is loaded, and convert knows the mesh again."""
+    named = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("other",))
+    for name in ("Headed", ""):
+        case = Case(name)
+        expected = build(case, True)
+        torch.manual_seed(0)
+        model: Any = Headed(shard_over=named) if name else cce_dist.convert(Small(), shard_over=named)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh_of(), ignored_params=set(model.lm_head.parameters()))
+        model.load_state_dict(model.state_dict())
+        assert train(model, case, adam(model), range(2)) == train(expected, case, adam(expected), range(2))
+        if not name:
+            assert cce_dist.convert(model, shard_over=named) is model
+
+
+def check_arguments_of_the_loss() -> None:
+    """num_tokens as ``linear_cross_entropy`` takes it; None for ignore_index; outputs beside the loss; one rank."""
+    rank = dist.get_rank()
+    hidden, labels = torch.randn(6, 16), torch.randint(VOCAB, (6,))
+    labels[2] = -100
+    head = VocabParallelHead(
+        16, VOCAB, shard_over=mesh_of(), ignore_index=None, return_aux=("nll", "entropy", "label_is_max")
+    )
+    logp = F.linear(hidden, head.weight.full_tensor().detach()).log_softmax(-1)  # pyright: ignore[reportCallIssue]
+    found: Any = head(hidden, labels)
+    torch.testing.assert_close(found.loss, F.nll_loss(logp, labels))
+    torch.testing.assert_close(found.nll, F.nll_loss(logp, labels, reduction="none"))
+    entropy = -(logp.exp() * logp).sum(-1) * (labels >= 0)
+    torch.testing.assert_close((found.entropy, found.lse.shape), (entropy, labels.shape))
+    assert torch.equal(found.label_is_max, (logp.argmax(-1) == labels).float())
+    count = torch.tensor(7.0, requires_grad=True)
+    (of_count,) = torch.autograd.grad(head(hidden, labels, num_tokens=count).loss, count)
+    torch.testing.assert_close(of_count, -F.nll_loss(logp, labels, reduction="sum") / 49)
+    assert head(hidden, torch.full((6,), -100), num_tokens=torch.tensor(0)).loss == 0
+    bad: list[Any] = [
+        -5.0,
+        0,
+        float("nan"),
+        float("inf"),
+        True,
+        "7",
+        1j,
+        torch.ones(6),
+        torch.tensor(True),
+        torch.tensor(-1),
+    ]
+    for value in bad:
+        with pytest.raises((TypeError, ValueError), match="num_tokens must"):
+            head(hidden, labels, num_tokens=value)
+    with pytest.raises(ValueError, match="target must be"):
+        head(hidden, labels[:5])
+    with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"):
+        head(hidden, labels, num_tokens=20)
+        with pytest.raises(RuntimeError, match=r"disagree on num_tokens: by rank \[20, 21\]"):
+            head(hidden, labels, num_tokens=20 + rank)
+        with pytest.raises((ValueError, RuntimeError), match="num_tokens must be positive, got 0"):
+            head(hidden, labels, num_tokens=rank)
+    alone = DeviceMesh("cpu", [0])
+    if rank:
+        for make in (
+            lambda: VocabParallelHead(16, VOCAB, mesh=alone),
+            lambda: cce_dist.convert(Small(), shard_over=alone),
+        ):
+            with pytest.raises(ValueError, match=r"this rank \(1\) is not a member of .*DeviceMesh"):
+                make()
+    else:
+        model = cce_dist.convert(Small(), shard_over=alone)
+        fully_shard(model, mesh=alone, ignored_params=set(model.lm_head.parameters()))
+        model(**batch(Case()))["loss"].backward()
+        torch.manual_seed(0)
+
+
+def check_engines_that_are_refused() -> None:
+    """One line says what to do, where the head's rows would be gathered, averaged or replaced by somebody else."""
+    mesh = mesh_of()
+    for model in (Headed(shard_over=mesh), cce_dist.convert(Small(), shard_over=mesh)):
+        with pytest.raises(ValueError, match="shard_over does not go with DDP"):
+            nn.parallel.DistributedDataParallel(Around(model))
+        with pytest.raises(ValueError, match="ignored_params=set"):
+            fully_shard(Around(model), mesh=mesh)
+    inner = Small()
+    ddp = nn.parallel.DistributedDataParallel(inner)
+    cce_dist.convert(inner, shard_over=mesh)
+    with pytest.raises(ValueError, match="shard_over does not go with DDP"):
+        ddp(**batch(Case()))
+    with pytest.raises(ValueError, match="weight must be split over shard_over"):
+        VocabParallelHead(16, VOCAB, shard_over=mesh, weight=nn.Embedding(VOCAB, 16).weight)
+    loading = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "True"}
+    with mock.patch.dict(os.environ, loading), pytest.raises(ValueError, match="cpu_ram_efficient_loading"):
+        cce_dist.convert(Small(), shard_over=mesh)
+
+
+def check_that_replicas_do_not_drift() -> None:
+    """After steps the replicas' rows have the same bits, and all rows are those of one process that has all tokens.
+
+    Catches: a gradient that is summed over the ranks of a shard alone.
+    """
+    mesh = mesh_of(replicas=2)
+    for name in ("Headed", ""):
+        case = Case(name, replicas=2)
+        model, truth = build(case, True), Headed() if name else Small()
+        truth.load_state_dict(whole(model), strict=False)  # which has a tied weight once
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, truth)]
+        for step in range(2):
+            model(**batch(case, step))["loss"].backward()
+            sum(truth(**batch(case, step, rank))["loss"] / 4 for rank in range(4)).backward()  # pyright: ignore
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(whole(model), dict(truth.named_parameters()), rtol=1e-5, atol=1e-6)
+        for rows in model.lm_head.parameters():
+            mine = rows.to_local().detach()
+            theirs = [torch.empty_like(mine) for _ in range(2)]
+            dist.all_gather(theirs, mine, group=mesh.get_group(0))
+            assert all(torch.equal(other, mine) for other in theirs)
+    flat = DeviceMesh("cpu", range(4))
+    for over, given in ((mesh["dp"], mesh), (mesh["replicate"], mesh["dp"]), (flat, mesh), (mesh, flat)):
+        for model in (cce_dist.convert(Small(), shard_over=over), Headed(shard_over=over)):
+            with pytest.raises(ValueError, match="give both the same mesh"):
+                fully_shard(model, mesh=given, ignored_params=set(model.lm_head.parameters()))
+
+
 def check_a_rank_that_skips_a_step() -> None:
     group: Any = dist.new_group(timeout=datetime.timedelta(seconds=1))
     model = cce_dist.convert(tiny_model(), shard_over=DeviceMesh.from_group(group, "cpu"))
@@ -337,6 +491,10 @@ def two() -> None:
     check_precision()
     check_evaluation()
     check_what_is_refused()
+    check_a_wrapper_alone()
+    check_a_mesh_of_other_names()
+    check_arguments_of_the_loss()
+    check_engines_that_are_refused()
     check_a_rank_that_skips_a_step()
 
 
@@ -347,6 +505,7 @@ def test_two_ranks(ranks2: Callable) -> None:
 def replicated() -> None:
     for case in REPLICATED:
         compare(case, 3)
+    check_that_replicas_do_not_drift()
 
 
 def test_replicas(ranks4: Callable) -> None:
@@ -360,7 +519,7 @@ def for_long(steps: int) -> None:
     check_lora()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_fifty_steps_on_two_ranks(ranks2: Callable) -> None:
     ranks2(for_long, 50)
 

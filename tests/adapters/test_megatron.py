@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -32,7 +33,7 @@ from cce_dist import GradFilter, groups
 from cce_dist.integrations import megatron as cce
 from cce_dist.integrations.deferred import Head
 from cce_dist.integrations.megatron import flags, loss
-from cce_dist.tools.ranks import run_ranks
+from cce_dist.tools.ranks import Pool, run_ranks
 
 SEQ, BATCH, VOCAB, STEPS = 8, 2, 64, 2
 IGNORED = -100
@@ -93,9 +94,7 @@ EXPERTS = dict(
 )
 
 CASES = {
-    "plain": Case(),
-    "tp4-sp-tied": Case(tp=4, sequence_parallel=True, tied=True),
-    "tp-pp-sp-tied-ddp": Case(tp=2, pp=2, sequence_parallel=True, tied=True, ddp="ddp"),
+    "tp4-sp-tied-recompute-selective": Case(tp=4, sequence_parallel=True, tied=True, settings=SELECTIVE),
     "tp-pp-tied-mtp2-ddp-per-token": Case(tp=2, pp=2, tied=True, mtp=2, ddp="ddp", per_token=True),
     "vpp-ddp": Case(pp=2, vpp=2, ddp="ddp"),
     "main-grad-tied-overlap": Case(tp=2, tied=True, ddp="ddp", overlap=True, main_grad=True),
@@ -119,13 +118,17 @@ CASES = {
     "cp-sp-mtp-distopt": Case(
         tp=2, cp=2, own_tokens=True, sequence_parallel=True, mtp=1, ddp="distributed-optimizer", overlap=True
     ),
-    "recompute-uniform-sp-mtp-distopt": Case(
-        tp=2, sequence_parallel=True, mtp=1, ddp="distributed-optimizer", overlap=True, settings=UNIFORM
-    ),
     "recompute-block-pp-tied-ddp": Case(tp=2, pp=2, tied=True, ddp="ddp", settings=BLOCK),
-    "recompute-selective-sp-tied": Case(tp=2, sequence_parallel=True, tied=True, settings=SELECTIVE),
     "moe-ep-sp-per-token-distopt": Case(
         tp=2, ep=2, sequence_parallel=True, per_token=True, ddp="distributed-optimizer", settings=EXPERTS
+    ),
+}
+# Every two of their settings meet in a case above.
+SWEEP = {
+    "plain": Case(),
+    "tp-pp-sp-tied-ddp": Case(tp=2, pp=2, sequence_parallel=True, tied=True, ddp="ddp"),
+    "recompute-uniform-sp-mtp-distopt": Case(
+        tp=2, sequence_parallel=True, mtp=1, ddp="distributed-optimizer", overlap=True, settings=UNIFORM
     ),
 }
 
@@ -350,6 +353,7 @@ def compare(case: Case, options: cce.Options | None = None) -> None:
 
 
 def on_layout(case: Case, body: Any, *args: Any) -> None:
+    use_cpu()
     from megatron.core import parallel_state
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -474,36 +478,46 @@ def overflows_skip_the_step(case: Case) -> None:
         assert all(map(torch.equal, before, after))
 
 
-def _on_four_ranks() -> None:
-    use_cpu()
-    for name, case in CASES.items():
-        if OLDEST and (case.vpp or case.ddp == "distributed-optimizer"):
-            continue  # it knows its virtual stage from a global, and its distributed optimizer needs Transformer Engine
-        if version("megatron-core").startswith("0.18") and case.settings is UNIFORM:
-            # Depths of MTP that are recomputed in full raise a TypeError there, with Megatron's own loss, too.
-            case = dataclasses.replace(case, mtp=None)
-        try:
-            on_layout(case, compare)
-        except Exception as error:
-            raise AssertionError(f"case {name!r}") from error
-    on_layout(CASES["tp-pp-sp-tied-ddp"], sharded_entries_are_the_same)
-    on_layout(Case(tp=2, pp=2), one_rank_says_that_the_loss_is_in_use)
-    on_layout(Case(tp=2), one_rank_says_that_the_loss_is_in_use)
-    on_layout(Case(tp=2, pp=2), every_rank_can_require_our_loss)
-    on_layout(Case(tp=2), logits_without_labels)
-    on_layout(Case(tp=2, sequence_parallel=True), logits_without_labels)
-    on_layout(Case(tp=2, pp=2, sequence_parallel=True), filter_that_drops_nothing)
-    on_layout(Case(tp=2, pp=2, sequence_parallel=True), evaluation_by_the_schedules)
-    if OLDEST:
-        return  # no distributed optimizer; and its own head's gradients, too, are others with context parallelism
-    on_layout(Case(tp=2, cp=2, own_tokens=True, per_token=True, ddp="ddp"), slices_give_the_gradients_of_the_whole)
-    on_layout(CASES["moe-ep-sp-per-token-distopt"], routers_learn_from_the_auxiliary_losses)
-    on_layout(CASES["fp16-sp-distopt-main-grad"], overflows_skip_the_step)
+@pytest.fixture(scope="module")
+def megatron_ranks() -> Iterator[Callable]:
+    """Four ranks that Megatron may change for good."""
+    with Pool(4, limit_seconds=200) as pool:
+        yield pool.run
 
 
 @pytest.mark.slow
-def test_training_with_our_head_is_training_with_megatrons() -> None:
-    run_ranks(_on_four_ranks, 4)
+@pytest.mark.xdist_group("megatron")
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.sweep) for name in SWEEP)])
+def test_training_with_our_head_is_training_with_megatrons(megatron_ranks: Callable, name: str) -> None:
+    case = (CASES | SWEEP)[name]
+    if OLDEST and (case.vpp or case.ddp == "distributed-optimizer"):
+        pytest.skip("it knows its virtual stage from a global, and its distributed optimizer needs Transformer Engine")
+    if version("megatron-core").startswith("0.18") and case.settings is UNIFORM:
+        # Depths of MTP that are recomputed in full raise a TypeError there, with Megatron's own loss, too.
+        case = dataclasses.replace(case, mtp=None)
+    megatron_ranks(on_layout, case, compare)
+
+
+ON_RANKS: list[tuple[Case, Callable]] = [
+    (Case(tp=2, pp=2, sequence_parallel=True, tied=True, ddp="ddp"), sharded_entries_are_the_same),
+    (Case(tp=2, pp=2), one_rank_says_that_the_loss_is_in_use),
+    (Case(tp=2, pp=2), every_rank_can_require_our_loss),
+    (Case(tp=2), logits_without_labels),
+    (Case(tp=2, sequence_parallel=True), logits_without_labels),
+    (Case(tp=2, pp=2, sequence_parallel=True), filter_that_drops_nothing),
+    (Case(tp=2, pp=2, sequence_parallel=True), evaluation_by_the_schedules),
+    # The oldest has no distributed optimizer, and its own head's gradients, too, are others with context parallelism.
+    (Case(tp=2, cp=2, own_tokens=True, per_token=True, ddp="ddp"), slices_give_the_gradients_of_the_whole),
+    (CASES["moe-ep-sp-per-token-distopt"], routers_learn_from_the_auxiliary_losses),
+    (CASES["fp16-sp-distopt-main-grad"], overflows_skip_the_step),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("megatron")
+@pytest.mark.parametrize(("case", "check"), ON_RANKS[: 7 if OLDEST else None], ids=lambda x: getattr(x, "__name__", ""))
+def test_on_four_ranks(megatron_ranks: Callable, case: Case, check: Callable) -> None:
+    megatron_ranks(on_layout, case, check)
 
 
 def batch(model: Any) -> tuple[dict[str, Tensor], Tensor]:
@@ -910,7 +924,6 @@ CHECKS = (
 
 
 def _on_one_rank() -> None:
-    use_cpu()
     for check in CHECKS:
         try:
             on_layout(Case(), lambda _, check=check: check())

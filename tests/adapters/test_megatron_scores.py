@@ -134,11 +134,14 @@ def over_two_ranks(sequence_parallel: bool) -> None:
     if not sequence_parallel:
         on_layout(Case(), on_one_layout)
         on_layout(Case(tp=2, mtp=1), with_two_predictions)
-        on_layout(Case(tp=2), curve_of_fifty_steps)
-        fast = Case(tp=2, sequence_parallel=True, ddp="distributed-optimizer")
-        on_layout(fast, curve_of_fifty_steps_of_training)
         on_layout(Case(cp=2, own_tokens=True), next_ids_in_slices)
         on_layout(Case(tp=2), what_is_not_served)
+
+
+def curves() -> None:
+    on_layout(Case(tp=2), curve_of_fifty_steps)
+    fast = Case(tp=2, sequence_parallel=True, ddp="distributed-optimizer")
+    on_layout(fast, curve_of_fifty_steps_of_training)
 
 
 def curve_of_fifty_steps(case: Case) -> None:
@@ -258,3 +261,46 @@ def test_a_megatron_without_the_hook_is_refused(monkeypatch: pytest.MonkeyPatch)
     ) as error:
         cce.log_probs_processor()
     assert megatron.core.__version__ in str(error.value) and "\n" not in str(error.value)
+
+
+def test_boundaries_of_packed_sequences() -> None:
+    """Catches a label of another sequence where two boundaries are equal, and boundaries that describe no sequences."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    def labels(boundaries: Any, count: int = 10) -> list[int]:
+        return cce.next_ids(torch.arange(count)[None], None, PackedSeqParams(cu_seqlens_q=boundaries))[0].tolist()
+
+    wanted = [1, 2, 3, -1, 5, 6, 7, 8, 9, -1]
+    for boundaries in ([0, 4, 10], [0, 0, 4, 4, 4, 10], [0, 4, 10, 10, 10]):
+        for dtype in (torch.int32, torch.int64, torch.uint8):
+            assert labels(torch.tensor(boundaries, dtype=dtype)) == wanted
+        assert labels(boundaries) == labels(torch.tensor([boundaries] * 2).t()[:, 0]) == wanted
+    assert labels(torch.arange(11)) == [-1] * 10
+    assert labels(torch.tensor([0]), 0) == labels(torch.tensor([0, 0]), 0) == []
+
+    integers = "must be a vector of integers, got "
+    for wrong, message in (
+        ([0, 6, 4, 10], r"must rise from 0, got \[0, 6, 4, 10\]"),
+        ([0, -3, 10], "must rise from 0"),
+        ([2, 10], "must rise from 0"),
+        ([-1, 10], "must rise from 0"),
+        ([10], "must rise from 0"),
+        ([0, 12, 10], "must rise from 0"),
+        ([0, 12], r"packed sequences of 12 tokens \(cu_seqlens_q\), ids of 10 on each of 1 "),
+        ([0, 9], "packed sequences of 9 tokens"),
+        ([0], "packed sequences of 0 tokens"),
+        ([0.0, 4.0, 10.0], integers + r"torch.float32 \[3\]"),
+        ([False, True], integers),
+        ([[0, 4, 10]], integers + r"torch.int64 \[1, 3\]"),
+        (10, integers),
+        ([], integers),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            labels(torch.tensor(wrong))
+        assert "cu_seqlens_q" in str(error.value) and "\n" not in str(error.value)
+    for wrong in (None, "0, 10", torch.tensor([0, 10], device="meta")):
+        with pytest.raises(ValueError, match="cu_seqlens_q must be a vector of integers"):
+            labels(wrong)
+    packed = packed_lengths(4, 2, 6)
+    with pytest.raises(ValueError, match="must be multiples of 4 on 2 context-parallel ranks, cu_seqlens_q is"):
+        scores.sequence_boundaries(packed, 6, 2)

@@ -164,9 +164,19 @@ def two_ranks() -> None:
     on_layout(Case(cp=2, own_tokens=True), packed_sequences)
     for sequence_parallel in (True, False):
         on_layout(Case(tp=2, sequence_parallel=sequence_parallel, own_tokens=True), packed_sequences)
-    on_layout(Case(tp=2, sequence_parallel=True, own_tokens=True), curve_of_fifty_steps)
 
 
 @pytest.mark.slow
 def test_packed_sequences_on_two_ranks() -> None:
     run_ranks(two_ranks, 2)
+
+
+def curve() -> None:
+    use_cpu()
+    use_stand_ins()
+    on_layout(Case(tp=2, sequence_parallel=True, own_tokens=True), curve_of_fifty_steps)
+
+
+@pytest.mark.sweep
+def test_the_curve_of_fifty_steps() -> None:
+    run_ranks(curve, 2)

@@ -295,7 +295,7 @@ def test_nemo_rl_on_one_rank() -> None:
 
 def packed_by_nemo(group: Any) -> None:
     """Catches a label of another sequence, rows in another's place, and what a slice of a sequence knows alone."""
-    lengths, size = [8, 4, 8], group.size()
+    lengths, size = [8, 0, 4, 8], group.size()
     packed, (hidden, weight, _) = packed_lengths(*lengths), operands(2)
     hidden = hidden.view(-1, 1, hidden.shape[-1])[: sum(lengths)]
     ids = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(3))
@@ -332,6 +332,17 @@ def test_packed_sequences_of_nemo_rl() -> None:
         process = LossPostProcessor(SimpleNamespace(use_fused_linear_logprobs=fused))
         found, lengths = process({"input_ids": torch.zeros(2, 6)}, packed)(scores)
         assert lengths is wanted and found.shape == ((2, 5) if fused else (2, 3))
+    hidden, weight, _ = operands(2)
+    model = SimpleNamespace(weight=weight, tp_group=Alone(), cp_group=None)
+    for boundaries, message in (([0, 6, 4, 8], "rise from 0"), ([0.0, 8.0], "be a vector of integers")):
+        packed.cu_seqlens_q = torch.tensor(boundaries)
+        with pytest.raises(ValueError, match=f"cu_seqlens_q must {message}"):
+            nemo()._gpt_forward_with_linear_ce_fusion(
+                model,
+                hidden.view(-1, 1, hidden.shape[-1])[:8],
+                labels=torch.zeros(1, 8).long(),
+                packed_seq_params=packed,
+            )
 
 
 def verl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> None:
@@ -434,6 +445,11 @@ def test_two_tensor_parallel_ranks() -> None:
     run_ranks(two_ranks, 2)
 
 
+@pytest.mark.sweep
+def test_megatrons_curves_of_fifty_steps() -> None:
+    run_ranks(test_megatron_scores.curves, 2)
+
+
 def test_transformers_forward_of_verl() -> None:
     """verl's own forward of a transformers model, beside verl's own in plain torch."""
     theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
@@ -456,6 +472,7 @@ def test_transformers_forward_of_verl() -> None:
         assert_no_worse(ours, baseline, truth, quantity=name)
 
 
+@pytest.mark.sweep
 def test_the_curve_of_fifty_steps_is_verls() -> None:
     """verl's own forwards and clipped loss: of hidden states with ours inside, and of logits."""
     theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")

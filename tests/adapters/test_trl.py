@@ -317,7 +317,7 @@ def test_distillation_trainer_logs_and_learns_as_it_does(beta: float, tmp_path: 
     assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["sft", "grpo", "distillation"])
 def test_the_curve_of_fifty_steps_is_trls(kind: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"max_steps": 50, "optim": "adamw_torch", "learning_rate": 3e-3}

@@ -15,9 +15,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.swa_utils import AveragedModel
 
-from cce_dist import VocabParallelHead, VocabShard, linear_cross_entropy
+from cce_dist import (
+    KeptIds,
+    VocabParallelHead,
+    VocabShard,
+    groups,
+    linear_cross_entropy,
+    linear_kl_divergence,
+    linear_log_probs,
+)
 from cce_dist.tools.verify.check import assert_no_worse
 
 N, D, V = 7, 8, 20
@@ -53,16 +62,18 @@ DERIVATIVES: dict[str, Callable[[Any, Tensor], Any]] = {
     "vhp": lambda loss, x: torch.autograd.functional.vhp(loss, x, torch.ones_like(x)),
     "autograd-jvp": lambda loss, x: torch.autograd.functional.jvp(loss, x, torch.ones_like(x)),
     "batched-gradients": lambda loss, x: torch.autograd.grad(loss(x), x, torch.ones(2), is_grads_batched=True),
+    "vectorized-jacobian": lambda loss, x: torch.autograd.functional.jacobian(loss, x, vectorize=True),
     "second-grad-allow-unused": lambda loss, x: second_grad(loss, x, True),
     "second-grad": lambda loss, x: second_grad(loss, x, False),
 }
 
 
+@pytest.mark.parametrize("rows", [None, 3])
 @pytest.mark.parametrize("ask", DERIVATIVES.values(), ids=DERIVATIVES)
-def test_a_derivative_that_is_not_there_is_refused(data, ask):
+def test_a_derivative_that_is_not_there_is_refused(data, ask, rows):
     """Catches zeros or None where the documentation promises an error, and a text of torch's that does not name us."""
     hidden, weight, target = data
-    with pytest.raises(RuntimeError, match="linear_cross_entropy") as caught:
+    with groups.of_rows(rows), pytest.raises(RuntimeError, match="linear_cross_entropy") as caught:
         ask(lambda x: linear_cross_entropy(x, weight, target), hidden)
     assert "\n" not in str(caught.value)
 
@@ -149,19 +160,44 @@ def test_the_default_dtype_changes_no_initial_weight():
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("name", ["z_loss_weight", "logit_scale", "label_smoothing", "softcap"])
-@pytest.mark.slow
-def test_compiles_with_a_number_that_changes(data, name):
-    """A schedule of the z-loss. Catches a check that asks the symbolic number for its value."""
+def _divergence(x: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
+    return linear_kl_divergence(x, w, x.detach() + 1, w.detach().flip(0), kind="jsd", **options)
+
+
+CHANGING: dict[str, tuple[int | None, Callable[..., Any], Callable[[float], dict[str, Any]]]] = {
+    "z-loss": (None, any_call, lambda v: dict(z_loss_weight=v)),
+    "scale and softcap": (None, any_call, lambda v: dict(logit_scale=v, softcap=80.0 * v)),
+    "class weights": (None, any_call, lambda v: dict(weight=torch.arange(1.0, V + 1), label_smoothing=v / 2, logit_scale=v)),
+    "for each token": (None, any_call, lambda v: dict(reduction="none", label_smoothing=v / 2, softcap=v)),
+    "z-loss from 0, in groups": (3, any_call, lambda v: dict(z_loss_weight=v - 0.25)),
+    "all in groups": (3, any_call, lambda v: dict(label_smoothing=v / 2, logit_scale=v, softcap=80.0 * v, z_loss_weight=v)),
+    "temperature": (None, lambda *x, **y: linear_log_probs(*x, **y).log_probs, lambda v: dict(temperature=v)),
+    "entropy": (None, lambda *x, **y: linear_log_probs(*x, entropy=True, **y)[2], lambda v: dict(temperature=v, softcap=3.0)),
+    "kept": (None, lambda *x, **y: linear_log_probs(*x, kept=KEPT, **y).log_probs, lambda v: dict(temperature=v, softcap=v)),
+    "divergence": (None, _divergence, lambda v: dict(beta=v / 2, logit_scale=v, softcap=80.0 * v, teacher_logit_scale=1 / v)),
+}  # fmt: skip
+KEPT = KeptIds(3 * torch.arange(N + 1), torch.arange(3 * N) % V)
+
+
+@pytest.mark.parametrize("case", CHANGING.values(), ids=CHANGING)
+def test_numbers_that_change_compile_twice_at_most(data, case):
+    """Schedules. Catches a check that asks the symbolic number for its value, a graph for each value, and a value that stays in
+    the graph; 1 is the default of a scale, and some of the softcaps are large."""
     torch._dynamo.reset()
     hidden, weight, target = data
+    rows, call, options = case
+    counter = CompileCounterWithBackend("aot_eager")
 
     def loss(x: Tensor, value: float) -> Tensor:
-        return any_call(x * 2, weight, target, **{name: value})
+        return call(x * 2, weight, target, **options(value))
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for value in (0.5, 0.25, 0.125, 0.75):
-        torch.testing.assert_close(compiled(hidden, value), loss(hidden, value))
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    with groups.of_rows(rows):
+        for value in (0.25, 0.5, 1.0, 1.5, 0.75):
+            outputs = compiled(hidden, value), loss(hidden, value)
+            found, right = ((out, *torch.autograd.grad(out.sum(), (hidden, weight))) for out in outputs)
+            torch.testing.assert_close(found, right)
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("name", ["z_loss_weight", "logit_scale"])

@@ -79,19 +79,23 @@ class Case:
 BOTH = dict(logit_scale=0.7, softcap=3.0, teacher_logit_scale=1.3, teacher_softcap=5.0)
 CASES = [
     pytest.param(Case(), id="plain"),
-    pytest.param(Case(num_tokens=32, hidden_size=32, teacher_size=16, vocab_size=128), id="whole-tiles"),
-    pytest.param(Case(hidden_size=19, teacher_size=7), id="rows-no-descriptor-can-describe"),
+    pytest.param(
+        Case(num_tokens=32, hidden_size=32, teacher_size=16, vocab_size=128), id="whole-tiles", marks=pytest.mark.slow
+    ),
+    pytest.param(Case(hidden_size=19, teacher_size=7), id="rows-no-descriptor-can-describe", marks=pytest.mark.slow),
     pytest.param(Case(bias=True, options=BOTH), id="bias-scale-softcap-of-both"),
-    pytest.param(Case(bias=True, options=dict(softcap=4.0, beta=0.2)), id="softcap-of-the-student-alone"),
+    pytest.param(
+        Case(bias=True, options=dict(softcap=4.0, beta=0.2)), id="softcap-of-the-student-alone", marks=pytest.mark.slow
+    ),
     pytest.param(Case(masked=0.4, bias=True), id="masked"),
     pytest.param(Case(masked=1.0), id="nothing-counts"),
     pytest.param(Case(num_tokens=0), id="no-tokens"),
     pytest.param(Case(vocab_size=1), id="one-row"),
     pytest.param(Case(rows_of=(80, 128), options=dict(beta=0.9)), id="padded-differently"),
-    pytest.param(Case(spread=0.1, teacher_spread=30.0), id="teacher-far-sharper"),
-    pytest.param(Case(spread=30.0, teacher_spread=0.1), id="student-far-sharper"),
+    pytest.param(Case(spread=0.1, teacher_spread=30.0), id="teacher-far-sharper", marks=pytest.mark.slow),
+    pytest.param(Case(spread=30.0, teacher_spread=0.1), id="student-far-sharper", marks=pytest.mark.slow),
     pytest.param(Case(spread=30.0, teacher_spread=30.0), id="both-sharp"),
-    pytest.param(Case(offset=1e4, bias=True), id="both-at-1e4"),
+    pytest.param(Case(offset=1e4, bias=True), id="both-at-1e4", marks=pytest.mark.slow),
     pytest.param(Case(budget=1, bias=True, num_tokens=40, masked=0.3), id="chunks-and-groups"),
 ]
 KEPT = [
@@ -478,7 +482,7 @@ def test_operators_are_well_formed() -> None:
     mask = torch.ones(4, dtype=torch.bool, device=DEVICE)
     hidden, weight, bias = (x.requires_grad_() for x in p[:3] if x is not None)
     tensors = (hidden, weight, [bias], mask, *p[3:5], [p[5]], None)
-    torch.library.opcheck(torch.ops.cce_dist.divergence.default, (*tensors, *flat(call)))
+    torch.library.opcheck(torch.ops.cce_dist.divergence.default, (*tensors, *flat(call), None))
 
 
 @pytest.mark.parametrize(
@@ -516,6 +520,7 @@ BAD = [
     pytest.param(dict(mask=torch.ones(2, dtype=torch.bool)), ValueError, r"mask must be \(3,\)", id="mask-shape"),
     pytest.param(dict(teacher_ids=torch.arange(7)), ValueError, r"teacher_ids must be a plain tensor \[8\]", id="ids-shape"),
     pytest.param(dict(teacher_ids=torch.arange(1, 9)), IndexError, r"teacher_ids\[7\] is 8: not in \[0, 8\)", id="ids-range"),
+    pytest.param(dict(teacher_ids=torch.arange(8) // 2), ValueError, "is 0, which is there twice", id="ids-twice"),
     pytest.param(dict(teacher_ids=torch.arange(8, device="meta")), ValueError, "teacher_ids is on meta", id="ids-device"),
     pytest.param(dict(teacher_softcap=-1.0), ValueError, "teacher_softcap must be positive", id="softcap"),
     pytest.param(dict(teacher_logit_scale="1"), TypeError, "teacher_logit_scale must be a number", id="scale"),
@@ -549,11 +554,12 @@ OF_KERNELS = ("kl-draft-split", "kl-reverse-options", "kl-jsd-options")
 def test_an_id_that_nobody_checks_makes_no_number(kind: str, backend: str) -> None:
     """On a GPU and in a compiled graph ids are not read. Catches a row of another id in its place."""
     p = draw(Case(masked=0.5), torch.float32)
-    ids = torch.arange(75, device=DEVICE).index_fill(0, torch.tensor([7], device=DEVICE), 75)
-    with mock.patch("torch.compiler.is_compiling", lambda: True):
-        value, *_ = ours(p, Case(), kind, backend, teacher_ids=ids)
-    assert value is not None and p.mask is not None
-    assert value[p.mask].isnan().all() and not value[~p.mask].any()
+    for wrong in (75, 8):  # in no vocabulary, and there twice
+        ids = torch.arange(75, device=DEVICE).index_fill(0, torch.tensor([7], device=DEVICE), wrong)
+        with mock.patch("torch.compiler.is_compiling", lambda: True):
+            value, *_ = ours(p, Case(), kind, backend, teacher_ids=ids)
+        assert value is not None and p.mask is not None
+        assert value[p.mask].isnan().all() and not value[~p.mask].any()
 
 
 def _kernels_on_two_ranks() -> None:
@@ -567,9 +573,34 @@ def _kernels_on_two_ranks() -> None:
 
 
 @pytest.mark.skipif(GPU, reason="of the interpreter")
+@pytest.mark.slow
 def test_two_ranks(ranks2: Callable) -> None:
     """Catches a merge that forgets one head's maximum, the teacher's slice taken for the whole. test_verify.py has the rest."""
     ranks2(_kernels_on_two_ranks)
+
+
+def _rows_that_one_rank_lacks() -> None:
+    """All ranks are called alike: a row of another rank, on one rank; all rows, on one rank, which has padding or none."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, shard = group.rank(), VocabShard.even(10, group)
+    torch.manual_seed(0)
+    hidden, weight, teacher, teacher_weight = (torch.randn(rows, 8) for rows in (6, 10, 6, 24))
+    student = (hidden, weight[shard.start : shard.stop], teacher)
+    foreign = torch.arange(10) * 2
+    foreign[7] = 1
+    for first, last, ids in ((10, 20, foreign), (20, 24, torch.arange(10)), (20, 20, torch.arange(10))):
+        rows = (0, first) if rank == 0 else (first, last)
+        call = dict(shard=shard, teacher_shard=VocabShard(*rows, 20, group), teacher_ids=ids, kind="jsd")
+        with pytest.raises(ValueError, match=r"rank 1 of the group: teacher_ids\[[57]\] .*a row of another rank"):
+            any_call(*student, teacher_weight[slice(*rows)], **call)
+        with mock.patch("torch.compiler.is_compiling", lambda: True):  # nothing is read, as on a GPU
+            assert any_call(*student, teacher_weight[slice(*rows)], **call).isnan().all()
+
+
+def test_no_rank_waits_for_another_that_lacks_a_row(ranks2: Callable) -> None:
+    """Catches: an error that one rank alone raises, and a weight without rows that is indexed."""
+    ranks2(_rows_that_one_rank_lacks)
 
 
 def _four_ranks() -> None:

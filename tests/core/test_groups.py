@@ -10,15 +10,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from shards import DEVICE, GPU, launch_nothing, needs_gpu
 from tiny_trainer import compared
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
-from cce_dist import VocabShard, groups, linear_cross_entropy, merge, op
+from cce_dist import VocabShard, groups, linear_cross_entropy, merge, op, reference
 from cce_dist.kernels import ShardLogits, Spec, dry_run, memory, waves
 from cce_dist.kernels.d_weight import joined, low_byte
 from cce_dist.kernels.dry_run import Live
@@ -49,24 +49,11 @@ def operands(biased: bool = True) -> tuple[list[Tensor], Tensor]:
 def dense(
     tensors: list[Tensor], labels: Tensor, dtype: torch.dtype, factor: float | Tensor, **options: Any
 ) -> tuple[Tensor, ...]:
-    """Loss and gradients of the sum of ``factor`` times it in a dtype."""
-    hidden, weight, *bias = (tensor.detach().to(dtype).requires_grad_() for tensor in tensors)
-    logits = F.linear(hidden, weight, *bias) * options.get("logit_scale", 1.0)
-    if options.get("softcap"):
-        logits = options["softcap"] * torch.tanh(logits / options["softcap"])
-    classes = options.get("weight", logits.new_ones(logits.shape[1])).to(logits)
-    counted, of_labels = labels != -100, classes[labels.clamp(min=0)]
-    z_loss = options.get("z_loss_weight", 0.0) * logits.logsumexp(1).square()
-    smoothing = options.get("label_smoothing", 0.0)
-    loss = (
-        F.cross_entropy(logits, labels, classes, reduction="none", label_smoothing=smoothing)
-        + counted * of_labels * z_loss
-    )
-    if options.get("reduction") != "none":
-        loss = loss.sum()
-    if "reduction" not in options:
-        loss = loss / (options.get("num_tokens") or of_labels[counted].sum())
-    return loss, *torch.autograd.grad((factor * loss).sum(), (hidden, weight, *bias))
+    """Return the reference's loss in a dtype, and gradients of the sum of ``factor`` times the loss."""
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+    bias = leaves[2] if len(leaves) > 2 else None
+    loss = reference.linear_cross_entropy(leaves[0], leaves[1], labels, linear_bias=bias, **options).loss
+    return loss, *torch.autograd.grad((factor * loss).sum(), leaves)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -170,6 +157,14 @@ def per_token(
         pytest.param(torch.zeros(N), WEIGHTS, True, {"weight": torch.rand(V)}, id="nothing should count"),
         pytest.param(MASK.where(MASK > 0, torch.nan), MASK, False, {}, id="a mask with NaN"),
         pytest.param(MASK / 0, WEIGHTS, True, {}, id="infinite weights"),
+        pytest.param(torch.zeros(N), 1 + MASK, True, {}, id="zeros, and gradients within a factor of two"),
+        pytest.param(torch.full((N,), torch.nan), 1 + MASK, True, {}, id="NaN alone"),
+        pytest.param(torch.full((N,), torch.inf), torch.ones(N), False, {}, id="infinities alone"),
+        pytest.param((torch.arange(N) < 1).float(), 1 + MASK, True, {}, id="weights of ignored tokens alone"),
+        pytest.param(1e300 * (1 + MASK.double()), 1 + MASK, False, {}, id="beyond fp32"),
+        pytest.param(1e-44 * (1 + MASK.double()), 1 + MASK, False, {}, id="below fp32"),
+        pytest.param((4 * WEIGHTS).long(), (4 * WEIGHTS).trunc(), False, {}, id="integers"),
+        pytest.param(MASK + 2.0**-41, MASK + 2.0**-41, True, {}, id="below the least weight"),
     ],
 )  # fmt: skip
 def test_a_loss_for_each_token(
@@ -294,6 +289,48 @@ def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.autograd.grad(loss, (hidden, weight), mask)[1].shape == (V, D)
 
 
+def test_a_divisor_that_requires_a_gradient_gets_it() -> None:
+    """Catches: a divisor that is a constant in groups, and in a graph."""
+    (hidden, weight), labels = operands(biased=False)
+    num_tokens, grads = torch.tensor(7.0, device=DEVICE, requires_grad=True), []
+
+    def loss(hidden: Tensor, weight: Tensor, num_tokens: Tensor) -> Tensor:
+        return -3.0 * linear_cross_entropy(hidden, weight, labels, num_tokens=num_tokens)
+
+    for rows, function in (
+        (None, loss),
+        (ROWS, loss),
+        (ROWS, torch.compile(loss, fullgraph=True, backend="aot_eager")),
+    ):
+        with groups.of_rows(rows):
+            grads.append(torch.autograd.grad(function(hidden, weight, num_tokens), (num_tokens, hidden, weight)))
+    right = dense([hidden, weight], labels, torch.float64, -3.0, num_tokens=7.0)
+    for d_num_tokens, *of_tensors in grads:
+        torch.testing.assert_close(d_num_tokens.double(), 3.0 * right[0] / 7, rtol=1e-3 if GPU else 1e-5, atol=0)
+        for ours, true in zip(of_tensors, right[1:], strict=True):
+            assert (ours - true).norm() <= (2e-2 if GPU else 1e-5) * true.norm()
+
+
+def test_a_checkpoint_hands_out_each_tensor_once() -> None:
+    """Catches: saved tensors that backward reads a second time, for gradients that are not as expected."""
+    (hidden, weight), labels = operands(biased=False)
+    upstream = 1 + MASK.to(DEVICE)
+    with in_groups(times=2):  # forward, and its recomputation
+        loss = checkpoint(
+            lambda x, w: linear_cross_entropy(x, w, labels, reduction="none"), hidden, weight, use_reentrant=False
+        )
+        found = torch.autograd.grad(loss, (hidden, weight), upstream)
+    right = dense([hidden, weight], labels, torch.float64, upstream, reduction="none")[1:]
+    for ours, true in zip(found, right, strict=True):
+        assert (ours - true).norm() <= (2e-2 if GPU else 1e-5) * true.norm()
+
+
+@pytest.mark.parametrize("rows", [0, -1, 2.5])
+def test_groups_of_no_tokens_are_an_error(rows: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="rows must be"), groups.of_rows(rows):
+        pass
+
+
 @needs_gpu
 def test_cuda_graph() -> None:
     """Captured once, replayed with upstream gradients that are as expected and that are not."""
@@ -331,6 +368,10 @@ def test_expected_weights_have_targets_shape() -> None:
     wrong: Any = 0.5
     with pytest.raises(TypeError, match="expected_weights must be a bool"):
         linear_cross_entropy(hidden, weight, labels, expected_weights=wrong)
+    with pytest.raises(TypeError, match="expected_weights must be real numbers"):
+        linear_cross_entropy(
+            hidden, weight, labels, reduction="none", expected_weights=MASK.to(DEVICE, torch.complex64)
+        )
 
 
 def test_an_error_of_the_labels_and_no_tokens_at_all() -> None:
@@ -571,7 +612,13 @@ def _on_ranks(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", ["torch", pytest.param("triton", marks=pytest.mark.skipif(GPU, reason="ranks are on CPUs, interpreted"))]
+    "backend",
+    [
+        "torch",
+        pytest.param(
+            "triton", marks=[pytest.mark.slow, pytest.mark.skipif(GPU, reason="ranks are on CPUs, interpreted")]
+        ),
+    ],
 )
 def test_on_two_ranks(ranks2: Callable[..., None], backend: str) -> None:
     """Catches: statistics of a group that are merged with another's, a sum of dE that leaves a group out."""

@@ -168,6 +168,11 @@ def test_from_bits() -> None:
     assert kept.ids.tolist() == mask.view(6, -1).nonzero()[:, 1].tolist()
     with pytest.raises(TypeError, match=r"bits must be \[\.\.\., ceil\(V / 8\)\] uint8"):
         KeptIds.from_bits(bits.int())
+    shorter = KeptIds.from_bits(bits, 35)  # the last five bits are padding
+    assert shorter.ids.tolist() == mask.view(6, -1)[:, :35].nonzero()[:, 1].tolist()
+    assert shorter.offsets.diff().tolist() == mask.view(6, -1)[:, :35].sum(1).tolist()
+    with pytest.raises(ValueError, match="40 bits a token, fewer than vocab_size 41"):
+        KeptIds.from_bits(bits, 41)
 
 
 BAD = [

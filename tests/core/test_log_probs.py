@@ -35,7 +35,11 @@ def test_matches_dense(name: str) -> None:
     check(CASES[name], "cpu", "torch")
 
 
-@pytest.mark.parametrize("name", CASES if GPU else ("64-entropy", "everything", "padded-shards", "gap-of-1e4", "fp16"))
+INTERPRETED = ["64-entropy", "everything", "fp16"]
+INTERPRETED += [pytest.param(name, marks=pytest.mark.slow) for name in ("padded-shards", "gap-of-1e4")]
+
+
+@pytest.mark.parametrize("name", CASES if GPU else INTERPRETED)
 def test_kernels_match_dense(name: str) -> None:
     """Catches: a cell at another chunk's column, factors left out of a slope or a gradient, a best id of another part."""
     check(CASES[name], DEVICE, "triton")

@@ -62,6 +62,7 @@ def _bodies() -> None:
     _check_disagreement()
 
 
+@pytest.mark.slow
 def test_two_ranks(ranks2: Callable[..., None]) -> None:
     """Catches: the largest logits of one shard alone, ids of a shard's start, another number of collectives."""
     ranks2(_bodies)

@@ -84,7 +84,7 @@ def test_operators_pass_torchs_own_check(data, tensors: str):
     logits = ShardLogits(0, V, tensors=tensors)
     call = Call(Spec(logits, V, filter=Filter(2.0**-12, always=True), want=want, workspace_bytes=1 << 20))
     assert build(Call, iter(flat(call))) == call
-    torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, head, target, None, *flat(call)))
+    torch.library.opcheck(torch.ops.cce_dist.forward.default, (hidden, weight, head, target, None, *flat(call), None))
 
 
 def test_named_outputs_alone_are_computed(data):

@@ -14,8 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from cce_dist import GradFilter, VocabShard, linear_cross_entropy
+from cce_dist import (
+    GradFilter,
+    KeptIds,
+    VocabShard,
+    linear_cross_entropy,
+    linear_kl_divergence,
+    linear_log_probs,
+    topk_kl_divergence,
+)
 from cce_dist.tools.ranks import run_ranks
 
 N, D, V = 6, 8, 20
@@ -69,7 +79,7 @@ def test_two_ranks() -> None:
 
 def _two_ranks() -> None:
     os.environ["CCE_DIST_DEBUG"] = "1"
-    wrong = [*_disagreements(), *_bad_labels(), *_agreement()]
+    wrong = [*_disagreements(), *_bad_labels(), *_bad_arguments(), *_agreement()]
     assert not wrong, f"rank {dist.get_rank()}:\n" + "\n".join(wrong)
 
 
@@ -99,6 +109,52 @@ def _bad_labels() -> list[str]:
         if not _matches(got, (IndexError, kind), says):
             wrong.append(f"bad label on ranks {bad_ranks}: got {got!r}")
         dist.barrier()
+    return wrong
+
+
+def _bad_arguments() -> list[str]:
+    """An argument that one rank alone has wrong: each function's error is raised by all, in its own kind."""
+    group = dist.group.WORLD
+    rank, wrong, shard = dist.get_rank(), [], VocabShard.even(V, group)
+    mesh = init_device_mesh("cpu", (2,))
+    weight = torch.randn(shard.num_rows, D)
+    of_teacher = dict(teacher_input=_hidden(), teacher_weight=weight)
+    of_some = dict(teacher_ids=torch.arange(3).expand(N, -1), teacher_log_probs=torch.full((N, 3), -2.0))
+    kept = KeptIds(torch.arange(N + 1), torch.arange(N))
+    rows: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type, str]] = [
+        (linear_cross_entropy, dict(target=torch.arange(N)), dict(softcap=-1.0), ValueError, "softcap"),
+        (linear_cross_entropy, dict(target=torch.arange(N)), dict(target=torch.arange(N - 1)), ValueError, "target"),
+        (linear_cross_entropy, dict(target=torch.arange(N)), dict(no_option=1), TypeError, "no_option"),
+        (linear_cross_entropy, dict(target=torch.arange(N)), dict(linear_weight=weight[1:]), ValueError, "linear_weight"),
+        (linear_log_probs, dict(ids=torch.arange(N)), dict(temperature=0.0), ValueError, "temperature"),
+        (linear_log_probs, dict(ids=torch.arange(N)), dict(temperature=torch.zeros(N)), ValueError, "temperature"),
+        (linear_log_probs, dict(ids=torch.arange(N), kept=kept), dict(top_k=2), ValueError, "top_k"),
+        (linear_kl_divergence, of_teacher, dict(kind="backward"), ValueError, "kind"),
+        (linear_kl_divergence, of_teacher, dict(teacher_input=_hidden()[1:]), ValueError, "teacher_input"),
+        (linear_kl_divergence, of_teacher, dict(teacher_shard="all"), TypeError, "teacher_shard"),
+        (topk_kl_divergence, of_some, dict(outside="rest"), ValueError, "outside"),
+        (topk_kl_divergence, of_some, dict(teacher_log_probs=torch.zeros(N, 3)), ValueError, "sum is above 1"),
+        (topk_kl_divergence, of_some, dict(softcap="1"), TypeError, "softcap"),
+    ]  # fmt: skip
+    for function, given, change, kind, says in rows:
+        for bad_rank in (0, 1):
+            call = (
+                dict(input=_hidden(), linear_weight=weight, shard=shard) | given | (change if rank == bad_rank else {})
+            )
+            got = _error(lambda function=function, call=call: function(**call))
+            if not _matches(got, kind, says):
+                wrong.append(f"{function.__name__}, {says} on rank {bad_rank}: got {got!r}")
+            dist.barrier()
+    split = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)])
+    got = _error(lambda: linear_cross_entropy(_hidden(), split, torch.arange(N), reduction=("mean", "most")[rank]))
+    if not _matches(got, ValueError, "reduction"):
+        wrong.append(f"a DTensor: got {got!r}")
+    dist.barrier()
+    got = _error(
+        lambda: (linear_log_probs, linear_cross_entropy)[rank](_hidden(), weight, torch.arange(N), shard=shard)
+    )
+    if not _matches(got, RuntimeError, "disagree on function"):
+        wrong.append(f"two functions: got {got!r}")
     return wrong
 
 

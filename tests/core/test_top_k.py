@@ -168,8 +168,8 @@ def test_lists_hold_what_reaches_the_threshold(dtype: torch.dtype, hidden_size: 
     assert (lists.count_R[num_kept:] == 0).all() and (lists.list_RM[num_kept:] == 7).all()
     for row in range(num_kept):
         count, limit = int(lists.count_R[row]), lists.threshold_R[row]
-        assert int((z[row, :: PLAN.step] >= limit).sum()) == PLAN.nth and count <= lists.room
-        first = lists.list_RM[row, 4 * lists.room :].view(torch.int32)[:count].long()
+        assert int((z[row, :: PLAN.step] >= limit).sum()) == PLAN.nth and count <= lists.capacity
+        first = lists.list_RM[row, 4 * lists.capacity :].view(torch.int32)[:count].long()
         columns = first[:, None] + torch.tensor([0, 1, 8, 9], device=DEVICE)
         values, inside = lists.list_RM[row, : 4 * count].view(-1, 4), columns < V - 3
         torch.testing.assert_close(values[inside].double(), z[row][columns[inside]], rtol=1e-5, atol=1e-4)
@@ -221,7 +221,7 @@ def test_a_plan_fits(num_columns: int, top_k: int) -> None:
     if plan is None:
         assert num_columns < 64 * 8 or top_k * 20 > num_columns or num_columns < 9_000 * max(1, top_k // 16)
         return
-    assert plan.nth <= num_columns // plan.step and 8 * plan.room <= num_columns
+    assert plan.nth <= num_columns // plan.step and 8 * plan.capacity <= num_columns
     sizes = memory.Sizes(8192, 4096, num_columns, 2)
     for workspace in (32 << 20, 256 << 20):
         rows = memory.top_rows(sizes, plan, top_k, workspace, 2048)
@@ -236,5 +236,5 @@ def test_the_sample_is_rarely_too_high_or_too_low(num_columns: int) -> None:
     assert plan is not None
     # The ranks of a sample's columns among all: the nth smallest is the number of columns at the threshold, less one.
     ranks = torch.distributions.Gamma(float(plan.nth), 1.0).sample((200_000,)) * plan.step
-    assert ranks.min() > 64 and ranks.max() < plan.room
+    assert ranks.min() > 64 and ranks.max() < plan.capacity
     assert Spec(ShardLogits(0, num_columns), num_columns, want=Want(top_k=64)).num_rows == 3 + 128

@@ -131,6 +131,29 @@ def test_mask_and_reductions(data) -> None:
     assert any_call(hidden, weight, ids, log_t, mask=mask & ~mask, reduction="mean") == 0
 
 
+@pytest.mark.parametrize("outside", OUTSIDE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("k", [64, 4000])
+def test_a_teacher_rounded_to_16_bits_is_one(dtype: torch.dtype, k: int, outside: str) -> None:
+    """Even probabilities, whose rounded logarithms are all too large. Catches: a bound that does not know of thousands."""
+    hidden, weight = torch.randn(2, D), torch.randn(k + 5, D)
+    ids = torch.arange(k).expand(2, -1)
+    exact = torch.full((2, k), -float(k)).abs().log().neg()
+    spread = torch.finfo(dtype).eps / 2.01 * exact.abs()  # the largest error that rounding may have
+    for log_t in (
+        exact.to(dtype),
+        exact.to(dtype).float(),
+        (exact + spread if dtype == torch.bfloat16 else exact).float(),
+    ):
+        value = any_call(hidden, weight, ids, log_t, outside=outside)
+        assert value.isfinite().all()
+        if outside == "renormalise":
+            expected = -(hidden @ weight.t())[:, :k].double().log_softmax(-1).mean(-1) - torch.tensor(float(k)).log()
+            torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="sum is above 1"):
+        any_call(hidden, weight, ids, exact + 0.05, outside=outside)
+
+
 def _on_ranks() -> None:
     data, group = draw(), dist.group.WORLD
     assert group is not None

@@ -122,7 +122,7 @@ def test_launches_find_their_kernels_compiled() -> None:
     said = compile_ahead("1")
     assert said.returncode == 0, said.stderr
     steps = dict(part.strip().split("\n", 1) for part in said.stdout.split("== ")[1:])
-    assert len(steps) == 14
+    assert len(steps) == 15
     assert all(line.endswith("twice 0 late") for line in steps.values()), said.stdout
     # A call of a kind that has come before has nothing to compile.
     assert steps["default"] == steps["default again"]

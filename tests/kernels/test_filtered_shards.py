@@ -68,8 +68,8 @@ def _check(rung: str, options: dict[str, Any]) -> None:
 
 
 def _on_two_ranks() -> None:
-    limits = {"LEAST_BYTES": 1 << 10, "list_capacity": lambda *_: 8192, "sampled_columns": lambda _: 32}
-    small = {"num_frequent": lambda num_valid, _: min(num_valid, FREQUENT), "SAMPLE": 1024}
+    limits = {"LEAST_BYTES": 1 << 10, "list_capacity": lambda *_: 2048, "sampled_columns": lambda _: 32}
+    small = {"num_frequent": lambda num_valid, _: min(num_valid, FREQUENT), "SAMPLE": 64}
     with (
         mock.patch.multiple(memory, **limits),
         mock.patch.multiple(filter, **small),

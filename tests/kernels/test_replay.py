@@ -729,6 +729,7 @@ def _on_ranks() -> None:
     check(divergence)
 
 
+@pytest.mark.slow
 def test_two_ranks(ranks2: Callable[..., None]) -> None:
     """Catches: a collective that is left out, or given another call's tensors or group; memory that one still reads."""
     ranks2(_on_ranks)

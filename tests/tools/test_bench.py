@@ -300,7 +300,7 @@ def test_a_method_is_a_row_of_the_groups_that_it_can_run_in():
     ours = "cce-dist@64MiB cce-dist@128MiB cce-dist-cached cce-dist-filtered@64MiB"
     assert {*ours.split(), "torch-compile", "cce"} <= alone & split
     assert {"torch", "liger", "quack"} <= alone - split
-    assert {"cce-dist-sp@64MiB", "megatron", "deepspeed", "torch-loss-parallel"} <= split - alone
+    assert {"cce-dist-sp@64MiB", "megatron", "deepspeed"} <= split - alone
     chosen = choose(["cce-dist-sp", "cce-dist"], table)
     assert list(chosen) == ["cce-dist@64MiB", "cce-dist@128MiB", "cce-dist-sp@64MiB", "cce-dist-sp@128MiB"]
     each = {"cce-dist-each@64MiB", "cce-dist-each-failed@64MiB"}
@@ -313,7 +313,7 @@ def test_a_row_of_ours_says_its_budget():
     """Catches a stored row that a plan would take for one of 256 MiB."""
     for mib, name in ((256, ""), (64, "@64MiB")):
         losses = methods.all_methods(workspace_mib=[mib])
-        assert {f"cce-dist{kind}{name}" for kind in ("", "-filtered", "-sp", "-fp32-sum", "-torch")} <= set(losses)
+        assert {f"cce-dist{kind}{name}" for kind in ("", "-filtered", "-sp", "-torch")} <= set(losses)
         assert f"cce-dist-main-grad{name}" in methods.all_methods("megatron", [mib])
     stages: Any = methods.all_methods("megatron")
     assert stages["cce-dist-main-grad"].build.args[1] == {"workspace_bytes": 256 << 20}

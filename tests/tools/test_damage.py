@@ -38,18 +38,10 @@ pytestmark = pytest.mark.xdist_group("damage")
 EIGHT = "step-00000008"
 
 
-@pytest.fixture(scope="module")
-def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight steps with checkpoints after four and eight."""
-    out = tmp_path_factory.mktemp("finished")
-    go_on(cache, out)
-    return out
-
-
 @pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of that run, to be spoiled."""
-    shutil.copytree(finished, tmp_path / "run")
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run, to be spoiled."""
+    shutil.copytree(trained, tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -202,7 +194,7 @@ def _flip(path: Path) -> None:
     "spoil", [_flip, lambda path: os.truncate(path, 100), Path.unlink], ids=["flip", "cut", "drop"]
 )
 def test_damage_is_one_line_and_the_older_checkpoint_is_taken(
-    cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str], name: str, spoil: Callable[[Path], Any]
+    cache: Path, run: Path, trained: Path, capsys: pytest.CaptureFixture[str], name: str, spoil: Callable[[Path], Any]
 ) -> None:
     spoil(run / "checkpoints" / EIGHT / name)
     go_on(cache, run)
@@ -210,7 +202,7 @@ def test_damage_is_one_line_and_the_older_checkpoint_is_taken(
     assert "resumed after step 4" in output.out
     [line] = output.err.splitlines()
     assert EIGHT in line and "is damaged and passed over" in line
-    assert losses(run) == losses(finished)
+    assert losses(run) == losses(trained)
 
 
 def _spoil_metrics(run: Path) -> None:
@@ -236,11 +228,11 @@ HARMLESS = {
 
 @pytest.mark.parametrize("spoil", HARMLESS.values(), ids=list(HARMLESS))
 def test_what_does_no_harm_is_no_new_run(
-    cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], Any]
+    cache: Path, run: Path, trained: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], Any]
 ) -> None:
     spoil(run)
     go_on(cache, run)
-    assert "resumed after step 8" in capsys.readouterr().out and losses(run) == losses(finished)
+    assert "resumed after step 8" in capsys.readouterr().out and losses(run) == losses(trained)
 
 
 def test_if_none_is_whole_nothing_begins_anew(cache: Path, run: Path) -> None:
@@ -269,7 +261,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_checkpoint_that_finds_the_disk_full_loses_nothing(
-    cache: Path, run: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+    cache: Path, run: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     go_back(run)
     with no_file_beyond(16 << 10):  # metrics fit, a checkpoint does not
@@ -278,7 +270,7 @@ def test_a_checkpoint_that_finds_the_disk_full_loses_nothing(
     assert "cannot write checkpoint" in line and ("File too large" in line or "is the disk full?" in line)
     assert newest(run) == 4 and not list((run / "checkpoints").glob("*.tmp"))
     go_on(cache, run)
-    assert losses(run) == losses(finished)
+    assert losses(run) == losses(trained)
 
 
 def test_metrics_that_find_the_disk_full_are_one_line(
@@ -389,3 +381,21 @@ def test_a_refusal_of_weights_and_biases_is_one_line(
     assert pretrain(cache, tmp_path / "run", "--wandb", "project") == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cce-dist")]
     assert len(lines) == 1 and "cannot write to Weights & Biases: No API key" in lines[0]
+
+
+@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/*"])
+def test_a_run_whose_checkpoints_are_gone_keeps_its_records(cache: Path, run: Path, gone: str) -> None:
+    """Catches a run that begins at step 0 and overwrites its metrics. A run that had stored nothing begins anew."""
+    before = (run / "metrics.jsonl").read_bytes()
+    for path in run.glob(gone):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(
+        UsageError, match=r"checkpoints in .* are gone, of which step-00000008 was the newest: .*--no-resume"
+    ):
+        go_on(cache, run, "--checkpoint-every", "100")
+    assert (run / "metrics.jsonl").read_bytes() == before
+    (run / checkpoint.STORED).unlink()
+    go_on(cache, run, "--steps", "3", "--checkpoint-every", "100")
+    (run / checkpoint.STORED).write_text(EIGHT)
+    go_on(cache, run, "--steps", "4", "--no-resume")
+    assert newest(run) == 4 and (run / checkpoint.STORED).read_text() == "step-00000004\n"

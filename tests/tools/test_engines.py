@@ -99,14 +99,12 @@ def _go_on_in_another_layout(cache: Path, out: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None or find_spec("megatron") is None, reason="needs both frameworks")
 @pytest.mark.timeout(280)
-def test_every_engine_trains_as_torch_does(tmp_path: Path) -> None:
-    train(options(tmp_path / "cache", tmp_path / "torch"), Ranks(torch.device("cpu")), prepared(tmp_path / "cache"))
-    torch.use_deterministic_algorithms(False)
-    run_ranks(_on_four_ranks, 4, tmp_path / "cache", tmp_path)
-    expected = records(tmp_path / "torch")
+def test_every_engine_trains_as_torch_does(cache: Path, trained: Path, tmp_path: Path) -> None:
+    run_ranks(_on_four_ranks, 4, cache, tmp_path)
+    expected = records(trained)
     for name in (name for runs in RUNS.values() for name in runs):
         tolerance = 0.02 if name.endswith("bf16") else 1e-5
-        assert largest_difference(tmp_path / "torch", tmp_path / name) < tolerance, name
+        assert largest_difference(trained, tmp_path / name) < tolerance, name
         for record, torchs in zip(records(tmp_path / name), expected, strict=True):
             assert record["lr"] == torchs["lr"]
             assert record["grad_norm"] == pytest.approx(torchs["grad_norm"], rel=50 * tolerance), name

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "cce_dist": ROOT / "cce_dist",
@@ -54,11 +52,11 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Functi
             yield from functions(node, name + ".")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_functions_are_small(module: str) -> None:
+def test_functions_are_small() -> None:
     """Host functions have few arguments and fit a screen; docstrings do not count, and public ones may take more arguments."""
     wrong = []
-    for name, function in functions(ast.parse(MODULES[module].read_text())):
+    everywhere = ((module, *found) for module in MODULES for found in functions(ast.parse(MODULES[module].read_text())))
+    for module, name, function in everywhere:
         if is_jit(function):
             continue
         arguments = function.args
@@ -66,14 +64,14 @@ def test_functions_are_small(module: str) -> None:
         count -= bool(arguments.args) and arguments.args[0].arg in ("self", "cls")
         overload = any(ast.unparse(decorator) == "overload" for decorator in function.decorator_list)
         if count > MOST_ARGUMENTS and not (launches(function) or overload or name in PUBLIC):
-            wrong.append(f"{name} has {count} arguments")
+            wrong.append(f"{module}: {name} has {count} arguments")
         first = function.body[0]
         is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
         docstring = (first.end_lineno or 0) - first.lineno + 1 if is_docstring else 0
         lines = (function.end_lineno or 0) - function.lineno + 1 - docstring
         if lines > MOST_LINES + len(arguments.kwonlyargs) * (name in PUBLIC):
-            wrong.append(f"{name} has {lines} lines")
-    assert not wrong
+            wrong.append(f"{module}: {name} has {lines} lines")
+    assert not wrong, "\n".join(wrong)
 
 
 def imports() -> dict[str, set[str]]:

@@ -81,7 +81,7 @@ def test_missing_extra_is_one_line_that_names_it(monkeypatch, capsys):
     assert cli.main(["fake"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert "pip install 'cce-dist[train]'" in lines[0]
+    assert "pip install tokenizers filelock numpy matplotlib tqdm" in lines[0]
     assert "matplotlib" in lines[0]
 
 
@@ -94,3 +94,21 @@ def test_exit_code_is_what_run_returns(monkeypatch):
     monkeypatch.setitem(sys.modules, "fake_command", module)
     monkeypatch.setitem(cli.COMMANDS, "fake", cli.Command("fake_command", "do nothing", "cce-dist fake"))
     assert cli.main(["fake", "--code", "3"]) == 3
+
+
+def test_the_version_is_said_without_torch():
+    code = "import sys; sys.modules['torch'] = None; import cce_dist; from cce_dist.tools.cli import main; main(['--version'])"
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("cce-dist 0.1.0, python 3.")
+
+
+def test_an_adapter_without_its_package_names_it():
+    code = "import sys; sys.modules['spmd_types'] = sys.modules['torchtitan'] = None; import cce_dist.integrations.torchtitan"
+    assert "needs torchtitan, which is not installed" in run_python(code).stderr
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_plan():
+    code = "import sys; sys.modules['matplotlib'] = None; from cce_dist.tools.cli import main; sys.exit(main({}))"
+    result = run_python(code.format(["plan", "--model", "llama-3-8b", "--picture", "x.png"]))
+    assert (result.returncode, result.stdout) == (1, "") and "matplotlib" in result.stderr

@@ -244,6 +244,23 @@ def test_a_megatron_script_is_read_as_megatron_does(more: str, tmp_path: Path) -
     assert vars(found.model) | {name: found.options[name] for name in OPTIONS} == vars(SIZED) | OPTIONS | MORE[more]
 
 
+def test_a_variable_stands_where_the_script_uses_it(tmp_path: Path) -> None:
+    """Catches the order of definitions in place of that of words, and an array or a default that is not read."""
+    rest = "--hidden-size 1024 --num-attention-heads 16 --vocab-size 1000 --make-vocab-size-divisible-by 1"
+    for text, layers in (
+        (f'A="--num-layers 24 {rest}"\npython p.py --num-layers 48 $A', 24),
+        (f'A="--num-layers 24 {rest}"\npython p.py ${{A}} --num-layers 48', 48),
+        (f'A="--num-layers 24\n  {rest}"\nB=(\n  --num-layers 12  # twelve\n)\npython p.py $A "${{B[@]}}"', 12),
+        (f'A=(--num-layers 24 {rest})\nA+=(--num-layers 6)\npython p.py "${{A[@]}}"', 6),
+        (f"N=${{1:-8}}\nexport M=$N\npython p.py {rest} --num-layers $M", 8),
+        (f"N=3\nA='--num-layers '$N\nN=4\npython p.py {rest} --num-layers $N --lr ${{LR:-1e-3}}", 4),
+        (f"A='--num-layers 5 {rest}'", 5),
+        (f"--num-layers 7 --expert-tensor-parallel-size 1 --num-experts 0 {rest}", 7),
+    ):
+        (tmp_path / "run.sh").write_text(text)
+        assert read_config(tmp_path / "run.sh").model.num_layers == layers, text
+
+
 def test_sizes_that_a_megatron_script_leaves_out(tmp_path: Path) -> None:
     """Defaults are Megatron's, and sizes by hand stand above the script's. Catches groups of heads without their flag."""
     text = "--num-layers 2 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 4"
@@ -376,6 +393,8 @@ def test_mistakes_are_one_line(argv: list[str], told: str) -> None:
         ("config.json", '{"model_type": "llama", "num_hidden_layers": 0}', "no list of layers"),
         ("text.sh", "--hidden-size $SIZE", r"argument --hidden-size: invalid int value: '\$SIZE'"),
         ("text.sh", "--multi-latent-attention", "does not know the effect of --multi-latent-attention"),
+        ("text.sh", "--num-experts 8 --expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 beside"),
+        ("text.sh", "--heterogeneous-layers-config-path x.json", "effect of --heterogeneous-layers-config-path x.json"),
         ("text.sh", "--moe-layer-freq '([0]*3+[1]*29)'", "does not know the effect of --moe-layer-freq"),
     ],
 )

@@ -40,30 +40,23 @@ from cce_dist.tools.pretrain.recipe import PRESETS
 pytestmark = pytest.mark.xdist_group("pretrain")
 
 
-@pytest.fixture(scope="module")
-def exact_run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("exact")
-    assert pretrain(cache, out) == 0
-    return out
-
-
-def test_a_run_leaves_falling_losses_a_figure_and_a_checkpoint(exact_run: Path) -> None:
-    train_losses = [record["loss"] for record in records(exact_run)]
-    assert [record["step"] for record in records(exact_run)] == list(range(1, 9))
-    assert [record["step"] for record in records(exact_run, "val")] == [4, 8]
+def test_a_run_leaves_falling_losses_a_figure_and_a_checkpoint(trained: Path) -> None:
+    train_losses = [record["loss"] for record in records(trained)]
+    assert [record["step"] for record in records(trained)] == list(range(1, 9))
+    assert [record["step"] for record in records(trained, "val")] == [4, 8]
     assert train_losses[0] == pytest.approx(math.log(PRESETS["toy"].vocab_size), abs=0.1)
     assert train_losses[-1] < train_losses[0] - 0.1
-    assert (exact_run / "curves.png").stat().st_size > 1000
-    assert newest(exact_run) == 8
+    assert (trained / "curves.png").stat().st_size > 1000
+    assert newest(trained) == 8
 
 
 @pytest.mark.parametrize("loss", [["dense"], ["filtered", "--filter-eps", "1e-30"]], ids=["dense", "no-op-filter"])
 def test_losses_that_are_exact_differ_in_rounding_alone(
-    cache: Path, tmp_path: Path, exact_run: Path, loss: list[str]
+    cache: Path, tmp_path: Path, trained: Path, loss: list[str]
 ) -> None:
     """All logits, and a filter that drops nothing."""
     train_on(options(cache, tmp_path, "--checkpoint-every", "0", "--loss", *loss), ALONE, prepared(cache))
-    assert largest_difference(exact_run, tmp_path) < 1e-5
+    assert largest_difference(trained, tmp_path) < 1e-5
     assert records(tmp_path)[-1].get("kept_tiles", 1) == 1
 
 
@@ -88,7 +81,7 @@ def test_only_a_filtered_run_asks_for_more_than_the_loss(cache: Path, tmp_path: 
     assert isinstance(returned[0], torch.Tensor) is (stats is None) is (loss != "filtered")
 
 
-def test_a_resumed_run_repeats_the_bits(cache: Path, tmp_path: Path, exact_run: Path) -> None:
+def test_a_resumed_run_repeats_the_bits(cache: Path, tmp_path: Path, trained: Path) -> None:
     recipe = options(cache, tmp_path)
     train_on(recipe, ALONE, prepared(cache))
     # As if the run had been cut after step 6: two steps past a checkpoint, and a record half written.
@@ -98,13 +91,14 @@ def test_a_resumed_run_repeats_the_bits(cache: Path, tmp_path: Path, exact_run: 
     torch.manual_seed(1)
     train_on(recipe, ALONE, prepared(cache))
     assert [record["step"] for record in records(tmp_path)] == list(range(1, 9))
-    assert losses(tmp_path) == losses(exact_run)
+    assert losses(tmp_path) == losses(trained)
 
 
 def test_a_checkpoint_of_another_model_is_refused(
-    cache: Path, exact_run: Path, capsys: pytest.CaptureFixture[str]
+    cache: Path, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert pretrain(cache, exact_run, "--num-layers", "1") == 1
+    shutil.copytree(trained, tmp_path / "run")
+    assert pretrain(cache, tmp_path / "run", "--num-layers", "1") == 1
     assert "num_layers 2 there, 1 here" in capsys.readouterr().err
 
 
@@ -128,20 +122,20 @@ def _train_on_two_ranks(tp: int, cache: Path, out: Path, *more: str) -> None:
     ],
 )
 def test_two_ranks_repeat_one(
-    ranks2: Callable[..., None], cache: Path, tmp_path: Path, exact_run: Path, tp: int, more: list[str]
+    ranks2: Callable[..., None], cache: Path, tmp_path: Path, trained: Path, tp: int, more: list[str]
 ) -> None:
     ranks2(_train_on_two_ranks, tp, cache, tmp_path, *more)
-    assert largest_difference(exact_run, tmp_path) < 1e-5
+    assert largest_difference(trained, tmp_path) < 1e-5
 
 
 def test_two_ranks_go_on_from_a_checkpoint_of_one(
-    ranks2: Callable[..., None], cache: Path, tmp_path: Path, exact_run: Path
+    ranks2: Callable[..., None], cache: Path, tmp_path: Path, trained: Path
 ) -> None:
-    shutil.copytree(exact_run, tmp_path / "run")
+    shutil.copytree(trained, tmp_path / "run")
     go_back(tmp_path / "run")
     ranks2(_train_on_two_ranks, 2, cache, tmp_path / "run")
     assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 9))
-    assert largest_difference(exact_run, tmp_path / "run") < 1e-5
+    assert largest_difference(trained, tmp_path / "run") < 1e-5
 
 
 def test_slices_add_to_the_same_bits(ranks2: Callable[..., None], cache: Path, tmp_path: Path) -> None:
@@ -255,9 +249,9 @@ def test_an_out_that_cannot_be_made_is_one_line(cache: Path, capsys: pytest.Capt
     assert "--out" in line and "more than 255 bytes" in line
 
 
-def test_plot_overlays_runs(exact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_overlays_runs(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figure = tmp_path / "both.png"
-    assert cli.main(["plot", str(exact_run), str(exact_run / "metrics.jsonl"), "-o", str(figure)]) == 0
+    assert cli.main(["plot", str(trained), str(trained / "metrics.jsonl"), "-o", str(figure)]) == 0
     assert figure.read_bytes().startswith(b"\x89PNG")
     (tmp_path / "empty.jsonl").touch()
     assert cli.main(["plot", str(tmp_path / "empty.jsonl"), "-o", str(figure)]) == 1

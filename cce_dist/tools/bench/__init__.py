@@ -1,13 +1,13 @@
 """``cce-dist bench``: time, memory and error of the loss and its gradients, against other libraries and plain products.
 
-Every table goes one way: a task and an input, methods, a row for each method. Reading order:
+A table is a task on an input, with a row for each method. Reading order:
 
-* ``cases`` runs a command: its ranks, its tables, its files;
-* ``loop`` checks every method and times those that are right, whatever the table;
-* ``heads`` are the tables of heads: ``shapes`` and ``workload`` make the input, ``tasks`` say what is computed (``problem``),
-  ``methods`` name the rows: this library, ``peers``, and ``stage``, the ends of frameworks' last stages;
-* ``steps`` and ``fsdp`` are the tables of whole training steps, on one rank and on several; ``models`` has their rows;
-* ``records`` is what a bench.json holds, ``collectives`` what is sent in a step, ``report`` prints and draws.
+* ``cases`` runs a command: ranks, tables, files;
+* ``loop`` checks every method of a table and times those that are right;
+* ``heads`` makes tables of heads: ``shapes`` and ``workload`` make the input, ``tasks`` and ``problem`` say what is computed,
+  ``methods`` names the rows: this library, ``peers``, and ``stage`` for the ends of frameworks' last pipeline stages;
+* ``steps`` and ``fsdp`` make tables of whole training steps, on one rank and on several; ``models`` has their rows;
+* ``records`` defines bench.json, ``collectives`` records what a step sends, ``report`` prints and draws.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["trained"],
         metavar="RUNG",
-        help="how sure the softmax is: unigram, early, spread, middle, trained, sharp, or all of this 'ladder'; or files that "
+        help="distribution of the softmax: unigram, early, spread, middle, trained, sharp, or 'ladder' for all; or files that "
         "'cce-dist pretrain --capture' wrote, which have their own shape and tokens (default: trained)",
     )
     add("--methods", nargs="+", metavar="METHOD", help="rows of the table; 'list' prints them")
@@ -43,13 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="shares of labels that are -100 (default: 0)",
     )
-    add("--tp", type=wholes, metavar="T,T", help="split the vocabulary over so many ranks, under torchrun or alone")
+    add(
+        "--tp",
+        type=wholes,
+        metavar="T,T",
+        help="split the vocabulary over this number of ranks, under torchrun or alone",
+    )
     add(
         "--log-probs",
         nargs="*",
         choices=[*LOG_PROBS, *KEPT_IDS],
         metavar="TASK",
-        help="time log-probabilities and entropies, as policies take them: "
+        help="time log-probabilities and entropies, as reinforcement learning needs them: "
         f"{', '.join([*LOG_PROBS, *KEPT_IDS])} (default: all)",
     )
     add(
@@ -62,15 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--teacher-size", type=whole(1), metavar="D", help="hidden size of the teacher of --kl (default: the student's)"
     )
-    add("--stage", choices=STAGES, help="time the end of its last pipeline stage by its means and ours, likewise")
-    add(
-        "--workspace", nargs="+", type=whole(1), metavar="MIB", help="workspaces of cce-dist, a row each (default: 256)"
-    )
+    add("--stage", choices=STAGES, help="time the end of this framework's last pipeline stage")
+    add("--workspace", nargs="+", type=whole(1), metavar="MIB", help="budgets of cce-dist, a row each (default: 256)")
     _add_models(parser)
-    add("--repeats", type=whole(1), default=20, help="rounds of timing, methods in turns")
-    add("--no-forward", action="store_true", help="do not time forward by itself, which takes a third of the time")
+    add("--repeats", type=whole(1), default=20, help="rounds; each times every method once")
+    add("--no-forward", action="store_true", help="do not time forward alone: a third of the work")
     add("--device", type=device, help="cuda, cuda:1, cpu (default: cuda if there is one)")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of hidden states and weight")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of hidden states and weight")
     add("--out", type=folder, default=Path("runs/bench"), metavar="DIR", help="folder for bench.json and bench.png")
     add(
         "--show",
@@ -87,18 +90,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COLUMN",
         help=f"with --show: print one table, a column per case, with these numbers, and draw nothing: {', '.join(COLUMNS)}",
     )
+    add("--scatter", type=Path, metavar="PNG", help="with --show: draw time over memory, both over torch-compile's")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("whole steps of models that are trained on text before").add_argument
+    add = parser.add_argument_group("whole training steps of models, after training them on text").add_argument
     add("--models", nargs="+", metavar="MODEL", help="models of transformers; 'list' prints them")
-    add("--layers", type=whole(1), metavar="L", help="so many layers of each (default: all)")
+    add("--layers", type=whole(1), metavar="L", help="layers of each model (default: all)")
     add("--length", type=whole(2), default=2048, metavar="N", help="tokens of a sequence (default: 2048)")
     add(
         "--compile",
         choices=COMPILE,
         default="no",
-        help="torch.compile around each layer, or around each way's model",
+        help="torch.compile around each layer, or around the whole model (yes), or also without it (both)",
     )
     add(
         "--fsdp",
@@ -106,18 +110,18 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         const=0,
         type=whole(2),
         metavar="T",
-        help="steps of T data-parallel ranks under FSDP2, weights drawn, tokens a rank; under torchrun or alone (default: all "
-        "ranks or GPUs)",
+        help="steps of T data-parallel ranks under FSDP2, with untrained weights and --tokens per rank; under torchrun or "
+        "alone (default: all ranks or GPUs)",
     )
     add("--longest", type=whole(0), default=0, metavar="GIB", help="find the longest sequence in this memory")
-    add("--train-steps", type=whole(1), default=300, metavar="STEPS", help="before (default: 300)")
+    add("--train-steps", type=whole(1), default=300, metavar="STEPS", help="training before (default: 300)")
     add("--corpus", type=folder, metavar="DIR", help="UTF-8 text files (default: Python's standard library)")
     add("--pattern", type=pattern, help="file names to read, such as '*.txt'")
-    add("--cache", type=folder, metavar="DIR", help="of tokenized text (default: ~/.cache/cce-dist)")
+    add("--cache", type=folder, metavar="DIR", help="tokenized text (default: ~/.cache/cce-dist)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show what was measured, or measure. Returns the exit code."""
+    """Show stored measurements, or measure. Returns the exit code."""
     if args.show:
         return _show(args)
     import torch
@@ -130,8 +134,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    """Print files again: a table and a figure for each, or one table of the columns asked for."""
-    from cce_dist.tools.bench import records, report
+    """Print stored files: a table and a figure for each, or one table with the chosen columns."""
+    from cce_dist.tools.bench import records, report, scatter
 
     asked = {
         "shape": args.shapes or args.models,
@@ -148,6 +152,10 @@ def _show(args: argparse.Namespace) -> int:
         lines = report.summary(every, args.columns) if args.columns else []
     except (OSError, ValueError) as error:
         raise SystemExit(f"cce-dist bench: {error}") from error
+    if args.scatter:
+        pairs = [(files[path].environment, case) for path, cases in shown.items() for case in cases]
+        scatter.draw(args.scatter, pairs)
+        return 0
     print("\n".join(lines) if lines else "\n\n".join(map(report.table, every)))
     if not any((args.columns, *asked.values(), args.methods)):
         for path, results in files.items():

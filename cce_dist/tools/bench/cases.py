@@ -1,4 +1,4 @@
-"""All cases of a command: measured on the ranks of torchrun, on ranks that are started here, or in this process alone."""
+"""Measure all cases of a command: on the ranks of torchrun, on ranks started here, or in this process alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 600.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure. Returns 0, or 1 if there is no case or a row of this library has no time (wrong, or failed)."""
+    """Measure. Returns 0, or 1 if there is no case, or if a row of this library is wrong or failed."""
     table = _table(args)
     if args.models == ["list"]:
         print("\n".join(CONFIGS))
@@ -46,14 +46,14 @@ def _table(args: argparse.Namespace) -> ModuleType:
     try:
         from cce_dist.tools.bench import fsdp, steps
     except ImportError as error:
-        raise SystemExit(f"cce-dist bench: --models needs cce-dist[train]: {error}") from error
+        raise SystemExit(f"cce-dist bench: --models needs a package that is not installed: {error}") from error
     return steps if args.fsdp is None else fsdp
 
 
 def choose(names: Sequence[str] | None, available: dict[str, Method]) -> dict[str, Method]:
-    """Return the named methods, in the order of the table; ``cce-dist`` means each of its workspaces.
+    """Return the named methods in the order of the table; None: all methods but those that must be named.
 
-    None means all methods but those that must be named.
+    A name without its budget, such as "cce-dist", means the rows of all budgets.
     """
     if names is None:
         return {name: method for name, method in available.items() if not method.by_name}
@@ -110,7 +110,7 @@ def _measure_all(args: argparse.Namespace) -> int:
 
 
 def _current_device(name: str) -> torch.device:
-    """Return the device that is asked for, made the current one where this process is alone; ranks have their own."""
+    """Return the chosen device, and make it the current one if this process is alone. Ranks have their own current device."""
     device = torch.device(name)
     if device.type == "cuda" and not dist.is_initialized() and device.index is not None:
         torch.cuda.set_device(device)
@@ -120,7 +120,7 @@ def _current_device(name: str) -> torch.device:
 
 
 def _report_last(results: Results, out: Path, has_figure: bool) -> None:
-    """Print the last case and write all: after every case, so that an interrupted run leaves what it had."""
+    """Print the last case and write all of them. After every case, so that an interrupted run keeps what it measured."""
     show_progress("")
     if dist.is_initialized() and dist.get_rank() > 0:
         return
@@ -131,11 +131,11 @@ def _report_last(results: Results, out: Path, has_figure: bool) -> None:
 
 
 def _finish(results: Results, out: Path, has_figure: bool) -> int:
-    """Say what was measured with, and where the files are. Returns the exit code."""
+    """Print versions, and where the files are. Returns the exit code."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return 0
     versions = ", ".join(f"{name} {version}" for name, version in results.environment["versions"].items())
-    picture = "bench.png" if has_figure else "no figure: matplotlib is not installed (pip install 'cce-dist[bench]')"
+    picture = "bench.png" if has_figure else "no figure: matplotlib is not installed (pip install matplotlib)"
     print(f"{results.environment['device']}; {versions}\n{out}: bench.json, {picture}")
     return _exit_code(results.cases)
 

@@ -20,13 +20,13 @@ class Collective:
     num_bytes: int  # of the whole tensor that one of them sums or gathers
     count: int
     seconds: float | None = None  # of their kernels together, waiting for other ranks included
-    exposed: float | None = None  # the part of it in which this rank computes nothing
+    exposed: float | None = None  # the part in which this rank computes nothing
 
 
 class Collectives:
-    """A context that records the collectives made inside: on any stream, also in backward and inside of operators.
+    """A context that records all collectives inside it, on any stream, also in backward and in operators.
 
-    ``num_ranks`` is the size of the group, which decides the size of what an all-gather returns.
+    ``num_ranks`` is the size of the group: an all-gather returns this many times its input.
     """
 
     sizes: list[tuple[str, int]]  # name and bytes of each, in order
@@ -57,7 +57,7 @@ class Collectives:
         for name in dict.fromkeys(name for name, _ in self.sizes):
             kernels = [(start, stop) for kernel, start, stop in spans if _is_kernel_of(kernel, name)]
             sizes = [size for each, size in self.sizes if each == name]
-            # Kernels are told apart by the order of the calls, if there is one kernel a call.
+            # With one kernel per call, kernels come in the order of the calls.
             told_apart = kernels if len(kernels) == len(sizes) else [None] * len(sizes)
             for size, kernel in zip(sizes, told_apart, strict=True):
                 calls[name, size].append(kernel)

@@ -1,8 +1,8 @@
 """Tables of whole steps of data-parallel ranks under FSDP2: ``bench --models NAME --fsdp``.
 
-Each method has a model of its own, because ``fully_shard`` splits a model in place. All models are drawn alike, in fp32. They
-compute in the dtype that is asked for and sum gradients over ranks in fp32. Each layer is a unit of FSDP2, and the rest is one.
-Every rank draws ids of its own, as nothing that is compared depends on what the softmax looks like.
+Each method has a model of its own, because ``fully_shard`` splits a model in place. All models have the same drawn weights, in
+fp32. They compute in ``--dtype`` and sum gradients over ranks in fp32. Each layer is a unit of FSDP2, and the rest is one unit.
+Every rank draws random ids, because nothing that is measured depends on the softmax.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def complete(args: argparse.Namespace) -> int:
     args.tokens = args.tokens or [8192]
     steps.complete(args)
     if args.compile not in ("no", "layers"):
-        # FSDP2 goes around layers that are compiled one by one, not into a model that is compiled whole.
+        # FSDP2 wraps layers, so it cannot go into a model that is compiled as a whole.
         raise SystemExit("cce-dist bench: --fsdp takes --compile no or layers")
     there = int(os.environ["WORLD_SIZE"]) if in_torchrun() else args.fsdp or torch.cuda.device_count()
     if there < 2 or args.fsdp not in (0, there):

@@ -58,7 +58,7 @@ def methods(args: argparse.Namespace) -> dict[str, Method]:
 
 
 def _rows(task: Task, args: argparse.Namespace) -> dict[str, Method]:
-    """Return the rows of a last stage, or those for any of the sizes of groups."""
+    """Return the rows of a task: with --stage all, else the methods that at least one size of group can run."""
     table = task.methods(args.workspace or [UNNAMED_MIB])
     return {name: method for name, method in table.items() if args.stage or any(map(method.is_for, args.tp))}
 
@@ -84,7 +84,7 @@ def _sources(args: argparse.Namespace) -> Iterator[Source]:
 
 
 def cases(args: argparse.Namespace, chosen: Container[str], device: torch.device) -> Cases:
-    """Yield each workload's label and its cases. Every rank calls this, but gets only the cases of its groups."""
+    """Yield each workload's label and cases. Every rank calls this, and gets the cases of groups that it belongs to."""
     groups: dict[int, Any] = {}
     for size in args.tp:
         groups[size] = dist.new_group(range(size)) if size > 1 else None
@@ -145,12 +145,12 @@ def measure_problem(
     progress: Progress = lambda line: None,
     forward: bool = True,
 ) -> Measured:
-    """Measure the methods that are for this size of group, and the plain products of one shard.
+    """Measure the methods that can run on this size of group, and the plain products of one shard.
 
-    ``problem`` is the whole input, on every rank. ``forward`` asks for the time of forward by itself, too.
+    ``problem`` is the whole input, on every rank. With ``forward`` the forward pass is also timed alone.
     """
     progress("reference")
-    # The reference waits on the host, because the steps that are timed need the memory.
+    # The reference moves to the host, to leave the device's memory to the timed steps.
     parts = parts_of(problem, Reference(*(tensor.cpu() for tensor in reference_of(problem))), shard)
     num_tokens, device = len(problem.tokens[0]), problem.tokens[0].device
 

@@ -1,11 +1,11 @@
-"""The one measuring loop: check every method of a table, then time those that are right.
+"""The measuring loop: check every method of a table, then time those that are right.
 
-A table gives ``measure`` its methods and a function that makes a ``Trial`` of each. A trial first computes values and gradients
-that are compared with a reference. A method whose error is too large gets no time. The others take turns, in rounds of a new
-random order each, so that changes of clock and temperature affect all of them alike.
+A table gives ``measure`` its methods and a function that makes a ``Trial`` of each. A trial first computes values and
+gradients, which are compared with a reference. A method whose error is too large is not timed. The others are timed once per
+round, in a new random order, so that changes of clock and temperature affect all of them alike.
 
 With several ranks every rank calls ``measure`` with its own part of the input. A row has the largest error and the largest
-memory of all ranks, and in each round the time of the slowest rank.
+memory over all ranks, and for each round the time of the slowest rank.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Limits(NamedTuple):
 
     loss: float
     gradient: float
-    d_hidden: str  # what the two gradients are called
+    d_hidden: str  # names of the two gradients in messages
     d_weight: str
 
     def verdict(self, errors: Errors) -> str:
-        """Say in a few words what is wrong, or return an empty string. NaN is wrong."""
+        """Return a few words on what is wrong, or an empty string. NaN is wrong."""
         measured = (
             ("loss", errors.loss, self.loss),
             (f"gradient of {self.d_hidden}", errors.d_hidden, self.gradient),
@@ -61,9 +61,9 @@ class Trial(NamedTuple):
     once: Callable[[], Sequence[Tensor | None]]  # computes values and gradients
     errors: Callable[..., Errors]  # compares them with the reference
     limits: Limits
-    step: Callable[[], Sequence[Tensor]]  # what is timed; its outputs do not count as memory of the step
-    jobs: dict[str, Callable[[], object]]  # calls that are timed, by the field of ``Row`` for the time
-    resident_bytes: Callable[[], int] = lambda: 0  # allocated between steps, and counted as memory of the step
+    step: Callable[[], Sequence[Tensor]]  # the step whose memory is measured, without its outputs
+    jobs: dict[str, Callable[[], object]]  # the calls to time, by the field of ``Row`` for the time
+    resident_bytes: Callable[[], int] = lambda: 0  # memory that stays between steps, to be added
 
 
 class Job(NamedTuple):
@@ -75,7 +75,7 @@ class Job(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A row and the collectives of a step for each method, and the plain products of the same rounds."""
+    """What ``measure`` returns; the fields of ``Case`` with the same names."""
 
     rows: list[Row]
     collectives: dict[str, list[Collective]]
@@ -93,7 +93,7 @@ def measure(
 ) -> Measured:
     """Check every method, then time those that are right, and the plain products, for ``repeats`` rounds."""
     rows, trials, sent = [Row(name, method.ours) for name, method in methods.items()], {}, {}
-    # All are made before one is checked, because making a compiled method resets what torch has compiled.
+    # Make all before checking any, because making a compiled method resets torch's compiler.
     for row in rows:
         with _agreed(row, device, group):
             if methods[row.name].needs_cuda and device.type != "cuda":
@@ -125,7 +125,7 @@ def measure(
 
 @contextmanager
 def _agreed(row: Row, device: torch.device, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Write a failure inside into the row; afterwards all ranks have the same row."""
+    """Record a failure in the row. Afterwards all ranks have the same row."""
     try:
         yield
     except ImportError as error:
@@ -137,7 +137,7 @@ def _agreed(row: Row, device: torch.device, group: dist.ProcessGroup | None) -> 
 
 
 def _check(row: Row, trial: Trial, device: torch.device) -> None:
-    """Call a method for the first time: fill in the seconds that this takes, and the errors."""
+    """Call a method for the first time, and fill in the seconds that this takes, and the errors."""
     start = time.perf_counter()
     value, *_ = computed = trial.once()
     if device.type == "cuda":
@@ -149,7 +149,7 @@ def _check(row: Row, trial: Trial, device: torch.device) -> None:
 
 
 def _observe(row: Row, trial: Trial, device: torch.device, group: dist.ProcessGroup | None) -> list[Collective]:
-    """Run a step that does not compile anything: return its collectives, and fill in its peak memory."""
+    """Return the collectives of a step, and fill in its peak memory. The method was called before, so nothing compiles."""
     kinds = []
     if group is not None:
         with Collectives(group.size()) as seen:
@@ -167,9 +167,9 @@ def _observe(row: Row, trial: Trial, device: torch.device, group: dist.ProcessGr
 
 
 def relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return ||value - truth|| / ||truth|| of all pairs (value, truth) together, as of one long vector.
+    """Return ||value - truth|| / ||truth||, where all pairs (value, truth) together make one long vector.
 
-    The truth may be on another device. A block of rows is compared at a time, so that no large tensor is copied whole.
+    The truth may be on another device. Blocks of rows are compared one by one, so that no large tensor is copied whole.
     """
     squares = []
     for value, truth in pairs:
@@ -194,7 +194,7 @@ def time_in_turns(jobs: Sequence[Job], repeats: int, clock: Clock, progress: Pro
                 continue
             try:
                 seconds, host = clock.times(job.call)
-            # The method was right before. Its row says what happened, and the others go on.
+            # The method was right before. Its row records what happened, and the others go on.
             except Exception as error:
                 job.owner.problem = describe(error)
                 free_memory(clock.meeting.device)
@@ -214,9 +214,9 @@ def take_slowest(jobs: Sequence[Job], group: dist.ProcessGroup | None) -> None:
 
 
 class Clock:
-    """Measures the seconds of a job from when all ranks are there: by CUDA events, or on a CPU by the wall clock.
+    """Measures the seconds of a job, by CUDA events or on a CPU by the wall clock, after all ranks have met.
 
-    On a GPU every job comes after the same matrix products: they bring the card to its power limit, remove the job's data from
+    On a GPU the same matrix products come before every job. They bring the card to its power limit, evict the job's data from
     the L2 cache, and let the host launch ahead. The host's time is the time of the call alone.
     """
 
@@ -275,16 +275,16 @@ def worst(rows: Sequence[Row]) -> Row:
 
 
 def least_waiting(ranks: Sequence[list[Collective]]) -> list[Collective]:
-    """Take each kind of collective from the rank that waited least for the others: where it was shortest."""
+    """Take each kind of collective from the rank where it was shortest, which waited least for the others."""
     alike: dict[tuple[str, int], list[Collective]] = {}
-    # Ranks may see them in another order: a CPU's group has threads of its own.
+    # Ranks may see them in different orders, because gloo has threads of its own.
     for kind in chain.from_iterable(ranks):
         alike.setdefault((kind.name, kind.num_bytes), []).append(kind)
     return [min(same, key=lambda kind: kind.seconds or 0.0) for same in alike.values()]
 
 
 def free_memory(device: torch.device) -> None:
-    """Collect garbage, and give cached memory of a GPU back."""
+    """Collect garbage, and return a GPU's cached memory to the driver."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

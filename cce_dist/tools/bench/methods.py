@@ -1,8 +1,8 @@
-"""The methods of the tables of heads: this library, plain torch, and other libraries, which are imported when asked for.
+"""The methods of the tables of heads: this library, plain torch, and other libraries, which are imported when they are built.
 
-A method is built once per case and then called as ``loss = method(hidden, weight, labels)`` on every rank. Hidden is [N, D],
-with sequence parallelism the rank's slice of it; weight has the rank's rows; labels are whole. The result is the mean over the
-labels that are not -100. Building raises ``ImportError`` if the library, or the part of it that is asked for, is missing.
+A method is built once per case and then called as ``loss = method(hidden, weight, labels)`` on every rank. Hidden is [N, D], or
+the rank's slice of it with sequence parallelism; weight has the rank's rows; labels are whole. The result is the mean over the
+labels that are not -100. Building raises ``ImportError`` if the library, or the needed part of it, is missing.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Method(NamedTuple):
         return not (self.needs_group if num_ranks == 1 else self.needs_whole)
 
 
-UNNAMED_MIB = 256  # the budget of a row of ours whose name has none, but for ``-default`` and ``-cached``
+UNNAMED_MIB = 256  # the budget of our rows whose name has none, except ``-default`` and ``-cached``
 
 
 def all_methods(table: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) -> dict[str, Method]:
-    """Return every method by name; ``table`` is "megatron" or "deepspeed" for the rows of their last stages."""
+    """Return every method by name. ``table`` is "" for losses, "megatron" or "deepspeed" for the ends of last stages."""
     tables = {"": _losses, "megatron": _megatron_stages, "deepspeed": _deepspeed_stages}
     return tables[table](workspace_mib)
 
@@ -51,7 +51,7 @@ def all_methods(table: str = "", workspace_mib: Sequence[int] = (UNNAMED_MIB,)) 
 def our_rows(
     build: Build, workspace_mib: Sequence[int], suffix: str = "", filtered: bool = True, **flags: Any
 ) -> dict[str, Method]:
-    """Return this library's rows in any table: each budget, the default, all exponentials kept, filtered."""
+    """Return this library's rows: one for each budget, the default budget, all exponentials kept, and filtered."""
     at = _at(workspace_mib)
     options: dict[str, dict[str, Any]] = {}
     for mib in workspace_mib:
@@ -66,7 +66,7 @@ def our_rows(
 
 
 def _one_row(build: Build, workspace_mib: Sequence[int], suffix: str, **flags: Any) -> dict[str, Method]:
-    """Return a row of the first budget that only some tables have."""
+    """Return one more row of this library, with the first budget."""
     options = {"workspace_bytes": workspace_mib[0] << 20}
     method = Method(partial(build_ours, build, options), ours=True, **flags)
     return {f"cce-dist{suffix}{_at(workspace_mib)}": method}
@@ -77,7 +77,7 @@ def _at(workspace_mib: Sequence[int]) -> str:
 
 
 def build_ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden: Tensor) -> Any:
-    """Build a row of this library. An exact row takes the kernels on a GPU, or is an error: a row says what it timed."""
+    """Build a row of this library. On a GPU an exact row never falls back to the torch backend, so it times the kernels."""
     options = dict(options)
     if "grad_filter" not in options:
         options.setdefault("backend", "triton" if hidden.is_cuda else "torch")
@@ -91,7 +91,7 @@ def _our_loss(shard: VocabShard, hidden: Tensor, options: dict[str, Any], **more
 
 
 def _our_loss_of_each(shard: VocabShard, hidden: Tensor, options: dict[str, Any], failed: bool) -> LossFn:
-    """Return the mean of losses of "none"; if ``failed``, forward expects other upstream gradients than come."""
+    """Return the mean of per-token losses. With ``failed`` upstream gradients are not as ``expected_weights`` says."""
     expected = torch.rand(len(hidden), device=hidden.device) if failed else True
     loss = _our_loss(shard, hidden, options, reduction="none", expected_weights=expected)
 
@@ -105,9 +105,7 @@ def _losses(workspace_mib: Sequence[int]) -> dict[str, Method]:
     in_slices = partial(_our_loss, sequence_parallel=True)
     table = our_rows(_our_loss, workspace_mib)
     table |= our_rows(in_slices, workspace_mib, "-sp", sequence_parallel=True, needs_group=True)
-    in_fp32, in_torch = partial(_our_loss, reduce_dtype=torch.float32), partial(_our_loss, backend="torch")
-    table |= _one_row(in_fp32, workspace_mib, "-fp32-sum", needs_group=True)
-    table |= _one_row(in_torch, workspace_mib, "-torch", needs_whole=True)
+    table |= _one_row(partial(_our_loss, backend="torch"), workspace_mib, "-torch", needs_whole=True)
     for suffix, failed in (("-each", False), ("-each-failed", True)):
         table |= _one_row(partial(_our_loss_of_each, failed=failed), workspace_mib, suffix, by_name=True)
 
@@ -117,7 +115,6 @@ def _losses(workspace_mib: Sequence[int]) -> dict[str, Method]:
     for policy in ("auto", "compact", "balanced", "accurate"):
         build = partial(peers.torch_linear_cross_entropy, policy=policy)
         table[f"torch-lce-{'chunked' if policy == 'auto' else policy}"] = Method(build, needs_whole=True)
-    table["torch-loss-parallel"] = Method(peers.torch_loss_parallel, needs_group=True)
     for sequence_parallel in (False, True):
         table |= _megatrons(peers.megatron, sequence_parallel, needs_group=True)
     table["deepspeed"] = Method(peers.deepspeed, needs_group=True)
@@ -159,7 +156,7 @@ def _deepspeed_stages(workspace_mib: Sequence[int]) -> dict[str, Method]:
     table = {
         "deepspeed": Method(stage.deepspeed),
         "deepspeed-liger": Method(partial(stage.deepspeed, backend="liger"), needs_cuda=True, needs_group=True),
-        # DeepSpeed's loss without logits, which nothing in DeepSpeed calls: what a user can write into the last layer.
+        # DeepSpeed's loss without logits. Nothing in DeepSpeed calls it, but a user can in the last layer.
         "deepspeed-linear": Method(peers.deepspeed),
     }
     return table | our_rows(stage.deepspeed, workspace_mib)

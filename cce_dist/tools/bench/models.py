@@ -1,7 +1,7 @@
 """Models of transformers at their real sizes, and the methods of ``bench --models``.
 
-A method takes a copy of a model. All copies have the same parameters, but a change to a copy reaches no other copy. Called with
-ids and labels [B, L], what a method returns gives {"loss": mean loss, 0-d}.
+A method changes a copy of a model and returns a module, which takes ids and labels [B, L] and returns {"loss": mean loss, 0-d}.
+All copies share their parameters, but not their modules, so methods do not affect each other.
 """
 
 from __future__ import annotations

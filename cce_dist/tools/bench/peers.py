@@ -1,16 +1,14 @@
-"""The losses that this library is compared with: torch's, dense ones, and the losses of other libraries.
+"""The losses that this library is compared with: torch's, and other libraries'.
 
-Most functions take this rank's shard and a case's hidden states and return a loss function, as ``methods`` describes it. A
-library without a vocabulary-parallel mode ignores the shard; its row then needs the whole vocabulary.
+Most functions take this rank's shard and a case's hidden states, and return a loss function as ``methods`` describes it. A
+library without a vocabulary-parallel mode ignores the shard, and its row needs the whole vocabulary.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +25,7 @@ LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [N, D], weight [V_
 
 
 def dense(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None) -> Tensor:
-    """Compute the loss as everybody writes it, with all logits in memory."""
+    """Compute the loss from all logits, as usual."""
     logits = F.linear(hidden, weight)
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
@@ -113,45 +111,6 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, *d_losses: Tensor) -> Any:
         local_lse, lse = ctx.saved_tensors
         return (local_lse - lse).exp() * d_losses[0], -d_losses[0], None
-
-
-def trl_chunks() -> Callable[..., tuple[Tensor, ...]]:
-    """Return TRL's chunked function of hidden, weight, labels and the names of further outputs."""
-    from trl.trainer import utils
-
-    function: Any = getattr(utils, "_ChunkedLogProbFunction", None)
-    wanted = "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
-    if function is None:
-        raise ImportError("this release of trl has no chunked log-probabilities")
-    names = list(inspect.signature(function.forward).parameters)[1:]
-    if names != wanted.split():
-        raise ImportError(f"this release of trl takes {', '.join(names)}")
-
-    def outputs(hidden: Tensor, weight: Tensor, labels: Tensor, more: tuple[str, ...]) -> tuple[Tensor, ...]:
-        return function.apply(hidden, weight, None, labels, 1.0, 8192, None, 1.0, more)
-
-    return outputs
-
-
-def torch_loss_parallel(shard: VocabShard, hidden: Tensor) -> LossFn:
-    """Return torch's ``loss_parallel`` of dense logits, a DTensor that is split over the vocabulary."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    assert shard.group is not None
-    mesh = DeviceMesh.from_group(shard.group, hidden.device.type)
-    # Backward must run inside the context too. The context changes nothing but the cross-entropy of a DTensor.
-    ExitStack().enter_context(loss_parallel())
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        shape = torch.Size((shard.vocab_size, weight.shape[1]))
-        rows = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False, shape=shape, stride=weight.stride())
-        whole, target = (DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in (hidden, labels))
-        mean = F.cross_entropy(F.linear(whole, rows).float(), target, ignore_index=IGNORE_INDEX)
-        return cast(DTensor, mean).to_local()
-
-    return loss
 
 
 def megatron(shard: VocabShard, hidden: Tensor, fused: bool, sequence_parallel: bool) -> LossFn:
@@ -251,7 +210,7 @@ def liger_triton(shard: VocabShard, hidden: Tensor) -> LossFn:
         LigerFusedLinearCrossEntropyLoss,
     )
 
-    # Releases with several kernel languages would take CuTe for the softmax where it is installed.
+    # Releases with several kernel languages use CuTe for the softmax if it is installed.
     try:
         from liger_kernel.backends import set_impl  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -1,4 +1,4 @@
-"""What the methods of a head's table compute, and the reference that they are compared with."""
+"""What the methods of a table of heads compute, and the reference that they are compared with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cce_dist.tools.report import describe
 LIMITS = Limits(5e-2, 5e-2, "hidden states", "the weight")  # methods that round to bf16 have 2e-3 to 2e-2
 REFERENCE_CHUNK_BYTES = 1 << 30
 
-Function = Callable[..., Tensor]  # hidden, weight, and what else a problem has -> its outputs
+Function = Callable[..., Tensor]  # the operands of a problem -> its outputs
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Problem:
     values: Function  # the specification: takes ``operands`` and returns the outputs, [N] or [N, M]
     reduced: bool = True  # methods return the sum of all outputs weighted by ``upstream``, in place of the outputs
     grad: bool = True  # whether gradients of hidden states and weight are computed
-    again: int = 2  # how often a method that keeps no logits computes them
+    again: int = 2  # how often a method that does not keep the logits computes them
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
@@ -43,7 +43,7 @@ class Problem:
 
     @property
     def counts(self) -> list[int]:
-        """Matrix products of forward, of a step that keeps the logits, and of a step that computes them again."""
+        """Number of matrix products: in forward, in a step that keeps the logits, and in a step that computes them again."""
         heads, gradients = len(self.weights), 2 * self.grad
         return [heads, heads + gradients, heads * self.again + gradients]
 
@@ -79,7 +79,7 @@ class Reference(NamedTuple):
 
 
 def reference_of(problem: Problem) -> Reference:
-    """Compute a step with fp32 logits and sums (fp64 for fp32 inputs), a chunk of tokens at a time."""
+    """Compute a step in fp32 (in fp64 for fp32 inputs), a chunk of tokens at a time."""
     hidden, weight = problem.tokens[0], problem.weights[0]
     dtype = torch.float64 if hidden.dtype == torch.float32 else torch.float32
     weights = tuple(each.to(dtype) for each in problem.weights)
@@ -103,7 +103,7 @@ def reference_of(problem: Problem) -> Reference:
 
 
 def parts_of(problem: Problem, reference: Reference, shard: VocabShard) -> dict[bool, tuple[Problem, Reference]]:
-    """Return a rank's part of problem and reference: with all tokens (False), or with its slice of them (True)."""
+    """Return a rank's part of problem and reference: under False with all tokens, under True with its slice of them."""
     if shard.group is None:
         return dict.fromkeys((False, True), (problem, reference))
     hidden, *others = problem.tokens
@@ -117,14 +117,14 @@ def parts_of(problem: Problem, reference: Reference, shard: VocabShard) -> dict[
 
 
 def trial_of(function: Function, problem: Problem, reference: Reference, forward: bool = True) -> Trial:
-    """Return the trial of a method on a rank's part of a problem; ``forward`` is timed by itself, too."""
+    """Return the trial of a method on a rank's part of a problem. With ``forward`` the forward pass is also timed alone."""
     run = partial(step, function, problem)
 
     def errors(value: Tensor, *gradients: Tensor) -> Errors:
         loss = relative_error([(value, reference.value)])
         if not gradients:
             return Errors(loss, 0.0, 0.0, 0.0)
-        # A framework that adds up dC itself returns a dummy.
+        # A method that adds dC to a buffer returns a dummy gradient.
         d_hidden, d_weight = gradients[0], getattr(function, "main_grad", gradients[1])
         means = d_hidden.mean(0, dtype=reference.d_hidden.dtype), reference.d_hidden.mean(0)
         pairs = ((d_hidden, reference.d_hidden), (d_weight, reference.d_weight), means)
@@ -139,9 +139,9 @@ def trial_of(function: Function, problem: Problem, reference: Reference, forward
 
 
 def products(problem: Problem, floor: Floor) -> list[Job]:
-    """Return the jobs of ``floor``: products of the real operands, whose values affect power and clock."""
+    """Return the jobs of ``floor``: products of the problem's own operands, because values affect power and clock."""
     (hidden, *_), (weight, *_) = problem.tokens, problem.weights
-    heads = list(zip(problem.tokens, problem.weights, strict=False))  # a teacher's tokens are hidden states, too
+    heads = list(zip(problem.tokens, problem.weights, strict=False))  # a teacher's hidden states are tokens, too
     try:
         d_logits = torch.mm(hidden, weight.T)
         for chunk in d_logits.split(1024):

@@ -95,10 +95,10 @@ class Case:
     task: str = ""  # empty for the loss
     stage: str = ""  # the framework whose last stage is measured
     rung: str = "trained"
-    ignored: float = 0.0  # share of the labels
+    ignored: float = 0.0  # share of labels that are -100
     teacher_size: int = 0
     counts: list[int] = field(default_factory=lambda: [1, 3, 4])  # products of each timing of the floor
-    # What the softmax looks like, means over tokens; NaN or None where nobody looked.
+    # Statistics of the softmax, means over tokens; NaN or None if unknown.
     loss: float = math.nan
     top_probability: float = math.nan
     probability_50: float = math.nan
@@ -109,7 +109,7 @@ class Case:
     train_steps: int = 0  # before measuring
     num_ids: int = 0  # different ids in the text that the model was trained on
     length: int = 0  # tokens of a sequence
-    limit_gib: int = 0  # the memory of ``Row.longest``; 0 if nobody looked for it
+    limit_gib: int = 0  # the memory limit of ``Row.longest``; 0 if it was not looked for
 
     @property
     def present(self) -> list[Row]:
@@ -139,7 +139,7 @@ def read_json(path: Path) -> Results:
 
 
 def select(cases: Sequence[Case], asked: dict[str, Any], methods: Sequence[str] | None) -> list[Case]:
-    """Return the cases whose fields have one of the values ``asked`` for, with the named methods only; None means all."""
+    """Return the cases whose fields have one of the ``asked`` values, with only the named methods; None means all."""
     kept = []
     for case in cases:
         if all(values is None or getattr(case, name) in values for name, values in asked.items()):

@@ -76,7 +76,7 @@ def cells(row: Row, case: Case) -> dict[str, str]:
     }
     for column, name in ERRORS.items():
         text[column] = _number(row.errors and getattr(row.errors, name), ".1e")
-    # The times of a CPU say little, so that only ratios are shown.
+    # Times of a CPU say little, so only ratios are shown.
     known = {"sends", *columns_of(case)} - (set() if case.on_gpu else ON_GPU)
     return {name: text[name] if name in known else "-" for name in COLUMNS}
 
@@ -104,9 +104,9 @@ def table(case: Case) -> str:
 
 
 def _about(case: Case) -> str:
-    """Say what the input looks like, and what times are compared with."""
+    """Return a line on the input, and on what times are compared with."""
     drawn = ""
-    if case.loss == case.loss:  # NaN where nobody looked
+    if case.loss == case.loss:  # not NaN
         drawn = f"Workload: loss {case.loss:.2f} nats, top probability {case.top_probability:.2f}, "
         drawn += f"50th {case.probability_50:.1e}"
         if case.num_above is not None and case.num_outside is not None:

@@ -1,4 +1,4 @@
-"""Names that options take: heads of well-known models, tasks of log-probabilities, columns."""
+"""Choices of options, by name: heads of well-known models, tasks of log-probabilities, columns of tables."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ LOG_PROBS = {  # tasks: ids of a token, whether entropies too, how many of the l
     "scores": (1, True, 64, False),
 }
 KEPT_IDS = {"kept-64": 64, "kept-512": 512}  # tasks: ids of a token's list
-COMPILE = {"no": ("",), "layers": ("layers",), "yes": ("all",), "both": ("", "all")}  # what torch.compile is around
-COLUMNS = {  # what --columns calls the columns of a case's table
+COMPILE = {
+    "no": ("",),
+    "layers": ("layers",),
+    "yes": ("all",),
+    "both": ("", "all"),
+}  # --compile: what torch.compile wraps
+COLUMNS = {  # names of --columns: headings of a case's table
     "fwd": "fwd ms (IQR)",
     "fwd/1": "/1 GEMM",
     "total": "fwd+bwd ms (IQR)",

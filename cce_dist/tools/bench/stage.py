@@ -1,8 +1,8 @@
 """The end of a pipeline's last stage, with a framework's own loss or with ours: rows of ``bench --stage``.
 
 Megatron's stage is a GPTModel without layers, DeepSpeed's is a PipelineModule whose only layer is the head. Each call gets the
-benchmark's weight. All ranks are one tensor-parallel group. ``cce-dist-main-grad`` also adds dC into an fp32 buffer, which the
-other rows leave to DDP.
+benchmark's weight. All ranks are one tensor-parallel group. ``cce-dist-main-grad`` also adds dC to an fp32 buffer, which is
+DDP's work in the other rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Stage:
 
     def __init__(self, head: Any, loss: Loss, has_main_grad: bool = False) -> None:
         self.head, self.loss, self.has_main_grad = head, loss, has_main_grad
-        # An engine may keep the parameter alive, so its memory is freed by hand.
+        # An engine may keep the parameter alive, so free its memory by hand.
         head.weight.data = head.weight.new_empty(0)
-        # From here on the weight is an attribute like any other.
+        # From here on the weight is a plain attribute, which each call sets.
         del head.weight
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

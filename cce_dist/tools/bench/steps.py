@@ -1,9 +1,8 @@
 """Tables of whole training steps of transformers' models: ``bench --models``.
 
-A model's weights are drawn and trained in place on text, so that the softmax is one of text. From then on the learning rate
-is 0 and the weights do not change: every method computes the same step. A step is the one of Trainer: forward with labels,
-backward, clipping, fused AdamW. The reference for losses and gradients is the stock model, which takes the batch a sequence at
-a time.
+A model is trained in place on text, so that its softmax is like a language model's. Then the learning rate is 0, and the
+weights do not change: every method computes the same step. A step is Trainer's: forward with labels, backward, clipping, fused
+AdamW. The reference for losses and gradients is the stock model, which takes the batch a sequence at a time.
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ def _cases_of(name: str, args: argparse.Namespace, chosen: dict[str, Method], de
 class Text:
     """A corpus whose ids are spread evenly, in their order, over all rows of a vocabulary.
 
-    A byte-pair tokenizer has as many ids as it finds pairs in the text. Where these are fewer than the rows of the weight, the
-    unused rows lie between the used ones, as they do in a real tokenizer that reads text of one language.
+    A byte-pair tokenizer has as many ids as it finds pairs in the text. If these are fewer than the rows of the weight, unused
+    rows lie between used ones, as with a real tokenizer on text of one language.
     """
 
     def __init__(self, corpus: Corpus, vocab_size: int) -> None:
@@ -129,7 +128,7 @@ class Run(NamedTuple):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def step(self, way: Callable[..., Any], ids: Tensor) -> Tensor:
-        """Take a step on ids [B, L], and return the loss before it. No gradient is left, whatever happens."""
+        """Take a step on ids [B, L], and return the loss before it. Gradients are freed, even after an error."""
         try:
             loss = way(input_ids=ids, labels=ids)["loss"]
             loss.backward()
@@ -160,7 +159,7 @@ class Run(NamedTuple):
 
 
 def at_rest(model: Any) -> Run:
-    """Return a run whose steps do all the work but change no weight, until somebody sets a learning rate."""
+    """Return a run with learning rate 0: steps do all the work, but change no weight."""
     options: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}
     return Run(model, torch.optim.AdamW(model.parameters(), **options))
 
@@ -170,7 +169,7 @@ def _here(tensor: Tensor) -> Tensor:
 
 
 def _train(run: Run, text: Text, length: int, steps: int, device: torch.device, progress: Progress) -> None:
-    """Train in place; the rate rises over a tenth of the steps, then falls to 0."""
+    """Train in place. The learning rate rises over a tenth of the steps, then falls to 0."""
     way, (group,) = over(ways([""])["cce-dist-default"], run.model), run.optimizer.param_groups
     peak = TRAIN_RATE * min(1.0, 1024 / run.model.config.hidden_size)
     count = max(1, TRAIN_TOKENS // length)
@@ -244,10 +243,7 @@ def _errors(run: Run, computed: Sequence[Tensor | None], reference: Sequence[Ten
 
 
 def _longest(run: Run, method: Method, text: Text, limit_gib: int) -> int | None:
-    """Return the tokens of the longest sequence whose step fits.
-
-    None for a compiled method, which each length would compile anew.
-    """
+    """Return the tokens of the longest sequence whose step fits. None for a compiled method: each length would compile anew."""
     device, train = run.parameters[0].device, text.corpus.train
 
     def fits(units: int) -> bool:

@@ -1,6 +1,6 @@
 """What a table of heads computes: the loss, a framework's last stage, log-probabilities, the divergence of two heads.
 
-Each task makes a ``Problem`` of a workload, and has rows for it. Upstream gradients of log-probabilities have both signs, like
+A task makes a ``Problem`` of a workload, and has rows for it. Upstream gradients of log-probabilities have both signs, like
 advantages. The two heads of a divergence are drawn independently.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cce_dist import KeptIds, VocabShard, linear_kl_divergence, linear_log_probs, reference
 from cce_dist.kernels.divergence.heads import KINDS
-from cce_dist.tools.bench import methods, peers
+from cce_dist.tools.bench import methods
 from cce_dist.tools.bench.methods import Method, build_ours, our_rows
 from cce_dist.tools.bench.peers import compiled
 from cce_dist.tools.bench.problem import Function, Problem, loss_of
@@ -45,7 +45,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
 def _rows(
     build: Callable[..., Function], others: dict[str, Callable[[], Function]], workspace_mib: Sequence[int]
 ) -> dict[str, Method]:
-    """Return this library's rows, and the rows of others, which take the whole vocabulary."""
+    """Return this library's rows, and the rows of ``others``, which need the whole vocabulary."""
     table = our_rows(build, workspace_mib, filtered=False)
     table["cce-dist-torch"] = Method(partial(build_ours, build, {"backend": "torch"}), ours=True, needs_whole=True)
     for name, make in others.items():
@@ -77,24 +77,6 @@ def scores_task(name: str) -> Task:
 
         return function
 
-    def trl() -> Function:
-        chunks, asked = peers.trl_chunks(), ("entropy",) if entropy else ()
-
-        def function(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-            log_probs, of_entropy, *_ = chunks(hidden, weight, ids[:, 0], asked)
-            return joined(log_probs[:, None], of_entropy, None)
-
-        return function
-
-    def verl() -> Function:
-        from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
-
-        def function(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-            log_probs, of_entropy = linear_cross_entropy(hidden, weight, ids[:, 0])
-            return joined(log_probs[:, None], of_entropy, None)
-
-        return function
-
     def problem(workload: Workload) -> Problem:
         hidden, weight, labels = workload[:3]
         like: dict[str, Any] = {"generator": torch.Generator(hidden.device).manual_seed(1), "device": hidden.device}
@@ -105,8 +87,6 @@ def scores_task(name: str) -> Task:
         return Problem((hidden, ids), (weight,), torch.cat((upstream, of_entropy), 1), truth, reduced=False, grad=grad)
 
     rivals = {"torch": lambda: dense, "torch-compile": lambda: compiled(dense)}
-    if num_ids == 1 and not top_k:
-        rivals |= {"trl": trl, "verl": verl}
     return Task(partial(_rows, build, rivals), problem, name)
 
 
@@ -174,7 +154,7 @@ def divergence_task(kind: str, teacher_size: int | None) -> Task:
         teacher = make_workload(shape, len(hidden), dtype=hidden.dtype, device=hidden.device, seed=1)
         upstream = torch.full((len(hidden),), 1 / len(hidden), device=hidden.device)
         truth = partial(reference.linear_kl_divergence, kind=kind)
-        again = 3 if kind == "jsd" else 2  # without kept logits the mixture takes one product more
+        again = 3 if kind == "jsd" else 2  # without kept logits the mixture needs one product more
         return Problem((hidden, teacher.hidden), (weight, teacher.weight), upstream, cast(Function, truth), again=again)
 
     rivals = {"torch": lambda: dense, "torch-compile": lambda: compiled(dense), "liger": liger}

@@ -5,11 +5,11 @@
 * the unigram distribution is Zipf's, carried by one direction of the hidden space; ids are roughly in order of frequency;
 * each token has its own candidates, drawn from the unigram distribution and boosted until together they hold their share
   of the softmax, so that a few ids are likely, some hundreds plausible, and the rest a long tail;
-* the noise comes by itself: a candidate's direction overlaps a little with every other row of the weight;
+* noise, because a candidate's direction overlaps a little with every other row of the weight;
 * labels are drawn from the softmax itself, so the loss is the entropy that a calibrated model would have.
 
-The cost of a filter follows from how many probabilities are above its threshold, so ``RUNGS`` is a ladder of softmaxes, from
-the unigram distribution alone to one that is sure of its label.
+The cost of a filter depends on how many probabilities exceed its threshold, so ``RUNGS`` is a ladder of softmaxes, from the
+unigram distribution alone to a softmax that is sure of its label.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Rung(NamedTuple):
     """The candidates of a token."""
 
     count: int
-    decay: float  # the k-th one's share falls as k^-decay
-    mass: tuple[float, float]  # softmax mass of all together, uniform over tokens between these
+    decay: float  # the share of the k-th candidate falls as k^-decay
+    mass: tuple[float, float]  # range of the candidates' total probability, uniform over tokens
 
 
 RUNGS = {
@@ -52,7 +52,7 @@ RUNGS = {
 
 
 class Workload(NamedTuple):
-    """The input of one head, and what its softmax looks like: means over tokens."""
+    """The input of one head, and statistics of its softmax: means over tokens."""
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D], of the same dtype
@@ -61,11 +61,11 @@ class Workload(NamedTuple):
     top_probability: float
     probability_50: float  # the 50th largest of a token
     num_above: float  # a token's probabilities that reach ``MATTERS``
-    num_outside: float  # the same without the ids that are labels most often, which the filter keeps for every token
+    num_outside: float  # the same without the most frequent labels, which the filter keeps for every token
 
     @property
     def drawn(self) -> dict[str, float]:
-        """Return what the softmax looks like, by name."""
+        """Return the statistics of the softmax by name."""
         return dict(zip(self._fields[3:], self[3:], strict=True))
 
 
@@ -101,7 +101,7 @@ def make_workload(
     candidates, boosts = _candidates(num_tokens, RUNGS[rung], log_unigram, shape.hidden_size, generator)
     for candidate, boost in zip(candidates.T, boosts.T, strict=True):
         hidden.addcmul_(weight[candidate].float(), boost[:, None])
-    # Last, so that the candidates' boosts do not lean along the unigram direction. The mean is immaterial to a softmax.
+    # Last, so that the candidates' boosts have no part along the unigram direction. A softmax does not depend on the mean.
     unigram_part = (log_unigram - log_unigram.mean()) / UNIGRAM_SCALE
     weight.addr_(unigram_part.to(dtype), direction.to(dtype))
     hidden = hidden.to(dtype)
@@ -148,7 +148,7 @@ def _log_unigram(vocab_size: int, generator: torch.Generator) -> Tensor:
 def _candidates(
     num_tokens: int, rung: Rung, log_unigram: Tensor, hidden_size: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return the ids of each token's candidates, and what their logits gain, both [N, K]."""
+    """Return the ids of each token's candidates, and what is added to their logits, both [N, K]."""
     device = log_unigram.device
     ids = torch.multinomial(log_unigram.exp(), num_tokens * rung.count, replacement=True, generator=generator)
     ids = ids.view(num_tokens, rung.count)

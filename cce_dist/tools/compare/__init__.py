@@ -1,11 +1,11 @@
 """``cce-dist compare``: does the way in which the head's gradient is computed change what is learned?
 
-The same model is pre-trained from the same weights on the same batches, once for each method and seed, in one process.
-Every few steps the validation loss is taken, by the exact head whatever the method, and the method's gradient is compared
-with the dense one, on the weights and the batch that its run has come to.
+The same model is pre-trained from the same weights on the same batches, once for each method and seed, in one process. Every
+few steps the exact head computes the validation loss, and the method's gradient is compared with the dense one at the run's own
+weights and batch.
 
-Reading order: ``runs`` (training), ``heads`` (our GPT with each head), ``models`` (models of transformers), ``probe`` (the
-gradient), ``report`` (table, JSON, figure).
+Reading order: ``runs`` (training), ``heads`` (our GPT with each head), ``models`` (models of transformers), ``probe`` (compares
+gradients), ``report`` (table, JSON, figure).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cce_dist.tools.pretrain.recipe import FILTERS
 
 METHODS = (*pretrain.LOSSES, "cce", "cce-kahan-full-c")
 MODEL_METHODS = ("stock", "default", "filtered")  # of --model
-DEFAULTS: dict[str, dict[str, Any]] = {  # by device, or of --model: minutes, not hours
+DEFAULTS: dict[str, dict[str, Any]] = {  # by device, or for --model
     "cuda": {
         "preset": "wide",
         "steps": 400,
@@ -84,19 +84,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {' '.join(MODEL_METHODS)})",
     )
     run.add_argument("--seeds", type=whole(1), metavar="N", help="runs of each method, a seed each")
-    run.add_argument("--first-seed", type=whole(0), default=0, metavar="SEED", help="of N in a row (default: 0)")
+    run.add_argument("--first-seed", type=whole(0), default=0, metavar="SEED", help="the first of N seeds (default: 0)")
     run.add_argument("--steps", type=whole(1), help="optimizer steps of a run")
-    run.add_argument("--measure-every", type=whole(1), metavar="STEPS", help="of loss and gradient")
+    run.add_argument("--measure-every", type=whole(1), metavar="STEPS", help="steps between measurements")
     run.add_argument("--eval-batches", type=whole(1), default=8, metavar="BATCHES")
     run.add_argument(
-        "--filter-eps", type=number(0, below=1), metavar="P", help="softmax below which the filter drops a gradient"
+        "--filter-eps", type=number(0, below=1), metavar="P", help="probability below which the filter drops a gradient"
     )
     run.add_argument(
         "--show",
         type=file,
         nargs="+",
         metavar="JSON",
-        help="train nothing; print and draw a compare.json again, or several, of other seeds or methods, as one",
+        help="train nothing; print and draw a stored compare.json, or several with different seeds or methods as one",
     )
     run.add_argument(
         "--columns", nargs="+", metavar="COLUMN", help="with --show: print these columns, and draw nothing"
@@ -106,10 +106,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train each method with each seed; print a line and write JSON after each, and table and figure at the end.
+    """Train each method with each seed. Prints a line and writes JSON after each run, and table and figure at the end.
 
     Returns:
-        0, or 1 if what is asked for cannot be done, or a method of this library failed.
+        0, or 1 if options are wrong or a method of this library failed.
     """
     from cce_dist.tools.compare import report
     from cce_dist.tools.pretrain.data import CorpusError
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> Any:
-    """Return the ``Comparison``, which is in ``args.out`` as far as it goes after every run."""
+    """Train; return the ``Comparison``, which is written to ``args.out`` after every run."""
     import torch
     from tqdm import tqdm
 
@@ -153,7 +153,7 @@ def _compare(args: argparse.Namespace) -> Any:
     for name, value in DEFAULTS["model" if args.model else args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    # On one rank; the model is built and judged with the exact loss.
+    # One rank. The model is built and evaluated with the exact loss.
     recipe = models.recipe_of(args) if args.model else pretrain.Recipe.of(args)
     here = ranks.join(recipe)
     recipe.check_sizes()

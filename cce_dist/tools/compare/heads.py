@@ -1,7 +1,7 @@
 """This project's GPT, trained with one head after another.
 
-All heads have the same weight and give the same loss, but not the same gradient. This library's are those of ``cce-dist
-pretrain --loss``. Other libraries' are the rows of ``cce-dist bench``, as functions of hidden states, weight and labels.
+All heads have the same weight and compute the same loss, but not the same gradient. This library's heads have the names of
+``cce-dist pretrain --loss``, other libraries' heads the names of their rows in ``cce-dist bench``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MakeHead = Callable[[nn.Parameter], nn.Module]  # weight [V, D] -> a head over i
 
 
 def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, MakeHead], dict[str, str]]:
-    """Return how to make each of the named methods, and why those that cannot run here cannot.
+    """Return how to make the head of each named method, and for methods that cannot run here the reason.
 
     Raises:
         UsageError: There is no such method.
@@ -56,11 +56,11 @@ def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Ma
 
 
 class GPTLearner:
-    """The GPT of ``cce-dist pretrain`` on the engine of torch; between steps it has its own, exact head."""
+    """The GPT of ``cce-dist pretrain`` on the engine of torch. Between steps it has its own, exact head."""
 
     def __init__(self, recipe: Recipe, ranks: Ranks, corpus: Corpus, methods: dict[str, MakeHead]) -> None:
         self.recipe, self.ranks, self.corpus, self.methods = recipe, ranks, corpus, methods
-        self.held_out = Batches(corpus.held_out, recipe.shape.seq_len, seed=0)  # seeds are judged by the same text
+        self.held_out = Batches(corpus.held_out, recipe.shape.seq_len, seed=0)  # the same text for all seeds
 
     def start(self, seed: int) -> None:
         self.model = build_model(self.recipe, self.ranks)
@@ -69,7 +69,7 @@ class GPTLearner:
         self.batches = Batches(self.corpus.train, self.recipe.shape.seq_len, seed)
 
     def take(self, method: str) -> None:
-        # The run before may have ended inside a step.
+        # The previous run may have failed inside a step.
         self.model.head = self.exact
         self.model.zero_grad()
         self.model.load_state_dict(self.initial)

@@ -1,8 +1,8 @@
 """Models of transformers, at the sizes of ``bench --models``, trained by one method after another from drawn weights.
 
-One model serves all runs: its weights are set back in place, and each method has a head of its own over the same trunk.
-Parameters are fp32 and the forward pass runs under autocast, as with Trainer's ``bf16=True``. The batches of a seed lie on the
-device before its first step, so that the host never waits between measurements.
+All runs share one model: its weights are reset in place, and each method has its own head over the same trunk. Parameters are
+fp32 and forward runs under autocast, as with Trainer's ``bf16=True``. All batches of a seed are on the device before its first
+step, so that the host never waits between measurements.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from cce_dist.tools.pretrain.engines import set_learning_rate
 from cce_dist.tools.pretrain.ranks import Ranks
 from cce_dist.tools.pretrain.recipe import Recipe, Shape, UsageError
 
-OWN_OPTIONS = {"preset": None, "vocab_size": None, "accumulate": 1}  # of this project's GPT alone, and unsaid
+GPT_OPTIONS = {"preset": None, "vocab_size": None, "accumulate": 1}  # only for this project's GPT, with their defaults
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """Return how the model of ``args.model`` is trained.
 
     Raises:
-        UsageError: It is unknown, transformers is missing, or an option is none of such a model.
+        UsageError: The model is unknown, transformers is missing, or an option is not for such a model.
     """
     if args.model not in CONFIGS:
         raise UsageError(f"unknown model {args.model}: choose from {', '.join(CONFIGS)}")
@@ -47,8 +47,8 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         raise UsageError(
             "--compile and --model exclude each other: layers compiled under autocast did not learn on a GPU"
         )
-    for name, unsaid in OWN_OPTIONS.items():
-        if getattr(args, name) != unsaid:
+    for name, default in GPT_OPTIONS.items():
+        if getattr(args, name) != default:
             raise UsageError(f"--{name.replace('_', '-')} and --model exclude each other")
     size = sizes.MODELS[args.model]
     num_layers = args.num_layers or size.num_layers
@@ -57,10 +57,10 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 
 def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Method], dict[str, str]]:
-    """Return the named ways of ``bench --models``, and why those that cannot run here cannot.
+    """Return the named methods of ``bench --models``, and for methods that cannot run here the reason.
 
     Raises:
-        UsageError: There is no such way.
+        UsageError: There is no such method.
     """
     eps = {"filter_eps": recipe.filter_eps}
     ours = {name.removeprefix("cce-dist-"): way | (eps if "filter" in way else {}) for name, way in OURS.items()}
@@ -73,7 +73,7 @@ def choose(names: list[str], recipe: Recipe, ranks: Ranks) -> tuple[dict[str, Me
 
 
 class ModelLearner:
-    """One model of transformers. Its gradients are compared on the first batch of the seed, whatever the step."""
+    """One model of transformers. Its gradients are always compared on the seed's first batch."""
 
     way: nn.Module
     run: steps.Run
@@ -120,7 +120,7 @@ class ModelLearner:
         ids, found = self.batches[0], []
 
         def cut(trunk: nn.Module, args: tuple, output: Any) -> Any:
-            """Cut the graph behind the trunk: the leaf there gets dE, and the weight gets the head's gradient alone."""
+            """Detach the trunk: hidden states become a leaf, and a tied weight gets only the head's gradient."""
             found.append(output.last_hidden_state.detach().requires_grad_())
             output.last_hidden_state = found[0]
             return output

@@ -1,7 +1,7 @@
-"""How far a head's gradient is from the dense one, on hidden states of the model in training.
+"""Compare a head's gradient with the dense one, on hidden states of the model in training.
 
 Four gradients show what a filter does: dE; its mean over tokens, in which errors of the same sign add up; dC; and the rows of
-dC whose token is no label of the batch, which come from small probabilities alone.
+dC whose id is no label of the batch, which come from small probabilities alone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ GRADIENTS: tuple[str, ...] = ("dE", "mean dE", "dC", "rare dC")
 
 
 class Agreement(NamedTuple):
-    """How a method's gradients compare with the dense ones, by the names in ``GRADIENTS``."""
+    """A method's gradients beside the dense ones, by the names in ``GRADIENTS``."""
 
     cosine: dict[str, float]  # NaN where a gradient is 0
-    norm: dict[str, float]  # of the method's gradient over the dense gradient's
+    norm: dict[str, float]  # of the method's gradient, over the norm of the dense one
     kept_tiles: float  # ``FilterStats.kept``; NaN without a filter of this library
-    dense_norm: dict[str, float]  # of the dense gradients themselves
-    batch_loss: float  # of the batch, by dense arithmetic
+    dense_norm: dict[str, float]  # of the dense gradient
+    batch_loss: float  # dense loss of the batch
 
 
 def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndarray) -> Agreement:
@@ -67,7 +67,7 @@ def agreement(d_hidden: Tensor, d_weight: Tensor, problem: Problem, kept_tiles: 
 
 @torch.no_grad()
 def share_kept(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> float:
-    """Return the share that a loss with these options keeps, ``FilterStats.kept``; NaN without a filter."""
+    """Return ``FilterStats.kept`` of a loss with these options; NaN without a filter."""
     if options["grad_filter"] is None:
         return math.nan
     options["return_aux"] = ("filter_stats",)

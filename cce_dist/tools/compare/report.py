@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib  # noqa: F401  asked for before hours of training, not after
+import matplotlib  # noqa: F401  fail before hours of training, not after
 
 from cce_dist.tools import report
 from cce_dist.tools.compare.probe import GRADIENTS
@@ -22,7 +22,7 @@ TITLES = {
     "dC": "dC",
     "rare dC": "dC of tokens not in the batch",
 }
-COLUMNS = {  # what --columns calls the columns of the table; {} is the baseline
+COLUMNS = {  # names of --columns: headings of the table; {} is the baseline
     "val-loss": "val loss (sd)",
     "excess": "- {} (sd)",
     "excess-se": "- {} (s.e.)",
@@ -34,7 +34,7 @@ COLUMNS = {  # what --columns calls the columns of the table; {} is the baseline
     "kept": "kept",
     "tokens/s": "tokens/s",
 }
-OF_A_COMMAND = {"out", "methods", "seeds", "first_seed", "show", "columns", "cache"}  # options that change no run
+OUTSIDE_RUNS = {"out", "methods", "seeds", "first_seed", "show", "columns", "cache"}  # options that change no run
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def line(run: Run) -> str:
-    """Return one run as a line of progress."""
+    """Return a run's line of progress."""
     if run.problem:
         return f"seed {run.seed}  {run.method}: {run.problem}"
     return f"seed {run.seed}  {run.method}: val loss {run.measurements[-1].val_loss:.4f}"
@@ -173,14 +173,14 @@ def joined(paths: Sequence[Path]) -> Comparison:
     """Read several compare.json, with different seeds or methods, as one. The environment is the first file's.
 
     Raises:
-        UsageError: A file is something else, was trained with other options, or repeats a run of another file.
+        UsageError: A file is no compare.json, was trained with other options, or repeats a run of another file.
     """
     try:
         first, *others = (report.read_json(path, Comparison, "compare.json") for path in paths)
     except ValueError as error:
         raise UsageError(str(error)) from error
     for path, other in zip(paths[1:], others, strict=True):
-        names = sorted({*first.options, *other.options} - OF_A_COMMAND)
+        names = sorted({*first.options, *other.options} - OUTSIDE_RUNS)
         differ = [name for name in names if first.options.get(name) != other.options.get(name)]
         if differ or first.sizes != other.sizes:
             what = f"--{differ[0].replace('_', '-')}" if differ else "sizes"
@@ -233,7 +233,7 @@ def draw(comparison: Comparison, path: Path) -> None:
 
 
 def _curve(panel: Any, values: dict[int, list[float]], style: dict[str, str]) -> None:
-    """Draw the mean over seeds, and shade from the smallest to the largest."""
+    """Draw the mean over seeds, and shade the range from the smallest to the largest."""
     steps, of_seeds = list(values), list(values.values())
     panel.plot(steps, list(map(statistics.fmean, of_seeds)), marker="o", markersize=2.5, linewidth=1.4, **style)
     low, high = list(map(min, of_seeds)), list(map(max, of_seeds))
@@ -241,7 +241,7 @@ def _curve(panel: Any, values: dict[int, list[float]], style: dict[str, str]) ->
 
 
 def _band_of_seeds(panel: Any, comparison: Comparison) -> None:
-    """Shade the spread of the baseline's own seeds."""
+    """Shade one standard deviation of the baseline over seeds."""
     losses = comparison.series(comparison.baseline, "val_loss")
     spreads = [spread_of(values) for values in losses.values()]
     if any(math.isfinite(spread) for spread in spreads):

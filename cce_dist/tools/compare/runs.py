@@ -1,4 +1,4 @@
-"""Training: for each seed one model, trained once with each method from the same weights, in the same order of batches."""
+"""Training: each seed's model is trained once with each method, from the same weights and on the same batches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from cce_dist.tools.report import describe
 
 @dataclass
 class Measurement:
-    """The state of a run after ``step`` optimizer steps; the last five fields are described at ``Agreement``."""
+    """The state of a run after ``step`` optimizer steps. ``Agreement`` describes the last five fields."""
 
     step: int
-    val_loss: float  # by the exact head, nats per token, the same batches every time
+    val_loss: float  # nats per token, by the exact head, always on the same batches
     train_loss: float = math.nan  # by the method, mean over the steps since the last measurement
-    tokens_per_s: float = math.nan  # of these steps alone, without measuring
+    tokens_per_s: float = math.nan  # in these steps, without the time of measuring
     cosine: dict[str, float] = field(default_factory=dict)
     norm: dict[str, float] = field(default_factory=dict)
     kept_tiles: float = math.nan
@@ -33,19 +33,19 @@ class Measurement:
 
     @property
     def error_of_mean(self) -> float:
-        """Relative error of dE's mean over tokens, from its cosine and norm."""
+        """Relative error of the mean of dE over tokens, from its cosine and norm."""
         cosine, norm = (values.get("mean dE", math.nan) for values in (self.cosine, self.norm))
         return math.sqrt(max(1 + norm * norm - 2 * norm * cosine, 0.0))
 
 
 @dataclass
 class Run:
-    """One training; ``problem`` says in a line why it ended early, or says nothing."""
+    """One training."""
 
     method: str
     seed: int
     measurements: list[Measurement] = field(default_factory=list)
-    problem: str = ""
+    problem: str = ""  # why it ended early, or compares nothing; empty: no problem
 
 
 class Learner(Protocol):
@@ -58,7 +58,7 @@ class Learner(Protocol):
         ...
 
     def take(self, method: str) -> None:
-        """Set the weights back to the first ones, and learn by a method from here on."""
+        """Reset the weights to the first ones, and train with this method from here on."""
         ...
 
     def is_ours(self, method: str) -> bool:
@@ -119,7 +119,7 @@ def train(recipe: Recipe, learner: Learner, run: Run, measure_every: int, advanc
             losses.append(learner.step(step))
             advance()
     first, last = run.measurements[0].val_loss, run.measurements[-1].val_loss
-    if recipe.steps >= 100 and last > first - 0.1:  # gradients of noise, whose losses compare nothing
+    if recipe.steps >= 100 and last > first - 0.1:  # losses of runs that learn nothing compare nothing
         run.problem = (
             f"nothing was learned: the validation loss went from {first:.2f} to {last:.2f} in {recipe.steps} steps"
         )

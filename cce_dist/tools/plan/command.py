@@ -20,13 +20,15 @@ from cce_dist.tools.plan.sizes import MODELS, Config, Model, read_config
 from cce_dist.tools.report import table
 
 BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")
-# Options that a script may have, too. The command line stands above it.
+# Options that a script may have, too. The command line overrides them.
 DEFAULTS = {"tokens": 8192, "micro_batch": 1, "tp": 1, "pp": 1, "cp": 1, "vpp": 1, "ep": 1, "recompute": "none"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cce-dist plan``."""
-    model = parser.add_argument_group("model: a name, a file, or sizes by hand; sizes change those of a name or a file")
+    model = parser.add_argument_group(
+        "model: a name, a Megatron script or a config.json, or sizes, which override a name or script"
+    )
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     model.add_argument("--config", type=Path, metavar="FILE", help="Hugging Face config.json, or a Megatron script")
     for name in (*BY_HAND, "num_kv_heads", "head_size"):
@@ -39,32 +41,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--pp", type=int, help="pipeline ranks (default: 1)")
     layout.add_argument("--cp", type=int, help="context-parallel ranks (default: 1)")
     layout.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
-    layout.add_argument("--vpp", type=int, help="chunks of layers of a pipeline rank (default: 1)")
+    layout.add_argument("--vpp", type=int, help="chunks of layers per pipeline rank (default: 1)")
     layout.add_argument("--zero-stage", type=int, default=1, choices=range(4), help="what data-parallel ranks split")
     layout.add_argument("--no-sequence-parallel", action="store_true", help="activations are whole on every rank")
-    layout.add_argument("--recompute", choices=RECOMPUTE, help="of layers' activations (default: none)")
-    layout.add_argument("--eager", action="store_true", help="count elementwise kernels of layers as torch runs them")
+    layout.add_argument("--recompute", choices=RECOMPUTE, help="recompute layers' activations (default: none)")
     layout.add_argument(
-        "--host", choices=HOSTS, default="", help="count the host that launches kernels in this engine of pretrain"
+        "--eager", action="store_true", help="add the time of layers' elementwise kernels in plain torch"
     )
-    layout.add_argument("--attention", action="store_true", help="count attention's products of --tokens squared, too")
-    layout.add_argument("--framework", choices=METHODS, default="megatron", help="whose losses ours are compared with")
+    layout.add_argument(
+        "--host", choices=HOSTS, default="", help="add the host's time in this engine of pretrain, where it is longer"
+    )
+    layout.add_argument("--attention", action="store_true", help="add attention's products of queries and keys")
+    layout.add_argument("--framework", choices=METHODS, default="megatron", help="compare with this framework's losses")
     layout.add_argument("--workspace", type=int, metavar="MIB", help="budget of our losses (default: what they choose)")
 
     where = parser.add_argument_group("device")
     where.add_argument("--gpu", default="h200", metavar="GPU", help=f"one of {', '.join(DEVICES)}")
-    where.add_argument("--measure", action="store_true", help="take rates and memory of the GPU that is here")
+    where.add_argument("--measure", action="store_true", help="measure this machine's GPU instead")
 
     shown = parser.add_argument_group("what is shown")
-    shown.add_argument("--scale", type=wholes, metavar="G,G", help="a step on each of these numbers of GPUs")
-    shown.add_argument("--loss", choices=LOSSES, help="with --scale: rows of this loss alone")
-    shown.add_argument("--global-tokens", type=int, default=GLOBAL_TOKENS, metavar="N", help="of a step, with --scale")
+    shown.add_argument("--scale", type=wholes, metavar="G,G", help="predict a step on each of these numbers of GPUs")
+    shown.add_argument("--loss", choices=LOSSES, help="with --scale: only this loss")
+    shown.add_argument(
+        "--global-tokens", type=int, default=GLOBAL_TOKENS, metavar="N", help="tokens of a step, with --scale"
+    )
     shown.add_argument("--json", action="store_true", help="print JSON")
     shown.add_argument("--picture", type=Path, metavar="PNG", help="draw the last stage's memory and the cut")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a plan. Returns the exit code; a user's mistake is one line."""
+    """Print a plan. Returns the exit code. A user's mistake is reported in one line."""
+    if args.picture:
+        import matplotlib  # noqa: F401 - if it is missing, say so before any work
     try:
         device = measure() if args.measure else named(DEVICES, args.gpu, "GPU")
         workspace = args.workspace and args.workspace << 20
@@ -221,4 +229,7 @@ def _scale(steps: list[Step]) -> list[str]:
         }
         for step in steps
     ]
-    return ["The same batch on more GPUs; exposed: ms of communication that nothing covers:\n" + "\n".join(table(rows))]
+    return [
+        "The same batch on more GPUs; exposed: ms of communication that no computation overlaps:\n"
+        + "\n".join(table(rows))
+    ]

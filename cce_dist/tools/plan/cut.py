@@ -1,4 +1,4 @@
-"""The cut of a pipeline: layers of each stage, so that the slowest stage is fastest; and how each framework is told."""
+"""The cut of a pipeline: the layers of each stage, so that the slowest stage is fastest, and each framework's option for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cce_dist.tools.plan.layers import Layout
 
 
 class Times(NamedTuple):
-    """Seconds of a layer and of the head for one microbatch, on the GPU and on the host that launches their kernels."""
+    """Seconds of a layer and of the head for one microbatch, on the GPU and on the host that launches the kernels."""
 
     layer: float
     head: float
@@ -19,30 +19,30 @@ class Times(NamedTuple):
     head_launches: float = 0.0
 
     def stage(self, layers: int, has_head: bool) -> float:
-        """Return the seconds of a stage: of its GPU, or of its host if that takes longer."""
+        """Return the seconds of a stage: on the GPU or on the host, whichever is longer."""
         on_gpu, on_host = layers * self.layer, layers * self.layer_launches
         return max(on_gpu + has_head * self.head, on_host + has_head * self.head_launches)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A cut in the order of the model, and each pipeline rank's seconds for a microbatch."""
+    """A cut of a pipeline."""
 
-    layers: list[int]
-    seconds: list[float]
+    layers: list[int]  # of each stage, in the order of the model
+    seconds: list[float]  # of each pipeline rank, for a microbatch
 
     @property
     def imbalance(self) -> float:
-        """The slowest rank's time over the mean, less 1: what a step takes longer than balanced stages would."""
+        """The slowest rank's time over the mean, less 1: how much longer a step takes than with balanced stages."""
         return max(self.seconds) / (sum(self.seconds) / len(self.seconds)) - 1
 
 
 def best_cut(num_layers: int, times: Times, layout: Layout) -> Cut:
-    """Return the cut whose slowest rank takes least.
+    """Return the cut whose slowest rank takes least time.
 
-    The embedding counts nothing: its backward is a sum of rows. Among equally fast cuts the one is taken that leaves most
-    layers to the last stage, since the first one holds most activations; layers that are left over go to later stages.
-    ``planning.check`` has seen to it that there are enough of them.
+    The embedding takes no time: its backward is a sum of rows. Of equally fast cuts this returns the one with most layers in
+    the last stage, because the first stage holds most activations. Where layers cannot be split evenly, later stages get one
+    more. ``planning.check`` makes sure that there are enough layers.
     """
     pp, vpp = layout.pp, layout.vpp
     if pp == 1:
@@ -52,11 +52,11 @@ def best_cut(num_layers: int, times: Times, layout: Layout) -> Cut:
         most = -(-(num_layers - last) // (pp - 1))
         return max(times.stage(most, has_head=False), times.stage(last, has_head=True))
 
-    # The chunks of the last rank but the last one are not empty, and neither are those of the others.
+    # No chunk is empty but the one with the head.
     choices = range(vpp - 1, num_layers - vpp * (pp - 1) + 1)
     last = min(choices, key=lambda n: (slowest(n), -n))
     by_rank = [_spread(count, vpp) for count in _spread(num_layers - last, pp - 1)]
-    # The chunk with the head is the one that is short.
+    # The chunk with the head gets the fewest layers.
     tail = [-(-last // vpp)] * (vpp - 1)
     while sum(tail) > last:
         tail[tail.index(max(tail))] -= 1
@@ -65,7 +65,7 @@ def best_cut(num_layers: int, times: Times, layout: Layout) -> Cut:
 
 
 def even_cut(num_layers: int, times: Times, layout: Layout) -> Cut:
-    """Return the cut that frameworks take by default: the same number of layers in each stage, the rest in the later ones."""
+    """Return the cut that frameworks make by default: equal numbers of layers, one more in later stages for the rest."""
     return timed(_spread(num_layers, layout.pp * layout.vpp), times, layout)
 
 
@@ -81,12 +81,12 @@ def _spread(count: int, ways: int) -> list[int]:
 
 
 def advice(layers: list[int], head_layers: float, vpp: int) -> dict[str, Any]:
-    """Return what to tell each framework of a cut, by its own name of the option; ``head_layers``: the head over a layer."""
+    """Return each framework's options for a cut, by their names. ``head_layers`` is the head's time over a layer's."""
     told: dict[str, Any] = {"pipeline_model_parallel_layout": megatron_layout(layers)}
     told["decoder_last_pipeline_num_layers"] = last_stage_layers(layers) if vpp == 1 else None
     if vpp == 1:
         told["deepspeed_weights"] = deepspeed_weights(layers)
-    # torchtitan says in whole numbers how many layers less the first and last stage have.
+    # torchtitan's options are how many layers fewer the first and the last stage have, in whole numbers.
     less = {"first": 0, "last": max(0, round(head_layers))}
     return told | {f"pipeline_parallel_{place}_stage_less_layers": count for place, count in less.items()}
 
@@ -105,15 +105,15 @@ def megatron_layout(layers: list[int]) -> str:
 
 
 def last_stage_layers(layers: list[int]) -> int | None:
-    """Return ``--decoder-last-pipeline-num-layers`` where that says the whole cut; else None."""
+    """Return ``--decoder-last-pipeline-num-layers`` if this number describes the whole cut, else None."""
     *others, last = layers
     return last if others and last > 0 and len(set(others)) == 1 else None
 
 
 def deepspeed_weights(layers: list[int], before: int = 1, after: int = 1) -> list[int]:
-    """Return weights of a PipelineModule's layers under which DeepSpeed's balanced partition is this cut.
+    """Return weights of a PipelineModule's layers with which DeepSpeed's balanced partition is this cut.
 
-    DeepSpeed makes the stages' sums as equal as it can, so each stage's layers share one sum.
+    DeepSpeed makes the sums of the stages' weights as equal as it can. These weights have the same sum in each stage.
 
     Args:
         layers: Of each stage.

@@ -1,6 +1,6 @@
 """The constants of a plan, each with its provenance: GPUs, the links between them, and the costs of the head's kernels.
 
-A rate is one that is reached in practice, under the power limit, not the data sheet's. ``measure`` takes a GPU's own.
+Rates are those reached in practice, at the power limit. ``measure`` takes the rates of the GPU that is here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU; rates are a second's."""
+    """A GPU; all rates are per second."""
 
     name: str  # as on the command line
     flops: float  # operations of large bf16 matrix products
@@ -20,18 +20,18 @@ class Device:
     memory: int  # bytes
     major: int  # compute capability's major number, which chooses the tiles
     multiprocessors: int
-    bus: float  # bytes of a collective within a node: of its bus, as nccl-tests counts
-    network: float  # the same between nodes, for each GPU
+    bus: float  # bus bandwidth of collectives within a node, in bytes, as nccl-tests counts it
+    network: float  # the same between nodes, per GPU
     provenance: str  # source of the rates
 
 
 _GIB = 2**30
-_SHARE = "data sheet x the share of it that the H200 reaches"
+_SHARE = "data sheet x the share that the H200 reaches of its own"
 
 # The H200's rates, read on November 21, 2026: 3 plain products of 8,192 tokens of Llama-3-8B's and Gemma-2-2B's heads on one
-# GPU; bytes a second of F.cross_entropy's elementwise passes over their logits; one all-reduce of 64 MiB over four GPUs in
-# 0.33 ms. The others' are the data sheet's times the same shares: 0.71 of 989 Tflop/s, 0.83 of 4.8 TB/s, 0.68 of 450 GB/s of
-# NVLink in one direction. InfiniBand counts 0.8 of 400 Gb/s (200 for the A100), which nobody measured here.
+# GPU; bytes per second of F.cross_entropy's elementwise passes over their logits; one all-reduce of 64 MiB over four GPUs in
+# 0.33 ms. Rates of the other GPUs are their data sheet's times the H200's shares: 0.71 of 989 Tflop/s, 0.83 of 4.8 TB/s, 0.68
+# of 450 GB/s of NVLink in one direction. InfiniBand is taken to reach 0.8 of 400 Gb/s (200 for the A100); nobody measured it.
 DEVICES = {
     device.name: device
     for device in (
@@ -47,32 +47,32 @@ GPUS_PER_NODE = 8
 
 
 class Costs(NamedTuple):
-    """The costs of kernels that the rates of a GPU do not say."""
+    """Costs that do not follow from a GPU's rates."""
 
-    slowest: float = 0.022  # time that each doubling of the ranks adds, as a share: the slowest of more GPUs
-    backward: float = 1.045  # time of a product of backward over a plain product's
-    exponentials: float = 27e9  # of a multiprocessor in a second, 16 a clock at 1.7 GHz; no product hides them
-    launch: float = 7e-6  # seconds that a small kernel takes on the GPU with the gap before it
-    loss: int = 22  # small kernels of our forward and backward each, the algebra of the loss included
-    dense: int = 28  # the same of a loss that holds logits
-    chunk: int = 3  # launches of a chunk
-    group: float = 0.3e-3  # seconds of a group of tokens beside its products and three passes over dC
-    unaligned: float = 0.14  # share of a plain product's rate where a row of logits is no whole number of 16 bytes
+    slowest: float = 0.022  # relative time added by each doubling of the ranks, which wait for the slowest GPU
+    backward: float = 1.045  # time of a product in backward over the time of a plain product
+    exponentials: float = 27e9  # per multiprocessor and second, 16 per clock at 1.7 GHz; no product hides them
+    launch: float = 7e-6  # seconds of a small kernel on the GPU, with the gap before it
+    loss: int = 22  # small kernels in our forward, and in our backward; the algebra of the loss included
+    dense: int = 28  # small kernels in forward and backward of a loss that holds logits
+    chunk: int = 3  # launches per chunk
+    group: float = 0.3e-3  # seconds of a group of tokens besides its products and three passes over dC
+    unaligned: float = 0.14  # rate over a plain product's where a row of logits is not a multiple of 16 bytes
     latency: float = 10e-6  # seconds before a collective's first byte
 
 
 # Read on H200s in November 2026: ``slowest`` from the plain products at T = 1, 2 and 4; ``backward`` from the rows of
-# cce-dist-cached less those products; ``group`` from ten heads in 512 MiB, 1 GiB and the default. Our launches are those of
-# docs/results.md#small-shards. A filter's costs are in ``kernels/filter/costs.py``.
+# cce-dist-cached less those products; ``group`` from ten heads in 512 MiB, 1 GiB and the default. Our launches were
+# counted for docs/results.md#small-shards. A filter's costs are in ``kernels/filter/costs.py``.
 COSTS = Costs()
 
 
 class Host(NamedTuple):
-    """The time that a host takes to launch a microbatch in an engine of ``pretrain``; the GPU waits where it is longer."""
+    """Seconds in which the host launches a microbatch in an engine of ``pretrain``. The GPU waits if this takes longer."""
 
-    layer: float  # seconds of a layer, forward and backward
-    exact: float  # seconds of this library's exact loss and its gradient
-    elementwise: float  # share of the elementwise bytes of plain torch that the engine's layers move
+    layer: float  # a layer, forward and backward
+    exact: float  # this library's exact loss and its gradient
+    elementwise: float  # not seconds: bytes that elementwise kernels of the layers move, in units of plain torch's
 
     def head(self, loss: str) -> float:
         """Return the seconds of a loss of a plan and its gradient."""
@@ -82,29 +82,28 @@ class Host(NamedTuple):
 
 
 # A least-squares fit of the logarithms of step times of small models on one machine with H200s, November 2026.
-# "torch" is also DeepSpeed's, which has the same layers. Hosts differ: another was 0.6 of it.
+# DeepSpeed's engine has the layers of "torch". Hosts differ: another one took 0.6 of these times.
 _PLAIN = Host(3.4e-3, 5.9e-3, 1.0)
 HOSTS = {"torch": _PLAIN, "deepspeed": _PLAIN, "megatron": Host(5.2e-3, 2.0e-3, 0.65)}
-# docs/results.md#small-shards: a dense loss on the host, and what a filter takes there beyond the exact loss.
+# Seconds on the host, from docs/results.md#small-shards: a dense loss; a filter beyond the exact loss.
 DENSE_LAUNCHES, FILTER_LAUNCHES = 0.3e-3, 2.0e-3
 
 
 class Dense(NamedTuple):
-    """A loss that holds logits. Its peak is before gradients of weight and hidden states are there."""
+    """A loss that holds logits. Its peak comes before the gradients of weight and hidden states exist."""
 
-    bytes_alive: int  # of each logit of the shard at the peak
-    bytes_moved: float  # read and written for each logit, forward and backward
-    sums_exposed: bool = True  # whether the sum of dE over the ranks is waited for
-    small_sums: int = 2  # all-reduces of a number or two for each token, in forward
-    # Bytes of each logit that a copy has alive and moves, where a row of logits is no whole number of 16 bytes. None: there is
-    # no copy, and products read the rows slowly (``Costs.unaligned``)
+    bytes_alive: int  # per logit of the shard, at the peak
+    bytes_moved: float  # per logit, read and written in forward and backward
+    sums_exposed: bool = True  # whether the all-reduce of dE is waited for
+    small_sums: int = 2  # all-reduces of a number or two per token, in forward
+    # Where a row of logits is not a multiple of 16 bytes: bytes per logit, alive and moved, of a copy with padded rows. None:
+    # there is no copy, and products read the rows slowly (``Costs.unaligned``).
     padded: tuple[int, int] | None = None
 
 
-# ``bytes_alive`` is read off the code: bf16 logits count 2, an fp32 copy, exponentials, their gradient 4 each. torch: logits,
-# log-softmax and gradient in fp32. Megatron: bf16 logits and one fp32 buffer; fused: that and another fp32 one. DeepSpeed: bf16
-# logits and three fp32 buffers. ``bytes_moved`` is from the time of the rows of the files
-# above less three products, at the bandwidth above; ``padded`` of GPT-2's head (V 50,257).
+# ``bytes_alive`` is read off the code: 2 for bf16 logits, 4 for each fp32 buffer. torch: logits, log-softmax and gradient in
+# fp32. Megatron: bf16 logits and one fp32 buffer; fused: two of these. DeepSpeed: bf16 logits and three fp32 buffers.
+# ``bytes_moved`` is the measured time less three products, times the bandwidth; ``padded`` is from GPT-2's head (V 50,257).
 DENSE = {
     "torch": Dense(12, 50),
     "torch-compile": Dense(2, 14, padded=(2, 8)),
@@ -162,8 +161,8 @@ def measure() -> Device:
 
 
 def like_the_table(name: str, major: int, multiprocessors: int, memory: int, flops: float, bandwidth: float) -> Device:
-    """Return a measured GPU; its links are those of the table's GPU of its compute capability, or of the slowest one."""
+    """Return a measured GPU, with the links of a GPU in the table: of its compute capability, or the slowest."""
     alike = [device for device in DEVICES.values() if device.major == major] or DEVICES.values()
     links = min(alike, key=lambda device: device.bus)
-    provenance = f"measured here, but the links, which are those of {links.name}"
+    provenance = f"measured here; links as of the {links.name}"
     return Device(name, flops, bandwidth, memory, major, multiprocessors, links.bus, links.network, provenance)

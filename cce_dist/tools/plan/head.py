@@ -1,8 +1,8 @@
 """The head: what a loss adds to a step, in bytes and in seconds, from sizes alone.
 
-``cce_dist.decide`` says which way the loss goes. Bytes come from a dry run of that way (``kernels/dry_run.py``). A peak is the
-largest of a few moments of a step. Seconds are the sum of matrix products at the GPU's rate, bytes over its bandwidth, launches
-and collectives.
+``cce_dist.decide`` chooses how the loss is computed, and a dry run (``kernels/dry_run.py``) counts its bytes. The peak is the
+largest of a few moments of a step. Seconds are a sum: matrix products at the GPU's rate, bytes over its bandwidth, launches and
+collectives.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from cce_dist.tools.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Dense, Devi
 
 OURS = ("kept", "budget", "filtered")
 LOSSES = (*OURS, *DENSE)
-VECTOR_BYTES = 16  # rows of a whole number of them are read fastest
-FEW_LISTED, MANY_LISTED = 2, 59  # columns of a token: the bench's "trained" and "spread" at 2^-10, Llama-3-8B's head
+VECTOR_BYTES = 16  # products are fastest where a row of logits is a multiple of this
+# Columns that a filter lists per token: in the bench's "trained" and "spread" workloads, threshold 2^-10, Llama-3-8B's head.
+FEW_LISTED, MANY_LISTED = 2, 59
 DEFAULT_EPS = GradFilter.eps
 ITEMSIZE = 2  # bytes of an element of hidden states and weight: bf16
 
@@ -33,21 +34,21 @@ class Head:
 
     num_tokens: int  # N, of one microbatch, over all ranks of the tensor-parallel group
     hidden_size: int  # D
-    vocab_size: int  # V, of all ranks
+    vocab_size: int  # V, over all ranks
     tp: int = 1  # T, ranks that the vocabulary is split over
     sequence_parallel: bool = False  # hidden states and their gradient are this rank's slices
-    one_number: bool = True  # the loss is a mean or a sum; else it is one for each token
+    one_number: bool = True  # the loss is a mean or a sum; False: a loss for each token
     main_grad: bool = False  # dC is added to a buffer in fp32
 
     @property
     def sizes(self) -> Sizes:
-        """Of the largest shard."""
+        """Sizes of the largest shard."""
         columns = cdiv(self.vocab_size, self.tp)
         return Sizes(self.num_tokens, self.hidden_size, columns, ITEMSIZE, alone=not self.is_split)
 
     @property
     def is_aligned(self) -> bool:
-        """Whether a row of logits is a whole number of vectors."""
+        """Whether a row of logits is a multiple of 16 bytes."""
         return self.sizes.num_columns * ITEMSIZE % VECTOR_BYTES == 0
 
     @property
@@ -55,17 +56,17 @@ class Head:
         return self.tp > 1
 
     def way(self, loss: str, workspace_bytes: int | None) -> Way:
-        """Return how one of ``OURS`` goes within a budget, or within the budget that it chooses."""
+        """Return how one of ``OURS`` is computed within a budget; None: within the budget that it chooses."""
         upstream = "unknown" if loss != "budget" else "number" if self.one_number else "tokens"
         where = Where("triton", "torch.bfloat16", self.is_split, upstream, self.main_grad)
         return decide(self.sizes, self.spec(loss, workspace_bytes or 0), where)
 
     def spec(self, loss: str, workspace_bytes: int) -> Spec:
-        """Return the task of one of ``OURS``."""
-        kept = Filter(DEFAULT_EPS, always=True) if loss == "filtered" else Filter()
+        """Return the specification of one of ``OURS``, as kernels take it."""
+        filtered = Filter(DEFAULT_EPS, always=True) if loss == "filtered" else Filter()
         columns = self.sizes.num_columns
         logits = ShardLogits(0, columns)
-        return Spec(logits, columns, filter=kept, workspace_bytes=workspace_bytes, alone=not self.is_split)
+        return Spec(logits, columns, filter=filtered, workspace_bytes=workspace_bytes, alone=not self.is_split)
 
     @property
     def hidden_bytes(self) -> int:
@@ -74,7 +75,7 @@ class Head:
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes of those hidden states that are this rank's."""
+        """Bytes of this rank's hidden states."""
         return self.hidden_bytes // self.tp if self.sequence_parallel else self.hidden_bytes
 
     @property
@@ -94,37 +95,37 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind in a step: their bytes, whole; their seconds, and those that nothing covers."""
+    """Collectives of one kind in a step."""
 
     name: str
     count: int
-    num_bytes: int
-    seconds: float
-    exposed: float
+    num_bytes: int  # of the whole tensor that one of them sums or gathers
+    seconds: float  # of all of them
+    exposed: float  # seconds that no computation overlaps
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a loss adds to a step beside inputs and gradients; bytes and seconds."""
+    """What a loss adds to a step besides inputs and gradients."""
 
     loss: str
-    workspace: int  # at the peak, above inputs and gradients
-    items: dict[str, int]  # parts of the peak by name; gradients that are not there yet at the peak are negative
-    forward: float
-    seconds: float  # of forward and backward
-    at_most: float  # the same where a filter's lists are long, or serve no token; ``seconds`` for the other losses
+    workspace: int  # bytes at the peak, above inputs and gradients
+    items: dict[str, int]  # parts of ``workspace`` by name; gradients that do not exist yet at the peak are negative
+    forward: float  # seconds
+    seconds: float  # forward and backward
+    at_most: float  # ``seconds`` with a filter whose lists are long, or too long for the budget
     collectives: list[Collective]
 
 
 def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = None) -> Cost:
-    """Predict one loss.
+    """Predict the cost of one loss.
 
     Args:
         head: The head.
-        loss: One of ``LOSSES``: "kept" keeps all exponentials whatever the budget, "budget" is exact within it, "filtered"
-            filters within it; the others hold logits.
+        loss: One of ``LOSSES``: "kept" keeps all exponentials whatever the budget, "budget" is exact within the budget,
+            "filtered" filters within it; the others hold logits.
         device: The GPU.
-        workspace_bytes: The budget of "budget" and "filtered"; None: the one that the loss chooses.
+        workspace_bytes: The budget; None: what the loss chooses.
     """
     if loss == "kept":
         workspace_bytes = 2 * head.num_tokens * head.vocab_size * ITEMSIZE + (1 << 30)
@@ -142,7 +143,7 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
     total = forward + backward + sum(each.exposed for each in collectives)
     most = total
     if loss == "filtered":
-        # Where the lists have no room all tokens go through the exact backward as well.
+        # Where the lists do not fit, all tokens go through the exact backward as well.
         more = listed_seconds(head, MANY_LISTED - FEW_LISTED)
         if not lists_have_capacity(head, way.workspace_bytes):
             more = _exact_backward(head, device, way.workspace_bytes)[0]
@@ -151,7 +152,7 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
 
 
 def lists_have_capacity(head: Head, workspace_bytes: int) -> bool:
-    """Return whether lists hold ``MANY_LISTED`` columns of a token and a third more, and labels tell the frequent ones."""
+    """Return whether ``MANY_LISTED`` columns per token fit, with a third to spare, and labels suffice to find frequent ids."""
     num_tokens, num_columns = head.num_tokens, head.sizes.num_columns
     needed = 4 / 3 * MANY_LISTED * num_tokens / head.tp
     there_is = memory.list_capacity(num_tokens, num_columns, workspace_bytes) >= needed
@@ -159,7 +160,7 @@ def lists_have_capacity(head: Head, workspace_bytes: int) -> bool:
 
 
 def _our_moments(head: Head, loss: str, device: Device, way: Way) -> list[dict[str, int]]:
-    """Return what is alive in forward, while backward's products run, while d_hidden is summed, and at the end."""
+    """Return what is alive at the moments of a step: forward, backward's products, the sum of d_hidden, the end."""
     sizes, spec = head.sizes, head.spec(loss, way.workspace_bytes)
     gpu = Planned(device.major, device.multiprocessors)
     in_slices = head.sequence_parallel and head.is_split
@@ -184,7 +185,7 @@ def _our_moments(head: Head, loss: str, device: Device, way: Way) -> list[dict[s
 
 
 def _dense_moments(head: Head, loss: str) -> list[dict[str, int]]:
-    """Return what is alive when the loss's own backward ends, and while the two products of the gradients run."""
+    """Return what is alive when the backward of the loss itself ends, and during the two products of the gradients."""
     logits = head.num_tokens * head.sizes.num_columns
     copied, _ = _padded(head, DENSE[loss])
     return [
@@ -198,7 +199,7 @@ def _tiles(device: Device) -> Tiles:
 
 
 def _slowest(num_ranks: int) -> float:
-    """Return how much longer the slowest of so many ranks takes for its shard."""
+    """Return the time of the slowest of this number of ranks over the time of one."""
     return 1.0 + COSTS.slowest * (num_ranks.bit_length() - 1)
 
 
@@ -210,14 +211,14 @@ def _our_seconds(head: Head, loss: str, device: Device, way: Way) -> tuple[float
         return product + forward, backward, _our_collectives(head, device, 0.0, 2)
     forward = product + _exponentials(head, device) + _small_kernels(head, device)
     if way.passes == "one":
-        # All is done in forward, and the sum of a group's d_hidden runs behind the next group.
+        # Forward computes gradients, too, and sums d_hidden of a group behind the next group.
         more = cdiv(head.num_tokens, groups.rows) - 1
         forward += _gradient_products(head, device) + _small_kernels(head, device)
         passes = 4.5 if groups.low else 3.0  # over d_weight
         forward += more * (passes * head.weight_bytes / device.bandwidth + COSTS.group)
         backward = COSTS.launch
         if not head.one_number:
-            # Upstream gradients are compared; gradients are multiplied, and launches for those that differ end at once.
+            # Backward compares upstream gradients and multiplies. The launches for gradients made anew return early.
             chunks, _ = _chunks(head, device, workspace_bytes, 0)
             moved = 2 * head.slice_bytes + (5 if head.main_grad else 2) * head.weight_bytes
             backward += moved / device.bandwidth + (COSTS.loss + chunks * COSTS.chunk) * COSTS.launch
@@ -231,12 +232,12 @@ def _exponentials(head: Head, device: Device) -> float:
 
 
 def _small_kernels(head: Head, device: Device) -> float:
-    """Return seconds of the launches of a pass that have no product; rows are gathered and target logits read."""
+    """Return the seconds of a pass's launches without a product, which gather rows and read target logits."""
     return COSTS.loss * COSTS.launch + 5 * head.hidden_bytes / device.bandwidth
 
 
 def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
-    """Return seconds of the exact backward, and those of its last product, which runs behind the sum of d_hidden."""
+    """Return the seconds of the exact backward, and of its last product, which runs behind the sum of d_hidden."""
     product = head.product / device.flops
     products = _gradient_products(head, device)
     kept = memory.columns_kept(head.sizes, workspace_bytes)
@@ -248,13 +249,13 @@ def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[f
 
 
 def _gradient_products(head: Head, device: Device) -> float:
-    """Return seconds of the two products of the gradients, whose last tile of D is often in part empty."""
+    """Return the seconds of the gradients' two products, in whole tiles of D."""
     cols = waves.fitted(_tiles(device).grad_weight, head.hidden_size).cols
     return COSTS.backward * 2 * head.product / device.flops * (cdiv(head.hidden_size, cols) * cols / head.hidden_size)
 
 
 def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tuple[int, int]:
-    """Return how many chunks of columns are recomputed, over all groups of tokens, and the tokens of each."""
+    """Return the number of recomputed chunks of columns, over all groups of tokens, and the tokens of each."""
     sizes = head.sizes
     left = max(0, sizes.num_columns - kept)
     if left == 0:
@@ -266,14 +267,14 @@ def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tupl
 
 
 def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
-    """Return what a chunk of so many tokens costs beside its products: half a wave, d_hidden and its remainder, launches."""
+    """Return a chunk's seconds besides products: half a wave, reading and writing d_hidden with its remainder, launches."""
     tile = _tiles(device).dlogits
     wave = device.multiprocessors * 2.0 * tile.rows * tile.cols * (head.hidden_size + rows) / device.flops
     return wave / 2 + 2 * rows * head.sizes.sum_bytes / device.bandwidth + COSTS.chunk * COSTS.launch
 
 
 def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
-    """Return what a filter adds to the product of forward, and its backward with the fewest listed columns."""
+    """Return the seconds that a filter adds to the product of forward, and of its backward with ``FEW_LISTED`` columns."""
     frequent = memory.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
     rates = costs.Rates(device.flops, device.bandwidth)
     forward, backward = costs.filter_seconds(head.sizes, workspace_bytes, rates, frequent)
@@ -281,12 +282,12 @@ def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[f
 
 
 def listed_seconds(head: Head, num_columns: float) -> float:
-    """Return seconds of so many listed columns of each token, over all ranks: each rank lists its share of them."""
+    """Return the seconds of this number of listed columns per token, of which each rank lists its share."""
     return costs.listed_seconds(head.sizes, num_columns / head.tp)
 
 
 def _dense_seconds(head: Head, loss: str, device: Device) -> tuple[float, float, list[Collective]]:
-    """Return seconds of forward and backward, and the collectives, of a loss that holds logits."""
+    """Return the seconds of forward and backward, and the collectives, of a loss that holds logits."""
     how = DENSE[loss]
     # The plain products read rows of logits, which the library is slow with where they are not a whole number of vectors.
     slow = not head.is_aligned and how.padded is None
@@ -296,34 +297,34 @@ def _dense_seconds(head: Head, loss: str, device: Device) -> tuple[float, float,
     backward = 2 * product + moved / 2 + fixed
     collectives = []
     if head.is_split:
-        collectives.append(_of("all_reduce", how.small_sums, 4 * head.num_tokens, head.tp, device))
-        collectives += _of_hidden(head, device, 0.0 if how.sums_exposed else product / 4)
+        collectives.append(_collective("all_reduce", how.small_sums, 4 * head.num_tokens, head.tp, device))
+        collectives += _hidden_collectives(head, device, 0.0 if how.sums_exposed else product / 4)
     return product + moved / 2 + fixed, backward, collectives
 
 
 def _padded(head: Head, how: Dense) -> tuple[int, int]:
-    """Return the bytes of each logit that a copy to aligned rows has alive, and moves."""
+    """Return the bytes per logit, alive and moved, of a copy with aligned rows."""
     return (0, 0) if head.is_aligned or how.padded is None else how.padded
 
 
 def _our_collectives(head: Head, device: Device, covering: float, gathers: int) -> list[Collective]:
-    """Return all collectives of a step; ``gathers`` of statistics in forward."""
+    """Return the collectives of a step. ``gathers`` is the number of all-gathers of statistics in forward."""
     if not head.is_split:
         return []
-    statistics = _of("all_gather", gathers, 12 * head.num_tokens * head.tp, head.tp, device)
-    return [statistics, *_of_hidden(head, device, covering)]
+    statistics = _collective("all_gather", gathers, 12 * head.num_tokens * head.tp, head.tp, device)
+    return [statistics, *_hidden_collectives(head, device, covering)]
 
 
-def _of_hidden(head: Head, device: Device, covering: float) -> list[Collective]:
-    """Return the sum of d_hidden, of which ``covering`` seconds of products hide a part; gathers of sequence parallelism."""
+def _hidden_collectives(head: Head, device: Device, covering: float) -> list[Collective]:
+    """Return the sum of d_hidden, behind ``covering`` seconds of products, and the gathers of sequence parallelism."""
     name = "reduce_scatter" if head.sequence_parallel else "all_reduce"
-    whole = _of(name, 1, head.hidden_bytes, head.tp, device)
+    whole = _collective(name, 1, head.hidden_bytes, head.tp, device)
     summed = dataclasses.replace(whole, exposed=max(0.0, whole.seconds - covering))
-    gathers = [_of("all_gather", 2, head.hidden_bytes, head.tp, device)] if head.sequence_parallel else []
+    gathers = [_collective("all_gather", 2, head.hidden_bytes, head.tp, device)] if head.sequence_parallel else []
     return [summed, *gathers]
 
 
-def _of(name: str, count: int, num_bytes: int, num_ranks: int, device: Device) -> Collective:
+def _collective(name: str, count: int, num_bytes: int, num_ranks: int, device: Device) -> Collective:
     seconds = count * collective_seconds(name, num_bytes, num_ranks, device)
     return Collective(name, count, num_bytes, seconds, seconds)
 
@@ -331,7 +332,7 @@ def _of(name: str, count: int, num_bytes: int, num_ranks: int, device: Device) -
 def collective_seconds(name: str, num_bytes: int, num_ranks: int, device: Device) -> float:
     """Return a collective's seconds: a latency for each doubling of the ranks, and the bytes over the slowest link.
 
-    ``name`` is all_reduce, all_gather, reduce_scatter or send, ``num_bytes`` what one sums or gathers, whole.
+    ``name`` is all_reduce, all_gather, reduce_scatter or send; ``num_bytes`` is the size of the whole tensor.
     """
     if num_ranks < 2:
         return 0.0

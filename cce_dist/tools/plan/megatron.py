@@ -26,6 +26,7 @@ _NUMBERS = {
     "pipeline-model-parallel-size": ("pp", 1),
     "context-parallel-size": ("cp", 1),
     "expert-model-parallel-size": ("ep", 1),
+    "expert-tensor-parallel-size": ("expert_tp", None),
     "num-virtual-stages-per-pipeline-rank": ("vpp", 1),
     "num-layers-per-virtual-pipeline-stage": ("layers_per_chunk", None),
     "micro-batch-size": ("micro_batch", 1),
@@ -34,7 +35,11 @@ _NUMBERS = {
 # Options whose effect on the model or its memory the plan does not know, and the value with which they have none.
 _UNKNOWN = {"moe-layer-freq": "1", "mtp-num-layers": "0", "recompute-method": "uniform", "recompute-num-layers": "1"}
 _UNKNOWN |= dict.fromkeys(("multi-latent-attention", "moe-shared-expert-intermediate-size"))
-_UNKNOWN |= dict.fromkeys(("expert-tensor-parallel-size", "hybrid-override-pattern"))
+_UNKNOWN |= dict.fromkeys(("hybrid-override-pattern", "hybrid-layer-pattern", "is-hybrid-model", "moe-latent-size"))
+_UNKNOWN |= dict.fromkeys(
+    ("heterogeneous-layers-config-path", "experimental-attention-variant", "attention-output-gate")
+)
+_UNKNOWN |= dict.fromkeys(("pipeline-model-parallel-layout", "yaml-cfg", "use-checkpoint-args"))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,6 +75,11 @@ def read(text: str, given: dict[str, int]) -> dict[str, Any]:
         value = getattr(args, option.replace("-", "_"))
         if value not in (None, harmless):
             raise ValueError(f"the plan does not know the effect of --{option} {value}")
+    if args.num_experts and args.expert_tp not in (None, args.tp):
+        raise ValueError(
+            f"the plan does not know the effect of --expert-tensor-parallel-size {args.expert_tp} beside "
+            f"--tensor-model-parallel-size {args.tp}"
+        )
     if args.vocab_size is None and args.unpadded_vocab_size is not None:
         multiple = args.divisible_by * args.tp
         args.vocab_size = cdiv(args.unpadded_vocab_size, multiple) * multiple
@@ -90,9 +100,34 @@ def read(text: str, given: dict[str, int]) -> dict[str, Any]:
     return vars(args)
 
 
+# NAME=value or NAME+=value, as an array, in quotes or as one word; and $NAME, ${NAME}, ${NAME[@]}, ${NAME:-default}.
+_ARRAY, _QUOTED, _WORD = r"\(((?:[^()]|\([^()]*\))*)\)", r"""(["'])(.*?)\4""", r"([^\s;]*)"
+_DEFINITION = re.compile(
+    rf"^[ \t]*(?:export[ \t]+)?(\w+)(\+?)=(?:{_ARRAY}|{_QUOTED}|{_WORD})[ \t]*;?[ \t]*$", re.MULTILINE | re.DOTALL
+)
+_USE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\]|:?-([^}]*))?\}|(\w+))")
+
+
 def _words(text: str) -> list[str]:
-    """Return the words of a script in the order of its text; variables that it sets to one word are replaced."""
-    text = re.sub(r"(^|\s)#.*", "", text)
-    variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([\w.+-]+)[\"']?\s*$", text, re.MULTILINE))
-    text = re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), text)
-    return [word for word in re.sub(r"[\"'()\\]", " ", text).split() if word != "--"]
+    """Return the words of a script's commands in the order in which its shell passes them.
+
+    Variables and arrays are replaced where they are used. The value of one that is used nowhere stays where it is set.
+    """
+    text = re.sub(r"\\\n", " ", re.sub(r"(^|\s)#.*", "", text))
+    variables: dict[str, str] = {}
+
+    def expanded(part: str) -> str:
+        return _USE.sub(lambda use: variables.get(use[1] or use[3], use[0] if use[2] is None else use[2]), part)
+
+    commands, end = [], 0
+    for found in _DEFINITION.finditer(text):
+        commands.append(expanded(text[end : found.start()]))
+        end = found.end()
+        name, adds = found.group(1, 2)
+        value = expanded(next(value for value in found.group(3, 5, 6) if value is not None))
+        if re.search(rf"\$\{{?{name}\b", text):
+            variables[name] = f"{variables.get(name, '')} {value}" if adds else value
+        else:
+            commands.append(value)
+    commands.append(expanded(text[end:]))
+    return [word for word in re.sub(r"[\"'()\\]", " ", " ".join(commands)).split() if word != "--"]

@@ -9,7 +9,7 @@ from cce_dist.tools import report
 from cce_dist.tools.plan.cut import Cut
 from cce_dist.tools.plan.planning import MIB, LossPlan, Plan
 
-# By item: states of the weights in greys, activations in browns, the head in blues.
+# By item: weights and optimizer in greys, activations in browns, the head in blues.
 COLORS = {
     "weights": "#c9ced6",
     "main_grad": "#aab2bd",
@@ -61,7 +61,7 @@ def _memory(axis: Any, losses: list[LossPlan]) -> None:
 
 
 def _stages(axis: Any, plan: Plan) -> None:
-    """Draw a row for each cut: the time of each stage, layers and head, one after the other."""
+    """Draw a row for each cut, with the stages' times from left to right."""
     fused = next(each for each in plan.losses if each.loss == "fused")
     rows: list[tuple[str, LossPlan, Cut]] = [("fused, even cut", fused, fused.default_cut)]
     rows += [(f"{each.loss}, best cut", each, each.cut) for each in plan.losses]
@@ -79,7 +79,7 @@ def _stages(axis: Any, plan: Plan) -> None:
                 axis.barh(
                     position, head, left=rank * slot + seconds - head, color=HEAD_COLOR, edgecolor="white", height=0.7
                 )
-        # The stage that all others wait for, as a line in each slot.
+        # A line in each slot shows the slowest stage, for which all others wait.
         for rank in range(pp):
             end = rank * slot + max(cut.seconds)
             axis.plot([end, end], [position - 0.4, position + 0.4], color="black", linewidth=0.8)

@@ -1,4 +1,4 @@
-"""A plan: for each loss the head's cost, the memory of the stages that hold most, the cut to use, the largest microbatch."""
+"""A plan: for each loss the head's cost, the best cut, the memory of the first and last stage, the largest microbatch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cce_dist.tools.plan.sizes import MODELS, Model
 T = TypeVar("T")
 
 MIB = 2**20
-USABLE = 0.94  # of a GPU's memory: the rest is the context's, NCCL's and lost between tensors
+USABLE = 0.94  # share of a GPU's memory; CUDA's context, NCCL and fragmentation take the rest
 
-# The framework's own losses, by what a plan calls them.
+# Each framework's own losses, by the names that a plan has for them.
 METHODS = {
     "megatron": {"dense": "megatron", "fused": "megatron-fused"},
     "deepspeed": {"dense": "deepspeed", "fused": "deepspeed-liger"},
@@ -34,14 +34,14 @@ class LossPlan:
     loss: str  # "dense" and "fused", the framework's own, "kept", "budget" or "filtered"
     cost: Cost  # what the head adds
     layers: float  # the head's seconds over a layer's
-    cut: Cut  # the best one
-    default_cut: Cut  # the even one, which frameworks take
+    cut: Cut  # the best cut
+    default_cut: Cut  # the even cut, which frameworks make by default
     last_stage: dict[str, int]  # bytes by item, with the best cut
     first_stage: dict[str, int]
-    largest_tokens: int  # of the largest microbatch on a rank whose stages fit; 0: none does
+    largest_tokens: int  # of the largest microbatch with which both stages fit; 0: none fits
 
     def advice(self, layout: Layout) -> dict[str, Any]:
-        """Return what to tell each framework, by the framework's own name of the option."""
+        """Return each framework's options for the best cut, by their names."""
         return advice(self.cut.layers, self.layers, layout.vpp)
 
 
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def head(self) -> list[dict[str, Any]]:
-        """What the head adds beside inputs and gradients, and its loss and gradient: loss, workspace_mib, ms, layers."""
+        """A row for each loss: the memory besides inputs and gradients, the time, and the time in units of a layer's."""
         return [
             {
                 "loss": each.loss,
@@ -74,7 +74,7 @@ class Plan:
         ]
 
     def record(self) -> dict[str, Any]:
-        """Return all of it as what JSON can hold: the fields in bytes and seconds, ``head``, and each loss's advice."""
+        """Return the plan as JSON values: the fields in bytes and seconds, ``head``, and each loss's advice."""
         losses = [dataclasses.asdict(each) | {"advice": each.advice(self.layout)} for each in self.losses]
         return dataclasses.asdict(self) | {"head": self.head, "losses": losses}
 
@@ -89,12 +89,12 @@ def plan(
 
     Args:
         model: Sizes, or a name of ``cce_dist.tools.plan.sizes.MODELS``.
-        layout: How it is split over ranks; None: one GPU, a microbatch of 8,192 tokens.
+        layout: How the model is split over ranks; None: one GPU, a microbatch of 8,192 tokens.
         gpu: A GPU, or a name of ``cce_dist.tools.plan.devices.DEVICES``.
-        workspace_bytes: The budget of the losses "budget" and "filtered"; None: those that they choose.
+        workspace_bytes: The budget of the losses "budget" and "filtered"; None: what each of them chooses.
 
     Raises:
-        ValueError: An unknown name, or sizes that cannot be split so; in one line.
+        ValueError: A name is unknown, or the model cannot be split as asked for.
     """
     model, device = cast(Model, named(MODELS, model, "model")), cast(Device, named(DEVICES, gpu, "GPU"))
     layout = layout or Layout()
@@ -106,7 +106,7 @@ def plan(
 
 
 def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> LossPlan:
-    """Return the plan of one loss; the largest microbatch is looked for in steps of 128 tokens of each tensor-parallel rank."""
+    """Return the plan of one loss. Sizes of microbatches to try are multiples of 128 tokens per tensor-parallel rank."""
 
     def at(num_tokens: int) -> LossPlan:
         there = dataclasses.replace(layout, num_tokens=num_tokens)
@@ -126,7 +126,7 @@ def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspac
 
 
 def largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest whole number that fits, where all below it fit, too; 0 if 1 does not."""
+    """Return the largest number that fits, by bisection: all smaller ones must fit. 0 if 1 does not fit."""
     fitting, above = 0, 1
     while fits(above):
         fitting, above = above, 2 * above
@@ -137,7 +137,7 @@ def largest(fits: Callable[[int], bool]) -> int:
 
 
 def named(table: dict[str, T], value: T | str, kind: str) -> T:
-    """Return what a name stands for, or the value itself if it is no name. Raises ValueError."""
+    """Look up a name; return any other value as it is. Raises ValueError for an unknown name."""
     if not isinstance(value, str):
         return value
     if value not in table:
@@ -146,7 +146,7 @@ def named(table: dict[str, T], value: T | str, kind: str) -> T:
 
 
 def check(model: Model, layout: Layout) -> None:
-    """Raise ValueError where sizes are wrong or cannot be split."""
+    """Raise ValueError if sizes are wrong or cannot be split."""
     for name in ("tp", "pp", "dp", "cp", "vpp", "ep", "num_tokens"):
         if getattr(layout, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(layout, name)}")
@@ -173,7 +173,7 @@ def check(model: Model, layout: Layout) -> None:
 
 
 def head_cost(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> Cost:
-    """Predict the head with a loss of ``LOSSES``."""
+    """Predict the cost of the head with a loss of ``LOSSES``."""
     head = Head(
         layout.num_tokens,
         model.hidden_size,
@@ -192,7 +192,7 @@ def head_cost(model: Model, layout: Layout, device: Device, loss: str, workspace
 
 
 def stage_bytes(model: Model, layout: Layout, cut: Cut, head: Cost, rank: int) -> dict[str, int]:
-    """Return what a pipeline rank holds at its peak, by item."""
+    """Return the bytes that a pipeline rank holds at its peak, by item."""
     layers = sum(cut.layers[rank :: layout.pp])
     is_last = rank == layout.pp - 1
     params = layers * model.layer_params
@@ -206,11 +206,11 @@ def stage_bytes(model: Model, layout: Layout, cut: Cut, head: Cost, rank: int) -
     items["activations"] = stage_activations(model, layout, layers, rank)
     if not is_last:
         return items
-    hidden = 2 * layout.num_tokens * model.hidden_size // layout.in_slices
+    hidden = 2 * layout.num_tokens * model.hidden_size // layout.num_slices
     items["hidden states"] = 2 * hidden
     items["head's gradient"] = 2 * model.head_params // layout.tp
     parts = {"lists": head.items.get("lists", 0), "statistics": 0}
     if "saved" in head.items:
-        # Exponentials are the workspace's; a few numbers for each token are not.
+        # Kept exponentials count as workspace, but the few numbers per token that are saved with them do not.
         parts["statistics"] = min(head.items["saved"], 40 * layout.num_tokens)
     return items | parts | {"workspace": max(0, head.workspace - sum(parts.values()))}

@@ -1,7 +1,7 @@
-"""Growth: the same model and batch on more GPUs. The head's time, what communication nothing covers, and the bubble.
+"""The same model and batch on more GPUs: the head's time, exposed communication, and the pipeline's bubble.
 
-A step has m microbatches on each pipeline. A microbatch takes the slowest stage's time; the pipeline fills and drains in
-(pp - 1) / vpp more of them. Gradients are summed over data-parallel ranks behind the last microbatch's backward.
+A step has m microbatches on each pipeline. A microbatch takes as long as the slowest stage. Filling and draining the pipeline
+takes (pp - 1) / vpp microbatches more. Gradients are summed over data-parallel ranks behind the last microbatch's backward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GLOBAL_TOKENS = 4 << 20  # of a step, over all GPUs
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step on so many GPUs with one loss; exposed are collectives that nothing covers."""
+    """A step with one loss. "Exposed" communication is what no computation overlaps."""
 
     gpus: int
     tp: int
@@ -27,10 +27,10 @@ class Step:
     dp: int
     microbatches: int  # of each pipeline
     loss: str
-    head_ms: float  # of one microbatch, its exposed collectives counted
+    head_ms: float  # of one microbatch, exposed collectives included
     head_exposed_ms: float  # of one microbatch
     layers_exposed_ms: float  # of one microbatch, in the slowest stage
-    gradients_exposed_ms: float  # of the sum over data-parallel ranks
+    gradients_exposed_ms: float  # of the sum of gradients over data-parallel ranks
     bubble: float  # share of the step in which a stage waits for the pipeline to fill and drain
     step_ms: float
     tokens_per_second: float  # over all GPUs
@@ -44,10 +44,10 @@ def grow(
     workspace_bytes: int | None = None,
     global_tokens: int = GLOBAL_TOKENS,
 ) -> list[Step]:
-    """Predict a step on each number of GPUs; tensor- and pipeline-parallel sizes shrink where there are too few.
+    """Predict a step on each number of GPUs. Where there are too few GPUs, tensor- and pipeline-parallel sizes shrink.
 
     Raises:
-        ValueError: GPUs that the layout does not divide, or a batch that is less than a microbatch on each.
+        ValueError: The layout does not divide a number of GPUs, or the batch has less than a microbatch for each.
     """
     steps = []
     for count in counts:
@@ -73,9 +73,9 @@ def _step(found: Plan, each: LossPlan, microbatches: int) -> Step:
     slowest = max(each.cut.seconds)
     rank = each.cut.seconds.index(slowest)
     layers = sum(each.cut.layers[rank :: layout.pp])
-    # A pipeline's neighbours are on other nodes once tensor parallelism fills one. Forward sends hidden states, backward their
-    # gradient; nothing covers the first and last of them.
-    num_bytes = 2 * layout.num_tokens * found.model.width // layout.in_slices
+    # Stages are on different nodes if a pipeline does not fit into one. Forward sends hidden states, backward their gradient;
+    # while the pipeline fills and drains nothing overlaps them.
+    num_bytes = 2 * layout.num_tokens * found.model.width // layout.num_slices
     send = collective_seconds(
         "send", num_bytes, GPUS_PER_NODE + 1 if layout.tp * layout.pp > GPUS_PER_NODE else 2, device
     )
@@ -102,9 +102,9 @@ def _step(found: Plan, each: LossPlan, microbatches: int) -> Step:
 
 
 def _gradients_exposed(found: Plan, microbatch: float) -> float:
-    """Return what one microbatch does not cover of the gradients' reduce-scatter and the weights' all-gather.
+    """Return the seconds by which gradients' reduce-scatter and weights' all-gather exceed the microbatch that overlaps them.
 
-    Two thirds of it, backward, cover the first; a third, forward, covers the second.
+    The reduce-scatter runs behind backward, two thirds of a microbatch, and the all-gather behind forward, one third.
     """
     layout, model = found.layout, found.model
     ways = layout.dp * layout.cp

@@ -14,28 +14,18 @@ from cce_dist.tools.plan import megatron
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Sizes of a decoder-only transformer, from which formulas compute its parameters.
-
-    Attributes:
-        hidden_size, vocab_size, num_layers, num_heads: As named.
-        ffn_size: Inner width of the feed-forward network, or of one expert.
-        num_kv_heads: Number of key and value heads; 0 means ``num_heads``.
-        head_size: Width of an attention head; 0 means ``hidden_size / num_heads``.
-        is_gated: The feed-forward network has a gate, as SwiGLU does.
-        is_tied: Embedding and head share one weight.
-        num_experts, experts_per_token: Of a mixture of experts; 0 means none.
-    """
+    """Sizes of a decoder-only transformer, from which formulas compute its parameters."""
 
     hidden_size: int
     vocab_size: int
     num_layers: int
     num_heads: int
-    ffn_size: int
-    num_kv_heads: int = 0
-    head_size: int = 0
-    is_gated: bool = True
-    is_tied: bool = False
-    num_experts: int = 0
+    ffn_size: int  # inner width of the feed-forward network, or of one expert
+    num_kv_heads: int = 0  # heads of keys and values; 0: ``num_heads``
+    head_size: int = 0  # width of an attention head; 0: ``hidden_size / num_heads``
+    is_gated: bool = True  # the feed-forward network has a gate, as SwiGLU does
+    is_tied: bool = False  # embedding and head share one weight
+    num_experts: int = 0  # 0: no mixture of experts
     experts_per_token: int = 0
 
     def __post_init__(self) -> None:
@@ -94,9 +84,9 @@ class Model:
 
     @property
     def kept_size(self) -> int:
-        """Elements that a layer's products keep of a token for backward, hidden states not counted.
+        """Elements per token that a layer's products keep for backward, besides hidden states.
 
-        Every product reads or writes hidden states; what it keeps is its other side.
+        A weight [A, hidden] or [hidden, A] keeps A elements: the other side of each product is hidden states.
         """
         return self.active_params // self.width
 
@@ -118,7 +108,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Counted(Model):
-    """A model that transformers has built: its parameters are counted, not computed.
+    """A model built by transformers, whose parameters are counted instead of computed.
 
     ``hidden_size`` and ``vocab_size`` are the shape of the head's weight. Numbers of a layer are means over all layers.
     ``num_heads`` is 0 for a model without attention, and ``ffn_size`` is always 0.
@@ -139,9 +129,6 @@ MODELS = {
     "llama-3.2-1b": Model(2048, 128_256, 16, 32, 8192, 8, is_tied=True),
     "llama-3-8b": Model(4096, 128_256, 32, 32, 14336, 8),
     "llama-3-70b": Model(8192, 128_256, 80, 64, 28672, 8),
-    "llama-2-7b": Model(4096, 32_000, 32, 32, 11008),
-    "llama-2-13b": Model(5120, 32_000, 40, 40, 13824),
-    "gemma-2b": Model(2048, 256_000, 18, 8, 16384, 1, 256, is_tied=True),
     "gemma-2-2b": Model(2304, 256_000, 26, 8, 9216, 4, 256, is_tied=True),
     "gemma-2-9b": Model(3584, 256_000, 42, 16, 14336, 8, 256, is_tied=True),
     "gemma-2-27b": Model(4608, 256_000, 46, 32, 36864, 16, 128, is_tied=True),
@@ -151,31 +138,25 @@ MODELS = {
     "qwen-3-4b": Model(2560, 151_936, 36, 32, 9728, 8, 128, is_tied=True),
     "qwen-2.5-7b": Model(3584, 152_064, 28, 28, 18944, 4),
     "qwen-2.5-32b": Model(5120, 152_064, 64, 40, 27648, 8),
-    "qwen-1.5-7b": Model(4096, 151_936, 32, 32, 11008),
-    "mistral-7b": Model(4096, 32_000, 32, 32, 14336, 8),
     "mistral-nemo": Model(5120, 131_072, 40, 32, 14336, 8, 128),
     "mixtral-8x7b": Model(4096, 32_000, 32, 32, 14336, 8, num_experts=8, experts_per_token=2),
     "smollm2-360m": Model(960, 49_152, 32, 15, 2560, 5, is_tied=True),
-    "phi-1.5": Model(2048, 51_200, 24, 32, 8192, is_gated=False),
     "phi-3.5": Model(3072, 32_064, 32, 32, 8192),
-    "phi-3-medium": Model(5120, 32_064, 40, 40, 17920, 10),
     "gpt-2": Model(768, 50_257, 12, 12, 3072, is_gated=False, is_tied=True),
-    "gpt-neo-1.3b": Model(2048, 50_257, 24, 16, 8192, is_gated=False, is_tied=True),
-    "gpt-neo-2.7b": Model(2560, 50_257, 32, 20, 10240, is_gated=False, is_tied=True),
 }
 
 
 class Config(NamedTuple):
-    """What a file says: the model, and options of the plan by name, None where the file does not say."""
+    """What a file says."""
 
     model: Model
-    options: dict[str, Any]
+    options: dict[str, Any]  # of the plan, by name; None where the file does not say
 
 
 def read_config(path: Path, **given: int) -> Config:
-    """Read a model's sizes from a Hugging Face config.json (or its folder), or from a shell script that starts Megatron.
+    """Read a model from a Hugging Face config.json (or its folder), or from a shell script that starts Megatron.
 
-    Sizes of ``Model`` that are ``given``, and ``tp``, take precedence over a script's.
+    ``given`` has sizes of ``Model``, and ``tp``, that take precedence over the script's.
 
     Raises:
         ValueError: The file cannot be read, transformers cannot build its model, or a size is not in it.
@@ -217,19 +198,19 @@ def _build(path: Path) -> Counted:
 
 
 def _count(model: Any, config: Any, head: Tensor, is_tied: bool) -> Counted:
-    """Count the parameters of a model of transformers. ``config`` describes its text decoder, ``head`` is the head's weight."""
+    """Count the parameters of a model of transformers. ``config`` describes its text decoder, ``head`` is its head's weight."""
     config.allow_global_per_layer_attribute_access = True
-    width = _said(config, "hidden_size") or head.shape[1]
-    num_layers, layers = _layers(model, _said(config, "num_hidden_layers"))
+    width = _setting(config, "hidden_size") or head.shape[1]
+    num_layers, layers = _layers(model, _setting(config, "num_hidden_layers"))
     matrices = [parameter.shape for parameter in layers if parameter.dim() > 1]
-    chosen = _said(config, "num_experts_per_tok", "moe_topk", "top_k_experts")
+    chosen = _setting(config, "num_experts_per_tok", "moe_topk", "top_k_experts")
     active = 0
     for shape in matrices:
         # A tensor of experts has them in its first dimension.
         share = min(1.0, chosen / shape[0]) if chosen and len(shape) == 3 else 1.0
         active += int(share * shape.numel())
-    num_heads = _said(config, "num_attention_heads")
-    head_size = _said(config, "qk_head_dim", "head_dim") or width // max(1, num_heads)
+    num_heads = _setting(config, "num_attention_heads")
+    head_size = _setting(config, "qk_head_dim", "head_dim") or width // max(1, num_heads)
     return Counted(
         hidden_size=head.shape[1],
         vocab_size=head.shape[0],
@@ -245,16 +226,16 @@ def _count(model: Any, config: Any, head: Tensor, is_tied: bool) -> Counted:
     )
 
 
-def _said(config: Any, *names: str) -> int:
-    """Return the first of these settings that the config has, else 0."""
+def _setting(config: Any, *names: str) -> int:
+    """Return the first of these settings that the config has, or 0."""
     return next((found for name in names if (found := getattr(config, name, None))), 0)
 
 
 def _layers(model: nn.Module, expected: int) -> tuple[int, list[Tensor]]:
     """Return the number of layers, and all their parameters.
 
-    The layers are the list of modules that has ``expected`` members. Of several, or if none has, the one with most parameters.
-    Equally long lists of one parent (one of attentions, one of feed-forward networks) count as one.
+    The layers are the ``nn.ModuleList`` with ``expected`` members, or the one with most parameters if there are several or
+    none. Equally long lists of one parent (attentions in one, feed-forward networks in another) count as one list.
     """
     stacks = []
     for module in model.modules():

@@ -4,6 +4,9 @@ A checkpoint is written to ``step-00000100.tmp`` with a manifest of sizes and ch
 only then named in the file ``latest``. Loading verifies the manifest and passes a damaged checkpoint over. Tensors are stored
 by their global shape (``torch.distributed.checkpoint``), so a run goes on with any number of ranks.
 
+The file ``stored`` beside the folder of checkpoints names the newest one, too. A run whose checkpoints are gone thus does not
+begin at step 0 as if there had been none, and keeps its records.
+
 A manifest finds damage; it is no signature. Torch reads the metadata of tensors as a pickle, and so does DeepSpeed: go on from
 folders alone that you trust.
 """
@@ -29,6 +32,7 @@ from cce_dist.tools.pretrain.exits import CheckpointError, UsageError, say
 from cce_dist.tools.pretrain.ranks import Ranks
 
 MANIFEST, STATE, LATEST = "manifest.json", "state.pt", "latest"
+STORED = "stored"  # in the folder of the run
 NAME = re.compile(r"step-\d{8,}")
 
 
@@ -99,8 +103,9 @@ def load(
 
 
 def clear(folder: Path) -> None:
-    """Delete the checkpoints in ``folder``, and nothing else."""
+    """Delete the checkpoints in ``folder`` and the two files that name the newest, and nothing else."""
     (folder / LATEST).unlink(missing_ok=True)
+    folder.with_name(STORED).unlink(missing_ok=True)
     for old in _ours(folder):
         shutil.rmtree(old)
 
@@ -150,7 +155,14 @@ def _candidates(folder: Path) -> list[Path]:
     try:
         newest = (folder / LATEST).read_text(errors="replace").strip()
     except FileNotFoundError:
-        return found
+        stored = folder.with_name(STORED)
+        if found or not stored.exists():
+            return found
+        newest = stored.read_text(errors="replace").strip()
+        raise UsageError(
+            f"the checkpoints in {folder} are gone, of which {newest} was the newest: put them back, or start anew with "
+            "--no-resume, which overwrites metrics.jsonl"
+        ) from None
     if not found:
         gone = f"names {newest!r}, which is gone, and there is no other checkpoint"
         raise UsageError(f"{folder / LATEST} {gone}: --no-resume starts anew")
@@ -201,6 +213,7 @@ def _publish(scratch: Path, final: Path, keep: int, sums: dict[str, list[Any]]) 
         shutil.rmtree(final)  # damaged, or left by a crash between the two renames below
     scratch.rename(final)
     durable.write(final.with_name(LATEST), final.name + "\n")
+    durable.write(final.parent.with_name(STORED), final.name + "\n")
     finished = [path for path in _ours(final.parent) if path.name <= final.name]
     for old in finished[: -max(keep, 1)]:
         with contextlib.suppress(OSError):

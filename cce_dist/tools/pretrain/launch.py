@@ -233,8 +233,8 @@ def check_engine(recipe: Recipe) -> None:
         if is_so:
             raise UsageError(text)
     packages = {
-        "--engine megatron needs megatron-core": ("megatron.core", "'cce-dist[megatron]'", engine == "megatron"),
-        "--engine deepspeed needs deepspeed": ("deepspeed", "'cce-dist[deepspeed]'", engine == "deepspeed"),
+        "--engine megatron needs megatron-core": ("megatron.core", "megatron-core", engine == "megatron"),
+        "--engine deepspeed needs deepspeed": ("deepspeed", "deepspeed", engine == "deepspeed"),
         "--tensorboard needs tensorboard": ("tensorboard", "tensorboard", recipe.tensorboard),
         "--wandb needs wandb": ("wandb", "wandb", recipe.wandb is not None),
     }

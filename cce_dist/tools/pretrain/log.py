@@ -6,6 +6,8 @@ import errno
 import hashlib
 import json
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from tqdm import tqdm
 
 from cce_dist.tools.pretrain import durable
 from cce_dist.tools.pretrain.recipe import Recipe
+
+SILENCE = 10  # seconds without a line, at most, where output goes to a file or a pipe
 
 
 class Log:
@@ -32,8 +36,9 @@ class Log:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
         self._board: Any = _tensorboard(recipe.out, step) if recipe.tensorboard else None
         self._wandb: Any = _wandb(recipe) if recipe.wandb else None
-        # The bar keeps silent where nobody watches a terminal; ``note`` prints its lines everywhere.
+        # Without a terminal there is no bar: ``advance`` prints a line from time to time instead.
         self._bar = tqdm(total=recipe.steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
+        self._step, self._steps, self._loss, self._told = step, recipe.steps, "", time.monotonic()
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
@@ -51,14 +56,20 @@ class Log:
         if record["split"] == "train":
             shown = {name: f"{record[name]:,.0f}" for name in ("tokens_per_s", "peak_mb")}
             self._bar.set_postfix({"loss": f"{record['loss']:.3f}", **shown})
+            self._loss = f"  loss {record['loss']:.4f}"
 
     def advance(self) -> None:
-        """Count one step."""
+        """Count one step. Where there is no bar, print a line if none was printed for ten seconds."""
         self._bar.update()
+        self._step += 1
+        if self._bar.disable and time.monotonic() - self._told >= SILENCE:
+            self.note(f"step {self._step:>6} of {self._steps}{self._loss}")
 
     def note(self, line: str) -> None:
         """Print a line above the bar."""
         tqdm.write(line)
+        sys.stdout.flush()
+        self._told = time.monotonic()
 
     def close(self) -> None:
         """Close all writers. A second call does nothing."""

@@ -48,17 +48,22 @@ def draw(metrics: list[Path], out: Path) -> None:
     from cce_dist.tools.pretrain.log import read
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    title, uniform = "", set()
     for index, path in enumerate(metrics):
         path = path / "metrics.jsonl" if path.is_dir() else path
         name = path.parent.name if path.name == "metrics.jsonl" else path.stem
         records = read(path)
         if not records:
             raise ValueError(f"no records in {path}")
+        title = f"{title}, {name}" if title else name
         for split, style in (("train", {"alpha": 0.5, "linewidth": 1}), ("val", {"marker": "o", "markersize": 3})):
             points = [(record["step"], record["loss"]) for record in records if record["split"] == split]
             if points:
                 axes.plot(*zip(*points, strict=True), color=f"C{index}", label=f"{name} {split}", **style)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+        uniform |= {record["uniform"] for record in records if "uniform" in record}
+    for value in uniform:
+        axes.axhline(value, color="grey", linestyle=":", label="ln V, of a model that knows nothing")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"Loss of {title}")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(out, dpi=120)

@@ -96,7 +96,8 @@ class _Run:
             self._record(Log.advance)
             if judged:
                 val_loss = self._judge()
-                self._record(Log.write, {"step": step, "split": "val", "loss": val_loss})
+                uniform = math.log(recipe.shape.vocab_size)
+                self._record(Log.write, {"step": step, "split": "val", "loss": val_loss, "uniform": uniform})
                 self._record(Log.note, f"step {step:>6}  val loss {val_loss:.4f}")
             if stores:
                 self._store(is_judged=judged)

@@ -1,8 +1,8 @@
 """``cce-dist verify``: the table of named traps, or random calls, on your own ranks and devices, before a long run.
 
 Reading order: ``cases`` (the tables), ``check`` (one case of any function against the dense reference), ``loss``, ``log_probs``
-and ``divergence`` (how each function is drawn, called and judged), ``matrix`` (a table on all layouts of the ranks) with
-``ahead`` (its kernels compile), ``fuzz`` (random cases), ``oracle`` (what is right of the loss, by hand).
+and ``divergence`` (how each function's cases are drawn, called and compared), ``matrix`` (a table on all layouts of the ranks),
+``ahead`` (compiles kernels early), ``fuzz`` (random cases), ``oracle`` (the loss and its gradients, derived by hand).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import partial
 from cce_dist.tools import arguments
 
 FUNCTIONS = ("loss", "log-probs", "kept", "divergence")
+TIMEOUT_SECONDS = 120.0  # before a collective that waits for another rank is an error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,34 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), type=_device, default="auto", help="default: cuda if there is one"
     )
     parser.add_argument("--backend", choices=("auto", "triton", "torch"), default="auto", help="backend of the loss")
+    parser.add_argument("--function", choices=FUNCTIONS, help="function to check (default: loss; with --only, all)")
+    parser.add_argument("--all", action="store_true", help="check all functions")
     parser.add_argument(
-        "--function", choices=FUNCTIONS, help="whose cases (default: the loss's, each trap at its smallest size)"
+        "--only", metavar="TEXT", default="", type=_part_of_a_name, help="run the cases with TEXT in their name"
     )
-    parser.add_argument("--all", action="store_true", help="run the cases of all functions")
+    whole = arguments.whole
+    parser.add_argument("--fuzz", type=whole(0), metavar="COUNT", default=0, help="run COUNT random cases instead")
+    parser.add_argument("--seed", type=whole(0), default=0, help="seed of the random cases")
+    parser.add_argument("--case", type=whole(0), default=0, help="number of the first random case")
     parser.add_argument(
-        "--only",
-        metavar="TEXT",
-        default="",
-        type=_part_of_a_name,
-        help="run the cases of all functions with TEXT in their name",
-    )
-    parser.add_argument(
-        "--fuzz", type=arguments.whole(0), metavar="COUNT", default=0, help="run COUNT random cases instead"
-    )
-    parser.add_argument("--seed", type=arguments.whole(0), default=0, help="of the random cases")
-    parser.add_argument("--case", type=arguments.whole(0), default=0, help="number of the first random case")
-    parser.add_argument(
-        "--alike",
-        type=arguments.whole(1),
-        metavar="COUNT",
-        default=1,
-        help="random cases in a row that need the same kernels (default 1)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=arguments.number(below=1e6, positive=True),
-        default=120.0,
-        help="seconds before a waiting collective is an error",
+        "--alike", type=whole(1), metavar="COUNT", default=1, help="random cases in a row that need the same kernels"
     )
 
 
@@ -67,7 +51,7 @@ def _part_of_a_name(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run cases on every rank of torchrun (or on this process alone); 0 if every case kept its bound."""
+    """Run cases on every rank of torchrun, or in this process alone. Returns 0 if every error is within its bound, else 1."""
     import torch
     import torch.distributed as dist
 
@@ -84,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     here = ranks.own_device(device)
     if world > 1:
-        ranks.join(here, args.timeout)
+        ranks.join(here, TIMEOUT_SECONDS)
         if device == "cpu":
             torch.set_num_threads(1)
     try:

@@ -1,8 +1,8 @@
 """The check that all functions share: one case on one group of ranks, compared with dense PyTorch.
 
 ``run_case`` draws the tensors of a case, computes what is expected, makes the call on this rank's shard, and compares every
-output and gradient by one rule with three parties: the error from the float64 truth may be twice the error of dense PyTorch in
-the tested dtype, plus a few units in the last place.
+output and gradient. The error from the float64 truth may be twice the error of dense PyTorch in the tested dtype, plus a few
+units in the last place.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from cce_dist.tools.verify.views import constant, view_of
 # Rounding that a sum in another order may add, relative to the largest value: a few units in the last place.
 EPS = {FP32: 2e-6, BF16: 2.0**-8, FP16: 2.0**-10}
 GRADIENTS = ("dE", "dC", "dbias", "dscale")
-Part = Callable[[Tensor], Tensor]  # from a whole output or gradient to this rank's part of it
+Part = Callable[[Tensor], Tensor]  # whole output or gradient -> this rank's part
 
 
 class Error(NamedTuple):
-    """Largest error of one quantity against the bound that it must keep."""
+    """The largest error of one quantity, and its bound."""
 
     quantity: str
     error: float
@@ -49,34 +49,28 @@ class Error(NamedTuple):
 
 
 class Function(NamedTuple):
-    """How a public function is checked.
+    """How a public function is checked."""
 
-    Attributes:
-        draw: Draws the tensors of a case.
-        reference: Outputs and gradients of dense PyTorch, in a dtype on a device.
-        call: Outputs and gradients of the function itself, from a shard on a backend and a device. See ``found``.
-        judge: Compares one of them: the drawn case, its name, this rank's value, its part of a whole, what ``reference`` gives
-            in the tested dtype, and the truth.
-        shared: Outputs that must have the same bits on every rank.
-        truth: What is right, from the rows of each shard, the backend and the device; None: ``reference`` in float64.
-        outputs_in: Dtype in which dense PyTorch computes the outputs that ours are compared with; None: the tested one.
-    """
-
-    draw: Callable[[Any, torch.Generator], Drawn]
-    reference: Callable[[Drawn, torch.dtype, str], dict[str, Tensor]]
-    call: Callable[[Drawn, VocabShard, str, str], dict[str, Tensor]]
+    draw: Callable[[Any, torch.Generator], Drawn]  # draws the tensors of a case
+    reference: Callable[
+        [Drawn, torch.dtype, str], dict[str, Tensor]
+    ]  # dense outputs and gradients, in a dtype on a device
+    call: Callable[[Drawn, VocabShard, str, str], dict[str, Tensor]]  # the function's, on a shard, backend and device
+    # Compares one of them: its name, this rank's value, its part of a whole, what ``reference`` gives in the tested dtype.
     judge: Callable[[Drawn, str, Tensor, Part, dict[str, Tensor], Truth], list[Error]]
-    shared: Collection[str]
-    truth: Callable[[Drawn, Bounds, str, str], Truth] | None = None
-    outputs_in: torch.dtype | None = None
+    shared: Collection[str]  # outputs that must have the same bits on every rank
+    truth: Callable[[Drawn, Bounds, str, str], Truth] | None = None  # None: ``reference`` in float64
+    outputs_in: torch.dtype | None = (
+        None  # dtype of the dense outputs that ours are compared with; None: the tested one
+    )
 
 
 def run_case(
     function: Function, case: Case, group: dist.ProcessGroup | None, device: str, backend: str = "auto", salt: int = 0
 ) -> list[Error]:
-    """Run a case on the ranks of ``group`` (None: this process alone); every rank calls it. ``salt`` varies the data.
+    """Run a case on the ranks of ``group`` (None: this process alone). Every rank calls this; ``salt`` varies the data.
 
-    Compares outputs and gradients, then bits: over ranks, of further runs, and of a second backward.
+    Compares outputs and gradients, then the bits of a second backward, of further runs, and of all ranks.
     """
     backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
     drawn = draw(function, case, salt)
@@ -115,7 +109,7 @@ def shard_of(drawn: Drawn, group: dist.ProcessGroup | None) -> tuple[Bounds, Voc
 
 
 def further_runs(device: str) -> int:
-    """Return how often a case runs after its first run. On a GPU the second run is recorded and the third one replayed."""
+    """Return how often to repeat a case. On a GPU the second run is recorded, and the third one replays the recording."""
     return 2 if device == "cuda" else 1
 
 
@@ -125,15 +119,15 @@ AGAIN = " of a second backward"
 def found(
     out: Any, upstream: dict[str, Tensor], leaves: dict[str, Any], case: Case | None = None, elsewhere: str = ""
 ) -> dict[str, Tensor]:
-    """Return the outputs of a call that are not None, and its gradients, under the names of their leaves.
+    """Return the outputs of a call that are not None, and the gradients of ``leaves`` by the leaves' names.
 
     Args:
         out: A record of outputs.
         upstream: Gradients of outputs.
-        leaves: The tensors to differentiate by, those that require it.
-        case: Of the function itself: its layouts of upstream gradients, and whether backward is called a second time, whose
-            gradients have names that end in ``AGAIN``. None: a reference.
-        elsewhere: The leaf whose gradient goes into a buffer.
+        leaves: The tensors to differentiate by, where they require a gradient.
+        case: Says how upstream gradients lie in memory, and whether to call backward a second time; the names of its gradients
+            end in ``AGAIN``. None: this is a reference.
+        elsewhere: The leaf whose gradient the call adds to a buffer.
     """
     outputs = {name: x for name, x in out._asdict().items() if isinstance(x, Tensor)}
     values = {name: x.detach() for name, x in outputs.items()}
@@ -147,27 +141,24 @@ def found(
         again = twice and not suffix
         grads = torch.autograd.grad(roots, list(inputs.values()), above, retain_graph=again, allow_unused=True)
         for (name, leaf), grad in zip(inputs.items(), grads, strict=True):
-            if (grad is None) != (name == elsewhere):
-                raise AssertionError(f"{name}: a gradient beside its buffer, or none at all")
-            if grad is None:
-                continue
-            if (grad.dtype, grad.shape) != (leaf.dtype, leaf.shape):
-                raise AssertionError(f"{name} is {grad.dtype} {tuple(grad.shape)}, its tensor {leaf.dtype}")
-            values[name + suffix] = grad
+            assert (grad is None) == (name == elsewhere), f"{name}: a gradient beside its buffer, or none at all"
+            if grad is not None:
+                assert (grad.dtype, grad.shape) == (leaf.dtype, leaf.shape), f"{name} is {grad.dtype} {grad.shape}"
+                values[name + suffix] = grad
     return values
 
 
 def draw_problem(case: Case, generator: torch.Generator) -> Problem:
-    """Draw the whole vocabulary, as the dtypes and layouts of the case hold it."""
+    """Draw the whole problem, with values that the dtypes and layouts of the case can hold."""
     problem = case.problem(generator)
     arguments = {"hidden": "input", "weight": "linear_weight", "labels": "target", "bias": "linear_bias"}
-    shown = [name for name, argument in arguments.items() if case.layout(argument) == "expanded"]
-    repeated = {name: constant(getattr(problem, name)) for name in shown if getattr(problem, name) is not None}
+    expanded = [name for name, argument in arguments.items() if case.layout(argument) == "expanded"]
+    repeated = {name: constant(getattr(problem, name)) for name in expanded if getattr(problem, name) is not None}
     return replace(problem, **repeated).rounded(case.held, case.bias or case.dtype)
 
 
 def draw_upstream(case: Case, shapes: dict[str, tuple[int, ...]], generator: torch.Generator) -> dict[str, Tensor]:
-    """Draw the gradients of the outputs that are differentiated; a fifth of the tokens has none."""
+    """Draw the gradients of the outputs that are differentiated, 0 for every fifth token."""
     scale = 1.0 if case.scale is None else case.scale
     upstream = {}
     for name in case.upstream:
@@ -194,7 +185,10 @@ def leaves_of(case: Case, problem: Problem, dtype: torch.dtype, device: str) -> 
 def local_leaves(
     case: Case, problem: Problem, device: str, shard: VocabShard, rows: VocabShard | None = None
 ) -> dict[str, Any]:
-    """Return this rank's part of the tensors of ``leaves_of``, as views; ``rows`` selects the weight's rows if given."""
+    """Return this rank's part of hidden states, weight and bias, in the layouts of the case.
+
+    ``rows`` are the weight's, if they are not the shard's.
+    """
     hidden, rows = problem.hidden, rows or shard
     hidden = hidden if case.shape is None else hidden.view(*case.shape, hidden.shape[1])
     if case.options.get("sequence_parallel") and shard.group is not None:
@@ -216,7 +210,7 @@ def local_leaves(
 
 
 def of_rank(name: str, ours: Tensor, options: dict[str, Any], shard: VocabShard) -> tuple[list[Error], Tensor, Part]:
-    """Return the error of padding rows, whose gradients must be 0, this rank's value, and what cuts its part out of a whole."""
+    """Return the error of padding rows (their gradient is 0), the value without them, and how to cut out this rank's part."""
     if name in ("dC", "dbias"):
         rows = slice(shard.start, shard.start + shard.num_valid)
         padding = Error(f"{name} of padding", ours[shard.num_valid :].abs().sum().item(), 0.0)
@@ -232,7 +226,7 @@ def of_rank(name: str, ours: Tensor, options: dict[str, Any], shard: VocabShard)
 
 
 def compare(quantity: str, ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> Error:
-    """Compare max|ours - truth| with ``bound_of``; non-finite values must be the truth's."""
+    """Compare max|ours - truth| with ``bound_of``. Both must be non-finite at the same places."""
     ours, truth = (x.detach().double().cpu() for x in (ours, truth))
     if ours.shape != truth.shape:
         raise AssertionError(f"{quantity} has shape {tuple(ours.shape)}, expected {tuple(truth.shape)}")
@@ -243,7 +237,7 @@ def compare(quantity: str, ours: Tensor, baseline: Tensor, truth: Tensor, dtype:
 
 
 def bound_of(baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """Return 2 max|baseline - truth| + eps max|truth|, over what is finite. Source: flash-attention's and QuACK's tests."""
+    """Return 2 max|baseline - truth| + eps max|truth| over finite values. Source: the tests of flash-attention and QuACK."""
     baseline, truth = (x.detach().double().cpu() for x in (baseline, truth))
     finite = truth.isfinite()
     noise = (baseline - truth)[finite].nan_to_num(0.0, 0.0, 0.0)
@@ -257,7 +251,7 @@ def _largest(values: Tensor) -> float:
 def assert_no_worse(
     ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype | None = None, quantity: str = "value"
 ) -> None:
-    """Raise AssertionError unless ``compare`` holds; ``dtype`` chooses eps (default: ours)."""
+    """Raise AssertionError if the error exceeds its bound. ``dtype`` chooses eps; the default is the dtype of ``ours``."""
     result = compare(quantity, ours, baseline, truth, dtype or ours.dtype)
     assert result.ok, f"{result.quantity}: error {result.error:.3g} > bound {result.bound:.3g}"
 
@@ -266,7 +260,7 @@ def same_bits(
     first: dict[str, Tensor], run: Callable[[], dict[str, Tensor]], runs: int, shared: Iterable[str],
     group: dist.ProcessGroup | None,
 ) -> list[Error]:  # fmt: skip
-    """Count tensors whose bits differ in a second backward, in further runs or, if named in ``shared``, between ranks."""
+    """Count tensors whose bits differ: in a second backward, in further runs and, for those in ``shared``, between ranks."""
 
     def error(what: str, pairs: list[tuple[Tensor, Tensor]]) -> Error:
         return Error(f"bits {what}", float(sum(not torch.equal(bits(a), bits(b)) for a, b in pairs)), 0.0)

@@ -1,4 +1,4 @@
-"""``linear_kl_divergence`` in verify: how a case is drawn, called and judged."""
+"""``linear_kl_divergence`` in verify: how a case is drawn, called and compared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draw(case: DivergenceCase, generator: torch.Generator) -> Drawn:
 
 
 def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """The divergence and the student's gradients by the dense reference."""
+    """Return the divergence and the student's gradients by the dense reference."""
     _, options, upstream = drawn.on(device)
     leaves = check.leaves_of(drawn.case, drawn.problem, dtype, device)
     hidden, weight, bias = leaves.values()
@@ -48,7 +48,7 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
 
 
 def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str, Tensor]:
-    """The same from the call itself on this rank's shard."""
+    """Make the call on this rank's shard; return the divergence and the student's gradients."""
     case, teacher = drawn.case, drawn.teacher
     assert teacher is not None
     _, options, upstream = drawn.on(device)
@@ -68,7 +68,10 @@ def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str
 
 
 def _draft(teacher: Problem, shard: VocabShard, draft: str) -> tuple[Problem, Tensor, VocabShard]:
-    """Put the teacher's rows among rows of NaN. Returns the teacher, the ids of its rows, and the shard of its vocabulary."""
+    """Spread the teacher's rows over a larger vocabulary whose other rows are NaN; the student's is then a draft vocabulary.
+
+    Returns the teacher, the ids of the student's rows in its vocabulary, and the teacher's shard.
+    """
     more = 2 * shard.vocab_size + 3
     ids = torch.randperm(more, generator=torch.Generator().manual_seed(0))[: shard.vocab_size]
     ids = ids if draft == "whole" else ids.sort().values
@@ -85,7 +88,7 @@ def _draft(teacher: Problem, shard: VocabShard, draft: str) -> tuple[Problem, Te
 
 
 def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str, Tensor], truth: Truth) -> list[Error]:
-    """Compare by the rule. A shard of a few rows is held to the size of the whole gradient."""
+    """Compare by the rule of ``check``, with a bound from the whole gradient, even where the shard has a few rows."""
     rough, right = baseline[name], truth.values[name]
     dtype = drawn.case.dtype if name in GRADIENTS else FP32
     bound = bound_of(rough, right, dtype) + _unavoidable(drawn).get(name, 0.0)
@@ -93,9 +96,10 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
 
 
 def _unavoidable(drawn: Drawn) -> dict[str, float]:
-    """How far the divergence is off for a rounding of the largest logit in fp32, and the gradients for such a divergence.
+    """Return the error of divergence and gradients that follows from rounding the largest logit to fp32.
 
-    The divergence is a term of all gradients but those of KL(t || p). For a sharp student it cancels, and its rounding stays.
+    All kinds but KL(t || p) have the divergence as a term of their gradients. For a sharp student the term cancels with others,
+    and only its rounding is left.
     """
     options, largest, p = drawn.options, [], torch.empty(0)
     for prefix, problem in (("teacher_", drawn.teacher), ("", drawn.problem)):

@@ -1,7 +1,7 @@
 """``cce-dist verify --fuzz 10000``: random calls of every function, on any backend and any number of ranks.
 
-A case is a pure function of the seed, its number, and the setting: each failure is printed with the command that repeats it.
-Cases of the loss are compared with ``oracle``, cases of other functions with ``reference.py``.
+A case follows from the seed, its number and the setting, so each failure is printed with the command that repeats it. The loss
+is compared with ``oracle``, the other functions with ``reference.py``.
 """
 
 from __future__ import annotations
@@ -28,25 +28,19 @@ from cce_dist.tools.verify.log_probs import LOG_PROBS
 from cce_dist.tools.verify.loss import RANDOM_LOSS
 from cce_dist.tools.verify.views import LAYOUTS, WRITABLE
 
-ROUNDED = 1e-15  # what float64 leaves of a gradient that is a difference to 1
-LUCK = 4  # The bounds have the baseline's own error for a measure, and one or two tokens may have hardly any.
+ROUNDED = 1e-15  # float64's error in a gradient that is 1 minus a probability
+LUCK = 4  # widens bounds, which follow the baseline's error: by luck, one or two tokens may have hardly any
 
 
 class Setting(NamedTuple):
-    """Where cases run.
-
-    Attributes:
-        group: The ranks that share the vocabulary; None: this process alone.
-        alike: So many cases in a row have in common what kernels are compiled for, which takes nearly all of the time.
-        function: Whose cases they are, a name of ``SOURCES``.
-    """
+    """Where cases run."""
 
     seed: int = 0
     device: str = "cpu"
     backend: str = "auto"
-    group: dist.ProcessGroup | None = None
-    alike: int = 1
-    function: str = "loss"
+    group: dist.ProcessGroup | None = None  # ranks that share the vocabulary; None: this process alone
+    alike: int = 1  # cases in a row that need the same kernels, whose compilation takes nearly all of the time
+    function: str = "loss"  # a name of ``SOURCES``
 
     @property
     def interpreted(self) -> bool:
@@ -61,7 +55,7 @@ class Setting(NamedTuple):
         return 0 if self.group is None else self.group.rank()
 
     def command(self, number: int) -> str:
-        """The command line that repeats one case."""
+        """Return the command line that repeats one case."""
         launcher = "cce-dist" if self.group is None else f"torchrun --nproc-per-node {self.ranks} -m cce_dist"
         interpreter = "TRITON_INTERPRET=1 " if self.interpreted else ""
         where = f"--backend {self.backend} --device {self.device}"
@@ -71,7 +65,7 @@ class Setting(NamedTuple):
 
 
 def draw_loss(setting: Setting, number: int) -> cases.LossCase:
-    """Draw a call of the loss: the same on every rank, and on every machine."""
+    """Draw a call of the loss, the same on every rank and machine. ``kind`` draws what kernels are compiled for."""
     where = f"{setting.interpreted}/{setting.device}/{setting.ranks}"
     rng = random.Random(f"{setting.seed}/{number}/{where}")
     kind = random.Random(f"{setting.seed}/{number // setting.alike} of {setting.alike}/{where}")
@@ -103,10 +97,11 @@ def draw_loss(setting: Setting, number: int) -> cases.LossCase:
 
 
 def _problem(call: SimpleNamespace, seed: int) -> Recipe:
-    """Data with 0.1 to 10 nats of spread, or one trap.
+    """Return a recipe of the logits that ``call.logits`` names.
 
-    "up", "down", "gap": all logits near 1e4, near -1e4, or one of them 1e4 above the others, on a grid on which all products
-    are exact in fp32. "masked": some biases are -inf. "zipf": a unigram, and a likely label. "equal": no logit differs.
+    "small", "normal", "wide": a standard deviation of 0.01, 1 or 10. "equal": all logits are equal. "up", "down", "gap": all
+    logits near 1e4, near -1e4, or one 1e4 above the others; all products are exact in fp32. "masked": some biases are -inf.
+    "zipf": a unigram and a likely label.
     """
 
     def labels(y: Tensor, vocab_size: int) -> Tensor:
@@ -128,7 +123,7 @@ def _problem(call: SimpleNamespace, seed: int) -> Recipe:
 
 
 def _size(rng: random.Random, most: int, zero: float) -> int:
-    """Small sizes often, primes and sizes at the edges of tiles sometimes; 0 with a probability."""
+    """Draw a size: often small, sometimes a prime or the edge of a tile, and 0 with probability ``zero``."""
     if rng.random() < zero:
         return 0
     edges = [size for size in (1, 2, 3, 7, 16, 17, 31, 64, 97, 127, 128, 129, 255, 256, 257, 512, 521) if size <= most]
@@ -174,7 +169,7 @@ def _draw_options(rng: random.Random, kind: random.Random, call: SimpleNamespace
 
 
 def _random_cuts(rng: random.Random) -> Split:
-    """Shards of any size, empty ones included; the last may be padded, and be padding alone."""
+    """Return shards of any size, also empty ones. The last one may have padding rows, or nothing else."""
 
     def cut(vocab_size: int, ranks: int) -> Bounds:
         inner = sorted(rng.randint(0, vocab_size) for _ in range(ranks - 1))
@@ -216,7 +211,7 @@ def _draw_data(rng: random.Random, kind: random.Random, call: SimpleNamespace) -
 
 
 def _draw_filter(rng: random.Random, kind: random.Random, call: SimpleNamespace) -> None:
-    """A filter, on logits that it can drop something of, with a gradient of the loss alone."""
+    """Add a filter, on logits of which it can drop some, with an upstream gradient of the loss alone."""
     call.options["grad_filter"] = GradFilter(
         eps=rng.choice([2.0**-12, 2.0**-12, 1e-3, 1e-30, 0.0]),
         compensate=kind.random() < 0.6,
@@ -229,17 +224,17 @@ def _draw_filter(rng: random.Random, kind: random.Random, call: SimpleNamespace)
 
 
 def _draw_terms(rng: random.Random, kind: random.Random, call: SimpleNamespace, learnable: bool) -> None:
-    """Weights of the classes, and a scale that is learned."""
+    """Add class weights and a learned scale where the loss takes them."""
     refused = bool({"softcap", "sequence_parallel", "input_grad"} & call.options.keys()) or call.buffer is not None
-    two_roundings = call.dtype != FP32  # dE and dC are two terms where classes have weights and labels are smoothed
-    alone = not call.options.get("label_smoothing") or not (refused or two_roundings)
+    # With class weights and label smoothing dE and dC are sums of two terms, which bf16 and fp16 round one by one.
+    alone = not call.options.get("label_smoothing") or (not refused and call.dtype == FP32)
     call.classes = rng.random() < 0.15 and alone and call.logits != "masked"
     learnable = learnable and call.dtype != FP16 and call.options.get("logit_scale", 1.0) != 0.0
     call.learn_scale = kind.random() < 0.15 and learnable
 
 
 def _draw_groups(apart: random.Random, call: SimpleNamespace, setting: Setting) -> None:
-    """Groups of tokens, which take the loss alone with one upstream gradient of each token."""
+    """Force groups of tokens, which take the loss alone and one upstream gradient per token."""
     call.options.pop("return_aux", None)
     call.upstream = ("loss",)
     expected = apart.choice(["", "upstream", "other"])
@@ -250,7 +245,7 @@ def _draw_groups(apart: random.Random, call: SimpleNamespace, setting: Setting) 
 
 
 def draw_log_probs(setting: Setting, number: int) -> cases.LogProbCase:
-    """Return the case of a number; ``setting.alike`` in a row have what kernels are compiled for in common."""
+    """Draw a call of ``linear_log_probs``."""
     kind, r = _randoms(setting, number)
     options, problem, dtype, shards = _common(kind, r, setting)
     num_ids = kind.choice((0, 1, 2, 5, 64))
@@ -265,29 +260,19 @@ def draw_log_probs(setting: Setting, number: int) -> cases.LogProbCase:
     if kind.random() < 0.2 and on_triton:
         options["batch_invariant"] = True
     change = r.choice((None, cases.ignored, cases.repeated)) if num_ids > 1 else None
-    return cases.LogProbCase(
-        f"log-probs {number}",
-        "",
-        options,
-        problem,
-        shards,
-        dtype,
-        upstream=tuple(outputs),
-        num_ids=num_ids,
-        change=change,
-        own=own,
-    )
+    fields: dict[str, Any] = {"num_ids": num_ids, "change": change, "own": own, "upstream": tuple(outputs)}
+    return cases.LogProbCase(f"log-probs {number}", "", options, problem, shards, dtype, **fields)
 
 
 def draw_kept(setting: Setting, number: int) -> cases.LogProbCase:
-    """Likewise of log-probabilities over lists."""
+    """Draw a call of ``linear_log_probs`` over lists of ids."""
     case = draw_log_probs(setting, number)
     longest = _randoms(setting, number)[1].choice((1, 4, 20, 100, 1000))
     return replace(case, name=f"kept {number}", num_ids=0, change=None, kept=longest)
 
 
 def draw_divergence(setting: Setting, number: int) -> cases.DivergenceCase:
-    """Likewise of the divergence."""
+    """Draw a call of ``linear_kl_divergence``."""
     kind, r = _randoms(setting, number)
     options, problem, dtype, shards = _common(kind, r, setting)
     options["kind"] = kind.choice(("forward", "reverse", "jsd"))
@@ -304,30 +289,26 @@ def draw_divergence(setting: Setting, number: int) -> cases.DivergenceCase:
     spread, masked = r.choice((0.1, 1.0, 3.0, 10.0)), r.choice((0.0, 0.0, 0.5, 1.0))
     padding = r.choice((0, 7)) if shards is cases.padded else 0
     draft = r.choice(("", "", "whole", "split"))
-    return cases.DivergenceCase(
-        f"divergence {number}", "", options, problem, shards, dtype, spread=spread, masked=masked, teacher_padding=padding,
-        draft=draft,
-    )  # fmt: skip
+    fields: dict[str, Any] = {"spread": spread, "masked": masked, "teacher_padding": padding, "draft": draft}
+    return cases.DivergenceCase(f"divergence {number}", "", options, problem, shards, dtype, **fields)
 
 
 def _randoms(setting: Setting, number: int) -> tuple[random.Random, random.Random]:
     """Return two generators: the first draws what kernels are compiled for, the second the rest of the case."""
-    of = f"{setting.function} {setting.seed}"
-    return random.Random(f"{of} {number // setting.alike}"), random.Random(f"{of} {number} {setting.ranks}")
+    name = f"{setting.function} {setting.seed}"
+    return random.Random(f"{name} {number // setting.alike}"), random.Random(f"{name} {number} {setting.ranks}")
 
 
 def _common(
     kind: random.Random, r: random.Random, setting: Setting
 ) -> tuple[dict[str, Any], Recipe, torch.dtype, Split]:
-    """Return options, problem, dtype and shards that a case of either function can have."""
+    """Draw what all functions but the loss have in common: options, problem, dtype and shards."""
     options: dict[str, Any] = {}
     if kind.random() < 0.3:
         options["workspace_bytes"] = r.choice((1, 1 << 14, 1 << 18))
     dtype = kind.choice((FP32, FP32, FP16, FP16 if setting.interpreted else BF16))  # the interpreter misreads bf16
-    num_tokens, shards = (
-        r.choice((1, 2, 7, 24, 37, 60)),
-        r.choice((cases.even, cases.uneven, cases.with_empty, cases.padded)),
-    )
+    num_tokens = r.choice((1, 2, 7, 24, 37, 60))
+    shards = r.choice((cases.even, cases.uneven, cases.with_empty, cases.padded))
     if kind.random() < 0.2:
         options["sequence_parallel"], num_tokens = True, 12 * setting.ranks
     odd = 0 if kind.random() < 0.5 else r.randint(1, 15)  # 0: sizes are multiples of 16
@@ -338,11 +319,11 @@ def _common(
 
 
 class Source(NamedTuple):
-    """Random cases of a function: ``draw`` returns the case of a number. Bounds are ``luck`` times as wide."""
+    """Random cases of a function."""
 
     function: Function
     draw: Callable[[Setting, int], Case]
-    luck: float = LUCK
+    luck: float = LUCK  # factor of the bounds
 
 
 SOURCES = {
@@ -354,7 +335,7 @@ SOURCES = {
 
 
 def run_one(setting: Setting, number: int) -> list[Error]:
-    """Run a case; every rank of the group calls this. Returns the error of each quantity, and its bound."""
+    """Run one case; every rank of the group calls this."""
     source = SOURCES[setting.function]
     case = source.draw(setting, number)
     errors = run_case(source.function, case, setting.group, setting.device, setting.backend, setting.seed)
@@ -379,7 +360,7 @@ def run_many(setting: Setting, first: int, count: int, report: Callable[[str], N
 
 
 def _verdict(setting: Setting, number: int) -> str:
-    """Return a line with the failures of a case on this rank; empty: none."""
+    """Return a line with the failures of a case on this rank, or an empty string."""
     try:
         wrong = [error for error in run_one(setting, number) if not error.ok]
     except Exception as error:  # a call that raises is a failure of this case, not the end of the run
@@ -390,7 +371,7 @@ def _verdict(setting: Setting, number: int) -> str:
 
 
 def _on_all_ranks(line: str, setting: Setting) -> str:
-    """The first rank's line that is not empty, on every rank."""
+    """Return the first line that is not empty, by rank, on every rank."""
     if setting.group is None:
         return line
     failed = torch.tensor(float(bool(line)), device=setting.device)

@@ -1,4 +1,4 @@
-"""``linear_log_probs`` in verify, also over lists of kept ids: how a case is drawn, called and judged."""
+"""``linear_log_probs`` in verify, also over lists of kept ids: how a case is drawn, called and compared."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _lists(longest: int, ids: Tensor, vocab_size: int, generator: torch.Generato
 
 
 def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Outputs and gradients of the dense reference, and without lists all log-probabilities, "log_p"."""
+    """Return outputs and gradients of the dense reference; without lists also all log-probabilities, as "log_p"."""
     ids, options, upstream = drawn.on(device)
     leaves = check.leaves_of(drawn.case, drawn.problem, dtype, device)
     hidden, weight, bias = leaves.values()
@@ -69,7 +69,7 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
 
 
 def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str, Tensor]:
-    """Outputs and gradients of the call itself on this rank's shard."""
+    """Make the call on this rank's shard; return its outputs and gradients."""
     ids, options, upstream = drawn.on(device)
     leaves = check.local_leaves(drawn.case, drawn.problem, device, shard)
     hidden, weight, bias = leaves.values()
@@ -82,7 +82,7 @@ def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str
 
 
 def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str, Tensor], truth: Truth) -> list[Error]:
-    """Compare by the rule, and beside it the rounding of a softcap, of its slope, and of logits that cancel."""
+    """Compare by the rule of ``check``, widened by the rounding of a softcap, of its slope, and of products that cancel."""
     values, options = truth.values, drawn.options
     if name in ("argmax", "top_ids"):
         return [_wrong_ids(name, ours, baseline, values)]
@@ -105,19 +105,19 @@ def _largest(value: Any) -> float:
 
 
 def _softcap_noise(options: dict[str, Any]) -> float:
-    """Error of a logit under a softcap: a tanh made of exponentials is right to two units in the last place of 1."""
+    """Bound a logit's error under a softcap: a tanh made of exponentials is right to two units in the last place of 1."""
     return options.get("softcap", 0.0) / _smallest(options.get("temperature", 1.0)) * EPS[FP32] / 16
 
 
 def _product_noise(drawn: Drawn) -> float:
-    """Error of a logit that cancels: a short list may have this one alone, and the baseline be right by luck."""
+    """Bound the error of a logit whose terms cancel. A short list may hold no other, and the baseline be right by luck."""
     hidden, weight, options = drawn.problem.hidden.abs(), drawn.problem.weight.abs(), drawn.options
     factor = _largest(options.get("logit_scale", 1.0)) / _smallest(options.get("temperature", 1.0))
     return _largest(hidden @ weight.T) * factor * EPS[FP32] / 64 if len(hidden) else 0.0
 
 
 def _slope_noise(drawn: Drawn) -> float:
-    """Error of a gradient under a softcap: the slope 1 - (z / softcap)^2, small near it, has twice the error of z / softcap."""
+    """Bound a gradient's error under a softcap: near it the slope 1 - (z / softcap)^2 has twice the error of z / softcap."""
     options, problem = drawn.options, drawn.problem
     if "softcap" not in options:
         return 0.0
@@ -127,7 +127,7 @@ def _slope_noise(drawn: Drawn) -> float:
 
 
 def _wrong_ids(name: str, ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor]) -> Error:
-    """Compare our ids' log-probabilities with the largest ones, place by place: how far they are below."""
+    """Return how far our ids' log-probabilities are below the largest ones, place by place."""
     ours, log_p = ours.cpu(), truth["log_p"].cpu()
     ours = ours.unsqueeze(-1) if name == "argmax" else ours
     live = truth["top_ids"].cpu()[:, :1] >= 0

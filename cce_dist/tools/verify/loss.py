@@ -1,4 +1,4 @@
-"""``linear_cross_entropy`` in verify: how a case is drawn, called and judged."""
+"""``linear_cross_entropy`` in verify: how a case is drawn, called and compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cce_dist.tools.verify.cases import FP32, PER_TOKEN, Bounds, Drawn, Gaussian
 from cce_dist.tools.verify.check import EPS, GRADIENTS, Error, Function, Part, compare, found
 from cce_dist.tools.verify.views import view_of
 
-UNSAFE = 1000.0  # a dense fp32 baseline whose error is that many times the rule's own eps is itself wrong
+UNSAFE = 1000.0  # a dense fp32 baseline with an error of this many eps is itself wrong
 # Arguments that the reference does not have.
 OWN = ("grad_filter", "sequence_parallel", "input_grad", "workspace_bytes", "return_aux", "reduce_dtype")
 
@@ -35,7 +35,7 @@ def draw(case: LossCase, generator: torch.Generator) -> Drawn:
 
 
 def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Outputs and gradients of the dense reference, of all tokens one after another."""
+    """Return outputs and gradients of the dense reference; dE is [N, D], whatever the shape of the input."""
     labels, options, upstream = drawn.on(device)
     leaves = check.leaves_of(drawn.case, drawn.problem, dtype, device)
     hidden, weight, bias = leaves.values()
@@ -53,7 +53,7 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
 
 
 def _truth(drawn: Drawn, bounds: Bounds, backend: str, device: str) -> Truth:
-    """The reference in float64, and what filters leave of its gradients: a case of the table."""
+    """Return the truth for a case of the table: the reference in float64, also of filtered gradients."""
     values = reference_of(drawn, torch.float64, device)
     grad_filter = drawn.options.get("grad_filter", GradFilter(eps=0.0))
     if grad_filter.eps == 0 or drawn.case.upstream != ("loss",):
@@ -78,7 +78,7 @@ def _truth(drawn: Drawn, bounds: Bounds, backend: str, device: str) -> Truth:
 
 
 def _oracle(drawn: Drawn, bounds: Bounds, backend: str, device: str) -> Truth:
-    """Formulas written out by hand: a random case."""
+    """Return the truth for a random case: formulas written out by hand."""
     grad_filter = drawn.options.get("grad_filter", GradFilter(eps=0.0))
     bounds = bounds if len(bounds) > 1 else []
     problem = drawn.problem.rounded(drawn.case.dtype, FP32) if drawn.case.autocast else drawn.problem
@@ -86,7 +86,7 @@ def _oracle(drawn: Drawn, bounds: Bounds, backend: str, device: str) -> Truth:
 
 
 def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str, Tensor]:
-    """Outputs and gradients of the call itself; dE of this rank's slice, dC and dbias of its rows."""
+    """Make the call; return its outputs, dE of this rank's slice, dC and dbias of its rows."""
     case = drawn.case
     labels, options, upstream = drawn.on(device)
     labels = view_of(
@@ -131,7 +131,7 @@ def _as_record(out: Any, shape: torch.Size) -> LinearCrossEntropyOutput:
 
 
 def _tokens(drawn: Drawn) -> Problem:
-    """The problem with what hidden states of ignored tokens hold, and the broken token."""
+    """Return the problem with the values that must not matter: hidden states of ignored tokens, and of the broken token."""
     case, hidden = drawn.case, drawn.problem.hidden.clone()
     if case.hidden_of_ignored is not None and case.layout("input") != "expanded":
         hidden[drawn.problem.labels == drawn.options.get("ignore_index", -100)] = case.hidden_of_ignored
@@ -141,7 +141,7 @@ def _tokens(drawn: Drawn) -> Problem:
 
 
 def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str, Tensor], truth: Truth) -> list[Error]:
-    """Compare by the rule, and beside it the rounding that no order of operations avoids; a filter by norms."""
+    """Compare by the rule of ``check``, widened by the rounding that no order of operations avoids; a filter by norms."""
     case = drawn.case
     if name == "filter_stats":
         return [_sane(ours)]
@@ -175,7 +175,7 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
 
 
 def _floor(case: LossCase, name: str, right: Tensor, truth: Truth) -> float:
-    """Return the rounding that no order of operations avoids, of a random case."""
+    """Return the rounding that no order of operations avoids, for a random case."""
     problem = case.problem if isinstance(case.problem, Gaussian) else Gaussian()
     dtype, noise = case.dtype if name in GRADIENTS else FP32, truth.noise
     exact_scale = case.options.get("logit_scale", 1.0) in (1, -0.5) and "softcap" not in case.options
@@ -200,7 +200,7 @@ def _floor(case: LossCase, name: str, right: Tensor, truth: Truth) -> float:
 
 
 def _filter_errors(case: LossCase, name: str, values: tuple[Tensor, ...], floor: float) -> list[Error]:
-    """Compare the norm of what a filter changed with the plain filter's, and for dE the norm of its sum over tokens.
+    """Compare the norm of a filter's error with the norm of the plain filter's; for dE also that of its sum over tokens.
 
     Args:
         values: Ours, the baseline, the truth, and the gradient under the plain filter.
@@ -221,7 +221,7 @@ def _filter_errors(case: LossCase, name: str, values: tuple[Tensor, ...], floor:
 
 
 def _wrong_ties(ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor]) -> Error:
-    """Count tokens that are wrongly said to have their label on top, or not, though the logits differ by more than rounding."""
+    """Count wrong answers to whether the label has the largest logit, where it is not within rounding of the largest."""
     largest, at_label, rough = (x.cpu() for x in (truth["max_logit"], truth["target_logit"], baseline["max_logit"]))
     noise = (rough - largest).abs().nan_to_num(0.0, 0.0, 0.0).max() if largest.numel() else 0.0
     close = (largest - at_label).abs() <= 2 * noise + 4 * TIE * largest.abs().clamp(min=1)

@@ -1,4 +1,4 @@
-"""The tables of all functions on every layout of the ranks, with a line for each case, and one every few seconds."""
+"""Run tables of cases on every layout of the ranks: a line for each case, and a line every few seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cce_dist.kernels.dry_run import compiles_ahead
-from cce_dist.tools.verify.ahead import Ahead
+from cce_dist.tools.verify.ahead import Ahead, Kernels
 from cce_dist.tools.verify.cases import CASES, DIVERGENCE_CASES, KEPT_CASES, LOG_PROB_CASES, Case
 from cce_dist.tools.verify.check import Error, Function, draw, run_case, shard_of
 from cce_dist.tools.verify.divergence import DIVERGENCE
@@ -29,22 +29,18 @@ TABLES: dict[str, tuple[Function, Sequence[Case]]] = {
 }
 Line = tuple[Function, Case]
 RULE = """\
-Each line is the worst error of a case from the float64 reference. It may be twice the error of dense PyTorch in the same dtype,
-plus eps (fp32 2e-6, bf16 2^-8, fp16 2^-10) times the largest value. Outputs are held to dense PyTorch in fp32."""
+Each line has the worst error of a case against the float64 reference. The bound is twice the error of dense PyTorch in the same
+dtype (for outputs in fp32), plus eps (fp32 2e-6, bf16 2^-8, fp16 2^-10) times the largest value."""
 
 
 def lines_of(functions: Sequence[str], only: str = "") -> list[Line]:
-    """Return the cases of some functions whose name contains ``only``, each with its function."""
+    """Return the cases of these functions whose names contain ``only``."""
     tables = (TABLES[name] for name in functions)
     return [(function, case) for function, cases in tables for case in cases if only in case.name]
 
 
 class Progress:
-    """Prints lines, and what is under way whenever there was no line for some seconds.
-
-    Attributes:
-        doing: What is under way.
-    """
+    """Prints lines, and after some seconds without a line what is being done."""
 
     def __init__(self, shown: bool, seconds: float = 3.0) -> None:
         self.shown, self.seconds, self.doing = shown, seconds, "starts"
@@ -73,7 +69,7 @@ class Progress:
 
 
 def layouts(world: int) -> list[tuple[int, list[list[int]]]]:
-    """Sizes of group to try in a world, with the groups of each: all ranks, halves, each rank alone, all but the last."""
+    """Return the groups to try, by size: all ranks, halves side by side, each rank alone, all but the last."""
     sizes = {world, 1} | ({world // 2} if world % 2 == 0 else set()) | ({world - 1} if world > 2 else set())
     return [
         (size, [list(range(start, start + size)) for start in range(0, world - size + 1, size)])
@@ -82,16 +78,16 @@ def layouts(world: int) -> list[tuple[int, list[list[int]]]]:
 
 
 class Where(NamedTuple):
-    """What runs cases: a group of ranks (None: this process alone), its place among groups side by side, device and backend."""
+    """Where this rank runs cases."""
 
-    group: dist.ProcessGroup | None
-    place: int
+    group: dist.ProcessGroup | None  # None: this process alone
+    place: int  # of the group among the groups side by side
     device: str
     backend: str
 
 
 def run_matrix(lines: Sequence[Line], device: str, backend: str = "auto", report: bool = True) -> list[str]:
-    """Run cases on every layout of the default process group (or alone). Returns a line for each failure, on every rank."""
+    """Run cases on every layout of the default process group, or alone. Returns a line for each failure, on every rank."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
     failures, count = [], 0
@@ -118,12 +114,12 @@ def run_matrix(lines: Sequence[Line], device: str, backend: str = "auto", report
 def _run(
     lines: Sequence[Line], where: Where | None, ahead: Ahead | None, progress: Progress
 ) -> Iterator[tuple[Case, Error]]:
-    """Run cases on one layout; ``where`` is None on a rank that is left out. Yields the worst error over all ranks."""
-    begun: list[dict[Future, str]] = []
+    """Run cases on one layout, and yield each with its worst error over all ranks. ``where`` is None on a rank left out."""
+    begun: list[Kernels] = []
     for number, (function, case) in enumerate(lines):
         worst = None
         if where is not None and ahead is not None:
-            # The first case waits for its own kernels alone. Every rank counts alike: calls may have collectives.
+            # The first case waits for no kernels but its own. The order is the same on all ranks, as calls have collectives.
             while len(begun) < min(len(lines), 1 + 3 * number):
                 begun.append(ahead.begin(_call(*lines[len(begun)], where)))
             _await(begun[number], case, progress)
@@ -145,8 +141,7 @@ def _call(function: Function, case: Case, where: Where) -> Callable[[], Any]:
     return partial(function.call, drawn, shard, where.backend, where.device)
 
 
-def _await(kernels: dict[Future, str], case: Case, progress: Progress) -> None:
-    """Wait for a case's kernels."""
+def _await(kernels: Kernels, case: Case, progress: Progress) -> None:
     while pending := [future for future in kernels if not future.done()]:
         names = sorted({kernels[future] for future in pending})
         others = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -155,7 +150,7 @@ def _await(kernels: dict[Future, str], case: Case, progress: Progress) -> None:
 
 
 def _fits(case: Case, size: int) -> bool:
-    """Return whether a group of so many ranks can split the case's 24 tokens, if it does."""
+    """Return whether a group of this size can run the case: sequence parallelism has 24 tokens to split, or multiples."""
     return not case.options.get("sequence_parallel") or 24 % size == 0
 
 

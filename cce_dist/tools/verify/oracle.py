@@ -1,4 +1,4 @@
-"""The loss and its gradients in float64 by formulas written out by hand: no autograd, nothing shared with ``reference.py``.
+"""The loss and its gradients in float64 by formulas derived by hand, without autograd and without code of ``reference.py``.
 
 With u = logit_scale (E C^T + b), z = softcap tanh(u / softcap), p = softmax(z), H the entropy of p, y the label, and g the
 gradient that reaches each quantity of a token, the gradient of a token's logits is
@@ -9,9 +9,8 @@ gradient that reaches each quantity of a token, the gradient of a token's logits
     d_nll = (1 - s) c_y g_loss + g_nll                                LABEL   = g_target - d_nll
     P     = d_nll + s mean(c) g_loss + g_lse + 2 w lse (c_y g_loss + g_z)    UNIFORM = -s c_j g_loss / V
 
-with c the weights of the classes, 1 if there are none,
-and from there ``du = dz (1 - (z / softcap)^2)``, ``dE = logit_scale du C``, ``dC = logit_scale du^T E``. Ignored tokens are
-taken out first, so nothing of them is read.
+with c the weights of the classes, 1 if there are none. From there ``du = dz (1 - (z / softcap)^2)``, ``dE = logit_scale du C``
+and ``dC = logit_scale du^T E``. Ignored tokens are taken out first, so that nothing of them is read.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ def truth(
 
     Args:
         problem: The whole vocabulary; float64.
-        options: Those of ``linear_cross_entropy``, numbers all but ``weight``.
+        options: Arguments of ``linear_cross_entropy``, all numbers but ``weight``.
         upstream: Gradient of "loss" (0-d, or [N] for reduction "none") and of any of PER_TOKEN, [N]; absent: 0.
         eps: Threshold of the plain filter.
-        bounds: Rows of each shard, whose parts of dE are rounded before they are summed; they may cancel.
+        bounds: Rows of each shard. Each shard's part of dE is rounded before the sum, in which the parts may cancel.
     """
     tokens = _forward(problem, options)
     smoothing, z_weight = options.get("label_smoothing", 0.0), options.get("z_loss_weight", 0.0)
@@ -113,7 +112,7 @@ def _backward(
     eps: float,
     bounds: Sequence[tuple[int, int]],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
-    """dE, dC, dbias and dscale; the first three under the plain filter; the size of their terms."""
+    """Return dE, dC, dbias and dscale; the first three under the plain filter; the noise of all, as ``Truth`` describes it."""
     smoothing, z_weight = options.get("label_smoothing", 0.0), options.get("z_loss_weight", 0.0)
     zeros = torch.zeros(len(problem.labels), dtype=torch.float64)
     g_loss, *g_aux = ((zeros + upstream.get(name, 0.0))[tokens.rows] for name in ("loss", *PER_TOKEN))
@@ -143,7 +142,8 @@ def _backward(
     exact = gradients(softmax_part + rest, hidden, weight)
     d_scale = (softmax_part + rest) * bend * tokens.product
     exact["dscale"] = d_scale[tokens.product.isfinite()].sum()
-    # Where the label itself has no gradient P is the scale. Where the entropy is differentiated all elements are kept.
+    # The threshold is relative to the label's gradient, or to P where the label has none. With an entropy's gradient nothing
+    # is dropped.
     threshold = eps * ("entropy" not in upstream) * torch.where(label_coef != 0, label_coef, softmax_coef).abs()
     matters = (softmax_part.abs() >= threshold[:, None]) | (is_label > 0)
     plain = gradients(softmax_part * matters + rest, hidden, weight)
@@ -167,7 +167,7 @@ def _backward(
 
 
 def _root_of_squares(terms: Tensor, hidden: Tensor, weight: Tensor, suffix: str) -> dict[str, float]:
-    """Largest root of the summed squares of the terms of dE, dC and dbias."""
+    """Return the largest root of the sum of squares of the terms, for dE, dC and dbias."""
     squares = terms.square()
     sums = {"dE": squares @ weight.square(), "dC": squares.t() @ hidden.square(), "dbias": squares.sum(0)}
     return {name + suffix: math.sqrt(_largest(x)) for name, x in sums.items()}
@@ -184,7 +184,7 @@ def _logit_noise(problem: Problem, options: dict[str, Any]) -> float:
 
 
 def _largest(values: Tensor) -> float:
-    """Largest finite size."""
+    """Return the largest absolute value that is finite, or 0."""
     values = values[values.isfinite()]
     return values.abs().max().item() if values.numel() else 0.0
 

@@ -1,6 +1,7 @@
-"""The same numbers in another layout of memory: strided, transposed, sliced, expanded, unaligned.
+"""The same numbers in another memory layout: strided, transposed, sliced, expanded, unaligned.
 
-The memory between and around them holds NaN, or an id that no vocabulary has: strides taken for granted show.
+The memory between and around the numbers holds NaN, or an id that no vocabulary has. This shows a kernel that takes strides for
+granted.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ POISON_ID = -77_777
 
 
 def constant(values: Tensor) -> Tensor:
-    """Every entry of dim 0 replaced by the first: values that an expanded view can show."""
+    """Replace every entry of dim 0 by the first one: an expanded view can hold the result."""
     return values[:1].expand_as(values).clone() if values.dim() and values.shape[0] else values
 
 
 def view_of(values: Tensor, layout: str) -> Tensor:
     """Return a view that holds ``values``, without autograd history.
 
-    "strided" is every second element of the last dim, "transposed" has the first dim inside, "sliced" is a window of a larger
-    buffer, "unaligned" is one element behind an aligned address, "expanded" has stride 0 on dim 0 (see ``constant``). A vector
-    cannot be transposed: it becomes "strided", as does a number.
+    "strided" takes every second element of the last dim, "transposed" has the first dim innermost, "sliced" is a window of a
+    larger buffer, "unaligned" begins one element behind an aligned address, "expanded" has stride 0 on dim 0: see ``constant``.
+    A vector or a number that would be transposed is strided.
     """
     values, shape = values.detach(), tuple(values.shape)
     if layout == "contiguous":
