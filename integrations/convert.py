@@ -31,8 +31,8 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
     ``.data`` are not detected. One rank says in a line that the loss is in use.
 
     Call it on every rank, before or after ``fully_shard``, and before DDP, ``Trainer(...)`` and ``accelerator.prepare``; after
-    PEFT; before or after a ``device_map``. On a converted model it replaces the options, where there are any. Call it again after
-    ``resize_token_embeddings``.
+    PEFT; before or after a ``device_map``. On a converted model it replaces the options, where there are any. Call it again
+    after ``resize_token_embeddings``.
 
     Args:
         model: Any ``nn.Module`` with one head that is an ``nn.Linear``: its output embedding, or a module called lm_head or
