@@ -3,10 +3,10 @@
 ``take`` puts a head into a subclass of its own class, ``Head`` before it. While the head's ``Task`` defers, a call of the head
 returns ``DeferredLogits``: no numbers, but the hidden states and the weight that the head was called with. The model's own
 code may scale them and, in the end, asks for their loss. That request calls the head again with ``ask=``, a function that runs
-inside of the head's ``forward``. Where FSDP or ZeRO-3 has hooks on the head, they run, too, and gather the weight around
-its real use. In training all other uses of the logits raise an error that names the use. In evaluation any other use computes
-them from the saved hidden states and weight. It raises an error instead if the logits are stale, because they would not fit the
-loss beside them:
+inside of the head's ``forward``. If FSDP or ZeRO-3 has hooks on the head, the request runs them, and they gather the weight
+around its real use. In training all other uses of the logits raise an error that names the use. In evaluation any other use
+computes them from the saved hidden states and weight. It raises an error instead if the logits are stale, because they would
+not fit the loss beside them:
 
 * ``Tensor._version`` of the hidden states, the head's weight or bias, or an adapter's weights has changed
   (``on_demand.Versions``), or an adapter's weights were replaced.

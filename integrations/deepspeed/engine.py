@@ -17,7 +17,7 @@ from cce_dist.integrations import deferred
 from cce_dist.integrations.deepspeed import pipeline
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of, split_layers
 from cce_dist.integrations.deepspeed.loss import Options, Task
-from cce_dist.integrations.deferred import DeferredLogits, Head, find_head, innermost, take
+from cce_dist.integrations.deferred import DeferredLogits, Head, Watched, find_head, innermost, take
 from cce_dist.integrations.options import SECTION
 
 # Whether a call of deepspeed.initialize comes from ours, which has read the section.
@@ -151,15 +151,13 @@ def _give_back(model: nn.Module) -> None:
         ValueError: The class of a head was changed again since.
     """
     for module in list(model.modules()):
-        for hook in list(module._forward_hooks.values()):
-            task = getattr(hook, "__self__", None)
-            if isinstance(task, Task):
-                task.is_given_back = True
-                for handle in task.hooks:
-                    handle.remove()
-                loss = getattr(module, "loss_function", None)
-                if isinstance(loss, functools.partial) and loss.func is _loss_of_either:
-                    module.loss_function = loss.args[1]
+        task = vars(module).get("cce_task")
+        if isinstance(module, Watched) and isinstance(task, Task):
+            task.is_given_back = True
+            deferred.give_back(module)
+            loss = getattr(module, "loss_function", None)
+            if isinstance(loss, functools.partial) and loss.func is _loss_of_either:
+                module.loss_function = loss.args[1]
     for head in _taken_heads(model):
         if type(head).__bases__[0] is not Head:
             raise ValueError(

@@ -79,14 +79,19 @@ def convert(engine: Any, options: Options) -> dict[str, Task]:
     else:
         take(head, task)
     module.loss_fn = _PipelineLoss(module.loss_fn, task)
-    task.hooks = (module.register_forward_hook(task.pass_weight_through),)
+    module.register_forward_hook(task.pass_weight_through)
     if options.report:
         module.get_additional_losses = lambda: task.reported
     return {name: task}
 
 
 def give_back(module: Any) -> None:
-    """Undo ``convert``, but for the head's class and the task's hooks."""
+    """Undo ``convert``, but for the head's class."""
+    for name, hook in list(module._forward_hooks.items()):
+        task = getattr(hook, "__self__", None)
+        if isinstance(task, _PipelineTask):
+            task.is_given_back = True
+            del module._forward_hooks[name]
     if isinstance(module.loss_fn, _PipelineLoss):
         module.loss_fn = module.loss_fn.loss_fn
     if module.forward_funcs and isinstance(module.forward_funcs[-1], _TiedHead):
