@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 from cce_dist.kernels import FAR_SOFTCAP, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, named
-from cce_dist.kernels.launch.tape import add_bounded, launching
+from cce_dist.kernels.launch.direct import launching
+from cce_dist.kernels.launch.tape import add_bounded
 from cce_dist.kernels.memory import Groups, Sizes, low_bytes
 from cce_dist.kernels.planned import Planned, planned
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from cce_dist.kernels import dry_run
 from cce_dist.kernels.launch import direct
-from cce_dist.kernels.launch.tape import launching
+from cce_dist.kernels.launch.direct import launching
 
 _LOG = logging.getLogger("cce_dist")
 
