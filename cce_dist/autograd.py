@@ -9,6 +9,7 @@ else gets the same functions through ``Operator.eager``, without half a millisec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -230,6 +231,12 @@ def nobody_listens(*tensors: Tensor) -> bool:
     """Whether an operator may be called as a function: no dispatch mode is on, and no tensor is of a class of its own."""
     plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
     return plain and torch._C._len_torch_dispatch_stack() == 0
+
+
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """Turn autocast off, if it is on: entering ``torch.autocast`` takes the host longer than asking."""
+    is_on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
 def differentiable_once(public_name: str, found: Sequence[Tensor], depends_on: Sequence[Tensor | None]) -> list[Tensor]:

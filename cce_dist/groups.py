@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 
 from cce_dist import checks, decide, merge
 from cce_dist.agree import label_error
-from cce_dist.autograd import differentiable_once, nobody_listens, refuse_transforms, replayed
+from cce_dist.autograd import differentiable_once, nobody_listens, refuse_transforms, replayed, without_autocast
 from cce_dist.call import Call
 from cce_dist.decide import Where
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
@@ -213,7 +213,7 @@ def _add_anew(
     hidden, weight, head = operands
     group = merge.resolve(call.layout.group_name)
     backend, spec = named(call.way.backend), call.spec
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device.type):
         if call.layout.sequence_parallel and group is not None:
             hidden = merge.SequenceGather(hidden, group).wait()
         x = operands_of(hidden, weight, head, made.ids_N, spec)
@@ -272,7 +272,7 @@ def run(
     backend, spec = named(call.way.backend), call.spec._replace(alone=True)
     x = operands_of(hidden, weight, head, labels, spec)
     call_of_group = call._replace(spec=spec)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device.type):
         ids = backend.label_ids(labels, spec.ignore_index, spec.vocab_size)
         if call.debug or not labels.is_cuda:
             error = label_error(call.argument, labels, ids, spec.vocab_size, spec.ignore_index)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cce_dist import decide, merge
 from cce_dist.agree import label_error
-from cce_dist.autograd import Operator, head_rows, replayed
+from cce_dist.autograd import Operator, head_rows, replayed, without_autocast
 from cce_dist.call import Call, Layout, build
 from cce_dist.decide import Where
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
@@ -83,7 +83,7 @@ def _run_forward(
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
 
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device.type):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         flat_labels, order, cells = labels if labels.dim() == 1 else labels.view(-1), None, None
         given = flat_labels, spec.ignore_index, spec.vocab_size
@@ -177,7 +177,7 @@ def _run_backward(
         cells, d_sum = cell_gradients(d_losses[0], target_NI, ids_NI)
         d_losses = [None, d_sum if d_losses[1] is None else d_sum + d_losses[1], *d_losses[2:]]
     want_hidden, want_weight, *want_head = want
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device.type):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size, of_mean)
         x = operands_of(hidden, weight, head, ids, spec)._replace(cells=cells)

@@ -9,26 +9,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist.kernels.launch.direct import current
-from cce_dist.kernels.launch.tape import noted
+from cce_dist.kernels.launch.direct import Kernel, current, passes_triton_by
 from cce_dist.kernels.tiles import interpreted, major_of
 
 
-def kernel(*specialized: str) -> Callable[[Callable], Any]:
+def kernel(*specialized: str) -> Callable[[Callable], Kernel]:
     """Declare a Triton kernel that compiles anew only for the arguments named here, and for its constexprs and dtypes.
 
     Triton compiles a kernel anew where an integer becomes 1 or a multiple of 16, or a pointer one of 16 bytes. Here only sizes
     and matrices that decide how wide a load is do so: nothing compiles in the middle of training.
     """
 
-    def declare(function: Callable) -> Any:
+    def declare(function: Callable) -> Kernel:
         parameters = inspect.signature(function).parameters
         assert parameters.keys() >= set(specialized)
         free = [
@@ -40,7 +40,7 @@ def kernel(*specialized: str) -> Callable[[Callable], Any]:
             do_not_specialize=[name for name in free if not name.endswith("_ptr")],
             do_not_specialize_on_alignment=[name for name in free if name.endswith("_ptr")],
         )
-        return noted(declared(function))
+        return Kernel(declared(function))
 
     return declare
 
@@ -60,17 +60,43 @@ def has_tma(*matrices: torch.Tensor) -> bool:
     return major_of(matrices[0].device) >= 9
 
 
-def operand(matrix: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDescriptor | torch.Tensor:
-    """Return a matrix in the form a kernel reads: a descriptor of [rows, cols] blocks, or itself.
+class Memory(NamedTuple):
+    """The memory of a matrix, in place of a tensor: whoever holds it keeps no tensor alive."""
 
-    ``has_tma`` has looked at its alignment, so the descriptor is made without the checks of its own ``__init__``.
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Described(TensorDescriptor):
+    """A tensor descriptor of a matrix's memory, which two launches may share.
+
+    Attributes:
+        kind: The part of it that Triton compiles for.
     """
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    def __init__(self, memory: Memory, shape: Any, strides: Any, block_shape: list[int]) -> None:
+        """Make a descriptor without the checks of Triton: ``has_tma`` has looked at its alignment."""
+        self.base, self.shape, self.strides, self.block_shape = memory, shape, strides, block_shape
+        self.kind = (memory.dtype, *block_shape)
+
+
+@lru_cache(maxsize=1024)
+def _described(address: int, dtype: torch.dtype, shape: Any, strides: Any, rows: int, cols: int) -> Described:
+    return Described(Memory(address, dtype), shape, strides, [rows, cols])
+
+
+def operand(matrix: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDescriptor | torch.Tensor:
+    """Return a matrix in the form a kernel reads: a descriptor of [rows, cols] blocks, or itself."""
     if not tma:
         return matrix
-    descriptor: Any = object.__new__(TensorDescriptor)
-    descriptor.base, descriptor.block_shape = matrix, [rows, cols]
-    descriptor.shape, descriptor.strides = matrix.shape, matrix.stride()
-    return descriptor
+    if passes_triton_by():
+        return _described(matrix.data_ptr(), matrix.dtype, matrix.shape, matrix.stride(), rows, cols)
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, cols])
 
 
 @triton.jit

@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from cce_dist.kernels import FAR_SOFTCAP, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, named
-from cce_dist.kernels.launch.tape import add_bounded, launches_are_replaced, launching
+from cce_dist.kernels.launch.direct import launches_are_replaced, launching
+from cce_dist.kernels.launch.tape import add_bounded
 from cce_dist.kernels.memory import Groups, Sizes, low_bytes
 from cce_dist.kernels.planned import Planned, planned
 
@@ -201,7 +202,7 @@ def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor 
     if torch.cuda.is_current_stream_capturing() or spec.several or spec.factors or spec.want.top_k:
         return
     tensors = tuple((t.shape, t.dtype) for t in (x.weight, *x.head.tensors.values(), weight_out) if t is not None)
-    options = _kind(spec._replace(workspace_bytes=spec.workspace_bytes.bit_length()))
+    options = _kind_of_task(spec)
     call = id(backend), x.weight.device, options, x.num_tokens.bit_length(), tensors
     if call in _COMPILED:
         return
@@ -213,6 +214,11 @@ def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor 
         contextvars.copy_context().run(_compile, backend, spec, x, weight_out)
     except Exception as error:  # the call itself will raise it
         _LOG.debug("cce_dist does not compile ahead: %r", error)
+
+
+@lru_cache(maxsize=MOST_KINDS)
+def _kind_of_task(spec: Spec) -> Any:
+    return _kind(spec._replace(workspace_bytes=spec.workspace_bytes.bit_length()))
 
 
 def _kind(value: Any) -> Any:

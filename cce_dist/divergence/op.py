@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import merge
-from cce_dist.autograd import Operator, head_rows, replayed
+from cce_dist.autograd import Operator, head_rows, replayed, without_autocast
 from cce_dist.call import Layout, build
 from cce_dist.decide import Way, Where, decide_heads
 from cce_dist.kernels import IGNORED, Grads, Operands
@@ -62,7 +62,7 @@ def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
     """
     *operands, _, call = given
     backend, group = _backend(call), merge.resolve(call.layout.group_name)
-    with torch.autocast(operands[0].device.type, enabled=False):
+    with without_autocast(operands[0].device.type):
         call = decided(call, *operands)
         x, spec = _gathered(*operands, call=call), call.spec
         stats_5N, kept = backend.statistics(x, spec)
@@ -111,7 +111,7 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor | 
     layout, backend, group = call.layout, _backend(call), merge.resolve(call.layout.group_name)
     sum_group = None if layout.partial else group
     assert d_values[0] is not None
-    with torch.autocast(d_values[0].device.type, enabled=False):
+    with without_autocast(d_values[0].device.type):
         call = decided(call, *operands)
         x, spec, rows = _gathered(*operands, call=call), call.spec, call.way.ready_rows or None
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None

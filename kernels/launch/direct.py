@@ -5,7 +5,7 @@ A key of our own takes less. It tells apart whatever Triton compiles apart, and 
 kernel. The first launch of a key is Triton's, which compiles. Later ones go to Triton's launcher in C.
 
 Launches go through Triton where its launcher is not the one known here, while somebody has hooks on launches, and with
-``CCE_DIST_REPLAY=triton``.
+``CCE_DIST_REPLAY=triton``. A dry run takes a thread's launches for itself (``launching``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from torch.nn import Parameter
 _LOG = logging.getLogger("cce_dist")
 NO_CHANGE = nullcontext()
 MOST_KINDS = 1024  # of launches of one kernel; then the dictionary begins anew
+MOST_CODES = 64  # of tensor descriptors of one argument of a kind
 
 
 @lru_cache(maxsize=1)
@@ -68,40 +70,79 @@ def knobs() -> Any:
     return knobs
 
 
-class Direct:
-    """Launches one kernel of ``triton.jit``. Arguments of a known kind go to the compiled kernel without Triton's Python."""
+class _Thread(threading.local):
+    launch: Callable[..., Any] | None = None  # in place of a launch
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel, self.known = kernel, dict[tuple, _Known]()
-        parameters = getattr(kernel, "params", ())  # an interpreted kernel has none
+
+_THREAD = _Thread()
+
+
+@contextmanager
+def launching(instead: Callable[..., Any]) -> Iterator[None]:
+    """Have this thread's launches go through a function that takes the kernel, its arguments, the grid and the options."""
+    before, _THREAD.launch = _THREAD.launch, instead
+    try:
+        yield
+    finally:
+        _THREAD.launch = before
+
+
+def launches_are_replaced() -> bool:
+    """Return whether this thread is inside ``launching``."""
+    return _THREAD.launch is not None
+
+
+def passes_triton_by() -> bool:
+    """Whether this thread's launches may go past Triton, and to nobody in its place."""
+    return _THREAD.launch is None and _is_wanted()
+
+
+class Kernel:
+    """A kernel of ``triton.jit`` for the host, which launches it by ``kernel[grid](*args, **options)``.
+
+    Options are the kernel's constants and Triton's own, such as ``num_warps``. Other attributes are those of Triton's object.
+    """
+
+    def __init__(self, jitted: Any) -> None:
+        self.jitted, self.known = jitted, dict[tuple, _Known]()
+        parameters = getattr(jitted, "params", ())  # an interpreted kernel has none
         self.names = [parameter.name for parameter in parameters]
         self.constants = {parameter.name for parameter in parameters if parameter.is_constexpr}
 
-    def __call__(self, args: Sequence[Any], grid: Sequence[int], kwargs: dict[str, Any]) -> Any:
-        if not _is_wanted() or watched() or self.kernel.pre_run_hooks:
-            return self._by_triton(args, grid, kwargs)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.jitted, name)
+
+    def __getitem__(self, grid: Sequence[int]) -> Callable[..., Any]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: Sequence[int], *args: Any, **options: Any) -> Any:
+        if _THREAD.launch is not None:
+            return _THREAD.launch(self, args, grid, options)
+        if not _is_wanted() or watched() or self.jitted.pre_run_hooks:
+            return self.by_triton(args, grid, options)
         device = torch._C._cuda_getDevice()
         key, values = kinds(args)
-        key = (device, tuple(kwargs), tuple(kwargs.values()), tuple(key))
+        key = (device, tuple(options), *options.values(), *key)
         try:
             known = self.known.get(key)
         except TypeError:  # a constant that is no key
-            return self._by_triton(args, grid, kwargs)
+            return self.by_triton(args, grid, options)
         if known is None:
-            compiled = self._by_triton(args, grid, kwargs)
-            if hasattr(compiled, "packed_metadata") and self._are_constants(len(args), kwargs):
-                self._keep(key, _Known.of(compiled, self.names, args, kwargs))
+            compiled = self.by_triton(args, grid, options)
+            if hasattr(compiled, "packed_metadata") and self._are_constants(len(args), options):
+                self._keep(key, _Known.of(compiled, self.names, args, options))
             return compiled
         known.launch([*grid, 1, 1][:3], torch._C._cuda_getCurrentRawStream(device), values)
         return known.compiled
 
-    def _are_constants(self, num_args: int, kwargs: dict[str, Any]) -> bool:
-        """Whether all constants of the kernel, and they alone, are given by name, as kernels here are launched."""
-        given = [name for name in kwargs if name in self.names]
-        return {*given} == self.constants and num_args + len(given) == len(self.names)
+    def by_triton(self, args: Sequence[Any], grid: Sequence[int], options: dict[str, Any]) -> Any:
+        """Launch as Triton does."""
+        return self.jitted.run(*args, grid=grid, warmup=False, **options)
 
-    def _by_triton(self, args: Sequence[Any], grid: Sequence[int], kwargs: dict[str, Any]) -> Any:
-        return type(self.kernel).run(self.kernel, *args, grid=grid, warmup=False, **kwargs)
+    def _are_constants(self, num_args: int, options: dict[str, Any]) -> bool:
+        """Whether all constants of the kernel, and they alone, are given by name, as kernels here are launched."""
+        given = [name for name in options if name in self.names]
+        return {*given} == self.constants and num_args + len(given) == len(self.names)
 
     def _keep(self, key: tuple, known: _Known) -> None:
         if len(self.known) >= MOST_KINDS:
@@ -119,28 +160,36 @@ def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         of = type(value)
         if of is Tensor or of is Parameter:  # isinstance() of a tensor is slow
             address = value.data_ptr()
-            key.append((value.dtype, "unaligned") if address & 15 else value.dtype)
             values.append(address)
+            key.append(value.dtype)
+            if address & 15:
+                key.append("unaligned")
             continue
         values.append(value)
         if of is int:
-            if 1 < value < 1 << 31:  # as nearly all are
+            if value == 1:
+                key.append(1)
+            elif 0 <= value < 1 << 31:  # as nearly all are
                 key.append(3 if value & 15 else 16)
             else:
-                key.append((value == 1, value & 15 == 0, value.bit_length() >> 5, value < 0))
-        elif value is None or of is bool:
-            key.append(value)
+                key.append((value & 15 == 0, value.bit_length() >> 5, value < 0))
+        elif value is None:
+            key.append(None)
+        elif of is bool:
+            key.append((of, value))  # True is no integer of 1
         elif of is float:
             key.append(of)
         elif isinstance(value, tuple):
             inner, items = kinds(value)
             key.append(tuple(inner))
             values[-1] = tuple(items)
+        elif hasattr(value, "kind"):  # ``blocks.Described``
+            key.append(value.kind)
         elif isinstance(value, Tensor):  # of a class of its own
             address = values[-1] = value.data_ptr()
             key.append((of, value.dtype, address & 15))
         else:
-            key.append((value.base.dtype, *value.block_shape, value.padding) if hasattr(value, "block_shape") else of)
+            key.append(of)
     return key, values
 
 
@@ -151,7 +200,8 @@ class _Known(NamedTuple):
         compiled: What Triton made.
         launcher: Of it.
         constants: The kernel's, in order.
-        matrices: Place among the arguments of each tensor descriptor, the last first, and what encodes it.
+        matrices: Place among the arguments of each tensor descriptor, the last first, and what encodes it. The codes of the
+            last descriptors are remembered: a training step has the same ones again and again.
     """
 
     compiled: Any
@@ -163,7 +213,8 @@ class _Known(NamedTuple):
     def of(cls, compiled: Any, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> _Known:
         launcher, constants = launcher_of(compiled), [kwargs[name] for name in names[len(args) :]]
         places = [place for place, value in enumerate(args) if hasattr(value, "block_shape")]
-        return cls(compiled, launcher, constants, [*zip(places, launcher.encoders or [], strict=False)][::-1])
+        encoders = [lru_cache(maxsize=MOST_CODES)(encode) for encode in launcher.encoders or []]
+        return cls(compiled, launcher, constants, [*zip(places, encoders, strict=False)][::-1])
 
     def launch(self, grid: Sequence[int], stream: int, values: list[Any]) -> None:
         for place, encode in self.matrices:

@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels.launch import direct
-from cce_dist.kernels.launch.direct import NO_CHANGE, current
+from cce_dist.kernels.launch.direct import NO_CHANGE, current, launches_are_replaced
 from cce_dist.kernels.launch.steps import Replay, ReplayPlan
-from cce_dist.kernels.launch.tape import Launch, Refused, Tape, add_bounded, launches_are_replaced
+from cce_dist.kernels.launch.tape import Launch, Refused, Tape, add_bounded
 from cce_dist.kernels.precision import fp32_precision
 
 _LOG = logging.getLogger("cce_dist")

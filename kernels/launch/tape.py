@@ -14,7 +14,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cce_dist.kernels.launch.direct import Direct
+from cce_dist.kernels.launch.direct import launching
 
 aten = torch.ops.aten
 _UNINITIALISED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
@@ -142,6 +142,7 @@ class Tape(TorchDispatchMode):
         self.result: Any = None
         self.refused = ""
         self._paused = False
+        self._launches = ExitStack()
         self._numbers: dict[int, list[int]] = {}  # by storage; an input's storage may have several inputs in it
         self._spans: list[tuple[int, int]] = []  # of each first tensor: bytes of its storage that it begins and ends at
         self._constants: dict[int, Tensor] = {}  # by storage: numbers that the code made tensors of
@@ -156,11 +157,13 @@ class Tape(TorchDispatchMode):
             self._add(tensor, 0)
 
     def __enter__(self) -> Tape:
-        _THREAD.tape, _THREAD.launch = self, self._launch_noted
+        _THREAD.tape = self
+        self._launches.enter_context(launching(self._launch_noted))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _THREAD.tape = _THREAD.launch = None
+        _THREAD.tape = None
+        self._launches.close()
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,7 +183,7 @@ class Tape(TorchDispatchMode):
 
     def _launch_noted(self, kernel: Any, args: Any, grid: Any, kwargs: dict[str, Any]) -> Any:
         with self.paused():
-            compiled = type(kernel).run(kernel, *args, grid=grid, warmup=False, **kwargs)
+            compiled = kernel.by_triton(args, grid, kwargs)
         self.launched(kernel, compiled, grid, args, kwargs)
         return compiled
 
@@ -316,40 +319,9 @@ def recorded(function: Callable[..., Any], *args: Any) -> Any:
 
 class _Thread(threading.local):
     tape: Tape | None = None
-    launch: Callable[..., Any] | None = None  # in place of Triton's: takes kernel, args, grid, kwargs
 
 
 _THREAD = _Thread()
-
-
-@contextmanager
-def launching(instead: Callable[..., Any]) -> Iterator[None]:
-    """Have this thread's launches go through a function that takes the kernel, its arguments, the grid and the options."""
-    before, _THREAD.launch = _THREAD.launch, instead
-    try:
-        yield
-    finally:
-        _THREAD.launch = before
-
-
-def launches_are_replaced() -> bool:
-    """Return whether this thread is inside ``launching``."""
-    return _THREAD.launch is not None
-
-
-def noted(kernel: Any) -> Any:
-    """Return a kernel of ``triton.jit`` whose launches a tape and a dry run can see."""
-    launch, direct = type(kernel).run, Direct(kernel)
-
-    def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        if warmup:
-            return launch(kernel, *args, grid=grid, warmup=warmup, **kwargs)
-        if _THREAD.launch is not None:
-            return _THREAD.launch(kernel, args, grid, kwargs)
-        return direct(args, grid, kwargs)
-
-    kernel.run = run
-    return kernel
 
 
 def add_bounded(entries: OrderedDict, key: Any, value: Any, most: int) -> None:

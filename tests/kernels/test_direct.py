@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from shards import DEVICE, needs_gpu
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist import GradFilter, linear_cross_entropy
+from cce_dist.kernels.blocks import Described, Memory, operand
 from cce_dist.kernels.launch import direct, replay, steps
 from cce_dist.kernels.launch.tape import Launch, Matrix, Place
 
@@ -24,11 +26,15 @@ def _value(draw: random.Random) -> Any:
     matrix = torch.zeros(16, 32, dtype=draw.choice([torch.float32, torch.bfloat16]))
     return draw.choice(
         [
-            tensor, tensor, TensorDescriptor.from_tensor(matrix, draw.choice([[8, 8], [16, 16]])),
+            tensor, tensor, described(matrix, draw.choice([8, 16])),
             draw.randrange(20), draw.randrange(1 << 10) << 4, 1 << draw.randrange(63), draw.random(), None,
             draw.choice([True, False]), (tensor, None, draw.random()), (draw.randrange(20), tensor),
         ]
     )  # fmt: skip
+
+
+def described(matrix: torch.Tensor, cols: int) -> Described:
+    return Described(Memory(matrix.data_ptr(), matrix.dtype), matrix.shape, matrix.stride(), [8, cols])
 
 
 def test_a_key_is_at_least_as_fine_as_tritons() -> None:
@@ -41,9 +47,8 @@ def test_a_key_is_at_least_as_fine_as_tritons() -> None:
     seen: dict[Any, set] = {}
     for _ in range(3000):
         value = _value(draw)
-        seen.setdefault(direct.kinds([value])[0][0], set()).add(
-            native_specialize_impl(backend, value, False, True, True)
-        )
+        key = tuple(direct.kinds([value])[0])
+        seen.setdefault(key, set()).add(native_specialize_impl(backend, value, False, True, True))
     assert len(seen) > 15 and all(len(kinds) == 1 for kinds in seen.values())
 
 
@@ -74,16 +79,15 @@ def test_a_kind_that_came_before_passes_triton_by(
     """Catches: keywords in another order, a kind taken for another, also inside a tuple, a hook that is passed by."""
     launcher, seen = launcher_and_seen
     kernel: Any = Kernel(launcher, a=False, b=False, c=False, d=False, e=False, f=True)
-    launch = direct.Direct(kernel)
+    launch = direct.Kernel(kernel)
     monkeypatch.setattr(direct, "_is_wanted", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 9, raising=False)
 
     def call(size: int, number: int, how: str, scale: float | None = 0.5, **more: Any) -> None:
         matrix, other, x = (torch.zeros(16, 16, device=DEVICE) for _ in range(3))
-        described = [TensorDescriptor.from_tensor(m, [8, size]) for m in (matrix, other)]
-        given = described[0], x, number, described[1], (x, scale)
-        launch(given, (1, 2), {**more, "f": how})
+        given = described(matrix, size), x, number, described(other, size), (x, scale)
+        launch[1, 2](*given, **more, f=how)
         kernel.run(*given, how, grid=(1, 2), warmup=False, **more)
         kernel.launches -= 1
         assert _bare(seen[-1]) == _bare(seen[-2])
@@ -104,6 +108,21 @@ def test_a_kind_that_came_before_passes_triton_by(
     monkeypatch.setattr(direct, "watched", lambda: True)
     call(8, 7, "a")
     assert kernel.launches == 8
+
+
+def test_launches_share_descriptors_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a descriptor that holds a tensor's memory, one of another block, address or shape."""
+    monkeypatch.setattr(direct, "_is_wanted", lambda: True)
+    matrices = [torch.zeros(48, 16, device=DEVICE) for _ in range(2)]
+    cases = [(matrices[0], 8), (matrices[0], 16), (matrices[1], 8), (matrices[0][:16], 8), (matrices[0][16:], 8)]
+    made = [operand(matrix, 8, cols, True) for matrix, cols in cases]
+    assert len(set(made)) == len(cases)
+    assert made == [operand(matrix.view_as(matrix), 8, cols, True) for matrix, cols in cases]
+    alive = weakref.ref(matrices.pop())
+    del cases
+    assert alive() is None
+    with direct.launching(print):  # in whose hands memory is not enough
+        assert operand(matrices[0], 8, 8, True).base is matrices[0]
 
 
 @needs_gpu

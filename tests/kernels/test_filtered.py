@@ -39,7 +39,7 @@ from cce_dist.kernels import (
     memory,
 )
 from cce_dist.kernels.filter import bound, frequent, lists, sampling, shares
-from cce_dist.kernels.launch.tape import launching
+from cce_dist.kernels.launch.direct import launching
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.tools.bench.loop import relative_error
 from cce_dist.tools.bench.problem import loss_of, reference_of, step

@@ -30,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cce_dist import GradFilter, VocabShard, groups, linear_cross_entropy, linear_kl_divergence, linear_log_probs, op
 from cce_dist.divergence import op as divergence_op
 from cce_dist.kernels import exact, memory
-from cce_dist.kernels.launch import replay, steps
+from cce_dist.kernels.launch import direct, replay, steps
 from cce_dist.kernels.launch import tape as tape_module
 from cce_dist.kernels.launch.tape import Recorded, Tape, recorded
 
@@ -52,7 +52,7 @@ class Interpreted:
     def run(self, *given: Any) -> None:
         grid, values = given[:3], given[9:]
         args = [argument(value) for argument, value in zip(self.arguments, values, strict=True)]
-        type(self.kernel).run(self.kernel, *args, grid=grid, warmup=False, **self.options)
+        self.kernel.by_triton(args, grid, self.options)
 
 
 def _argument(recorded: Any) -> Callable[[Any], Any]:
@@ -525,7 +525,7 @@ def test_an_error_in_a_shortcut_costs_a_line(where: str, caplog: pytest.LogCaptu
         assert failing.called
     assert "injected" in caplog.text
     assert sum(record.levelname == "WARNING" for record in caplog.records) <= 1
-    assert tape_module._THREAD.tape is tape_module._THREAD.launch is None
+    assert tape_module._THREAD.tape is direct._THREAD.launch is None
     follow(plain, ((*given(seed), 2.0) for seed in range(4)))
 
 

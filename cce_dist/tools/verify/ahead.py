@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from cce_dist.kernels.dry_run import num_threads
-from cce_dist.kernels.launch.tape import launching
+from cce_dist.kernels.launch.direct import launching
 
 _LOG = logging.getLogger("cce_dist")
 Kernels = dict[Future, str]  # name of each kernel that compiles
