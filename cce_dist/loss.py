@@ -42,7 +42,7 @@ class LinearCrossEntropyOutput(NamedTuple):
         max_logit: The largest logit; None if others were named.
         label_is_max: 1 where the label's logit reaches the largest one, else 0: the token accuracy is its mean over tokens with
             a label. Both logits are sums in fp32 in an order of their own, so they count as equal if they differ by less than
-            ``TIE`` of their size. None if others were named.
+            ``TIE`` (2**-17) of their size. None if others were named.
     """
 
     loss: Tensor
@@ -119,13 +119,15 @@ def linear_cross_entropy(
 
     Args:
         input: [..., D] hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
+            float64 runs on the torch backend, and the loss is then float64.
         linear_weight: [V_r, D] this rank's rows of the head weight, input's dtype; or a DTensor sharded on dim 0.
         target: [...] int64 or int32 labels, ids in the whole vocabulary; the same on every rank of the group.
         linear_bias: [V_r] bias of this rank's rows, or a DTensor split as linear_weight is.
         weight: [V] weights of the classes, of the whole vocabulary on every rank, without gradient. A token's loss is
             multiplied by the weight of its label, and the mean divides by the sum of those. The uniform part of label
             smoothing is ``label_smoothing * mean_j(weight_j * (lse - logit_j))`` instead, as in PyTorch; dE and dC are then
-            sums of two terms, each rounded to input's dtype, and linear_weight is copied in fp32.
+            sums of two terms, each rounded to input's dtype, and linear_weight is copied in fp32. Together with label
+            smoothing it is refused beside softcap, sequence_parallel, input_grad="partial" and grad_weight_out.
         ignore_index: Tokens with this label have loss 0 and gradient 0. None means -100, as in PyTorch.
         reduction: "none" (target's shape), "sum", or "mean" over tokens that are not ignored. If all are, the mean is 0.
         label_smoothing: In [0, 1], spread over the whole logical vocabulary.
@@ -155,8 +157,8 @@ def linear_cross_entropy(
         expected_weights: What upstream gradients of a loss of "none" will be in proportion to, for gradients that are made in
             forward: a tensor of target's shape, as a mask by which losses are multiplied; True: they are equal. Backward
             compares. Where it is not so, dC takes two products more. False: expect nothing, make no gradients in forward.
-        grad_weight_out: [V_r, D] contiguous buffer (fp32, say, as Megatron's main_grad) that backward adds dC into;
-            linear_weight itself then gets no gradient.
+        grad_weight_out: [V_r, D] contiguous buffer, fp32 (Megatron's main_grad) or the weight's dtype, that backward adds dC
+            into; linear_weight itself then gets no gradient.
         options: Ignored. ``torch.nn.functional.linear_cross_entropy`` chooses how it saves memory by this argument; here
             ``workspace_bytes`` does.
 
