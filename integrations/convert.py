@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cce_dist.integrations import fsdp, peft, transformers
-from cce_dist.integrations.deferred import Head, Watched, find_head, give_back, innermost, take
+from cce_dist.integrations.deferred import Head, Watched, find_head, give_back, innermost, take, watch
 from cce_dist.integrations.options import SECTION, ModelOptions
 from cce_dist.shard import VocabShard
 
@@ -80,7 +80,7 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
         raise ValueError(f"a {type(inner).__name__} is Megatron's: call cce_dist.integrations.megatron.convert")
     name, head = find_head(inner, chosen.head)
     task = transformers.Task(chosen, _all_rows(head))
-    task.watch(inner)
+    watch(inner, task)
     take(head, task)
     try:
         _shard_over(inner, head, shard_over, equal_tokens)

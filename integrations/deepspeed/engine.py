@@ -239,7 +239,7 @@ def _convert_model(engine: Any, options: Options) -> dict[str, Task]:
         task.sequence_group, task.sequence_scale = _sequence_group(engine)
     if options.report:
         engine.get_additional_losses = lambda: task.reported
-    task.watch(module)
+    deferred.watch(module, task)
     take(head, task)
     whole = getattr(module, "_deepspeed_original_loss_function", None)
     if whole is not None:
