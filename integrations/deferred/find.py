@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from cce_dist.call import DTYPES
 from cce_dist.integrations import peft
-from cce_dist.integrations.deferred.taken import is_dispatched
+from cce_dist.integrations.deferred.taken import is_dispatched, own_class
 
 
 def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[str, Any]:
@@ -82,6 +82,7 @@ def innermost(model: Any) -> Any:
 
 
 def is_plain(kind: type, own: tuple[type, ...] = ()) -> bool:
+    kind = own_class(kind)
     plain = getattr(kind, "forward", None) is nn.Linear.forward or peft.is_lora(kind) or peft.trains_tokens(kind)
     return plain or issubclass(kind, own) or kind.__name__ == "VocabParallelLinear"  # the last is AutoTP's
 

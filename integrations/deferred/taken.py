@@ -42,11 +42,24 @@ def _change_class(module: Any, kind: type) -> None:
 
 
 def give_back(module: Any) -> None:
-    """Undo ``take`` or ``watch``. A class that FSDP2 has changed since stays, without effect."""
+    """Undo ``take`` or ``watch``. A model's class that FSDP2 has changed since stays, without effect.
+
+    Raises:
+        ValueError: The class of a head was changed since.
+    """
+    own = own_class(type(module))
+    if own is type(module) and isinstance(module, Head):
+        raise ValueError(
+            "cce_dist: the class of the head was changed again since it was taken over, by FSDP2 say: undo that first"
+        )
     del module.cce_task
-    bases = type(module).__bases__
-    if issubclass(bases[0], _Taken):
-        _change_class(module, bases[1])
+    _change_class(module, own)
+
+
+def own_class(kind: type) -> type:
+    """Return the class that a module had before ``take`` or ``watch``, or ``kind`` if there is none to see."""
+    bases = kind.__bases__
+    return bases[1] if issubclass(bases[0], _Taken) else kind
 
 
 def is_dispatched(module: Any, forward: Callable | None = None) -> bool:
