@@ -1,8 +1,8 @@
 """convert, revert and require: any PyTorch model that computes its loss in forward, or hands its logits to ``F.cross_entropy``.
 
-They are ``cce_dist.convert`` and so on, and need no framework but PyTorch. A converted model trains in a loop of its own, under
-DDP, FSDP2 and ZeRO, under Accelerate and Hugging Face's Trainer, and under TRL's SFTTrainer. The adapters of DeepSpeed and of
-Megatron have their own ``convert``, which also knows layers that are split over ranks.
+These functions are exported as ``cce_dist.convert`` and so on, and need no framework but PyTorch. A converted model trains in a
+plain loop, under DDP, FSDP2 and ZeRO, with Accelerate and Hugging Face's Trainer, and with TRL's SFTTrainer. The adapters of
+DeepSpeed and of Megatron have their own ``convert``, which also knows layers that are split over ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cce_dist.integrations import fsdp, peft, transformers
-from cce_dist.integrations.deferred import Head, Watched, find_head, give_back, innermost, take
+from cce_dist.integrations.deferred import Head, Watched, find_head, give_back, innermost, take, watch
 from cce_dist.integrations.options import SECTION, ModelOptions
 from cce_dist.shard import VocabShard
 
@@ -26,8 +26,8 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
     The model's own loss code finds deferred logits where it found logits. Its call of ``F.cross_entropy`` computes the loss.
     Scale, softcap, ignored label, reduction and weights of tokens come from where the model has them. Parameters, their names
     and checkpoints stay. Logits are deferred in training, and where the model is given labels. A model in evaluation computes
-    them as soon as somebody looks at them, and always without labels. A look raises if the logits are stale: a tensor that they
-    are computed from was changed in place, PEFT uses other adapters, or a forward in training has begun. Other changes through
+    them at their first use, and always without labels. The use raises if the logits are stale: a tensor that they are
+    computed from was changed in place, PEFT uses other adapters, or a forward in training has begun. Other changes through
     ``.data`` are not detected. One rank says in a line that the loss is in use.
 
     Call it on every rank, before or after ``fully_shard``, and before DDP, ``Trainer(...)`` and ``accelerator.prepare``; after
@@ -50,14 +50,14 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
 
     Sharding: The weight is whole where the head runs. FSDP2 and ZeRO-3 gather the weight around the loss, as around any layer.
         With ``shard_over`` a rank computes its rows of the vocabulary for the tokens of all ranks of the mesh's last dimension.
-    Communication: None but theirs. With ``shard_over`` as in ``linear_cross_entropy`` with sequence parallelism; an
-        all-gather of labels in forward, of a number for each token in backward; with replicas an all-reduce of the rows'
-        gradient. A tied embedding all-gathers ids and reduce-scatters embeddings in forward, and gathers their gradient in
-        backward. Logits that are looked at gather the weight.
+    Communication: None beyond FSDP2's and ZeRO-3's. With ``shard_over`` as in ``linear_cross_entropy`` with sequence
+        parallelism; an all-gather of labels in forward, of a number for each token in backward; with replicas an all-reduce
+        of the rows' gradient. A tied embedding all-gathers ids and reduce-scatters embeddings in forward, and gathers their gradient in
+        backward. Using the logits gathers the weight.
 
     Raises:
         ValueError: An option is unknown or out of range, or the model has no head that can be taken over; one line says which.
-        TypeError: It is no ``nn.Module``.
+        TypeError: ``model`` is no ``nn.Module``.
     """
     chosen = ModelOptions.read(options, lambda key: f"cce_dist.convert: {key}", "cce_dist.convert")
     heads = _heads(model, "convert")
@@ -80,7 +80,7 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
         raise ValueError(f"a {type(inner).__name__} is Megatron's: call cce_dist.integrations.megatron.convert")
     name, head = find_head(inner, chosen.head)
     task = transformers.Task(chosen, _all_rows(head))
-    task.watch(inner)
+    watch(inner, task)
     take(head, task)
     try:
         _shard_over(inner, head, shard_over, equal_tokens)
@@ -109,11 +109,9 @@ def revert(model: Any) -> Any:
 
     Raises:
         ValueError: The head's class was changed again since, by FSDP2 say, or its weight is split by ``shard_over``.
-        TypeError: It is no ``nn.Module``.
+        TypeError: ``model`` is no ``nn.Module``.
     """
     for name, head in _heads(model, "revert").items():
-        if type(head).__bases__[0] is not Head:
-            raise ValueError(f"the class of {name} was changed again since convert(), by FSDP2 say: revert it before")
         if head.cce_task.rows is not None:
             raise ValueError(
                 f"{name} is split over data-parallel ranks by shard_over: save it, and load it into a model anew"
@@ -135,7 +133,7 @@ def require(model: Any) -> None:
 
     Raises:
         RuntimeError: No head is converted; or forwards in training have ended, and other code computed the loss of all of them.
-        TypeError: It is no ``nn.Module``.
+        TypeError: ``model`` is no ``nn.Module``.
     """
     heads = _heads(model, "require")
     if not heads:
@@ -151,7 +149,7 @@ def require(model: Any) -> None:
 
 
 def _unwatch(module: Any) -> None:
-    """Undo the watch over a model, also over one whose head was replaced since."""
+    """Stop watching a model, also one whose head was replaced since."""
     if isinstance(module, Watched) and "cce_task" in vars(module):
         give_back(module)
 

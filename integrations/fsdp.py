@@ -1,18 +1,18 @@
-"""The head's weight under FSDP2, of which every rank computes with its own rows: nobody gathers it.
+"""The head's weight under FSDP2 as a vocabulary shard: every rank computes with its own rows, and nobody gathers the weight.
 
 FSDP2 splits a weight over the data-parallel ranks on dim 0, and rows of the head are a shard of the vocabulary. So a rank may
 compute its rows of the vocabulary for the tokens of all ranks: hidden states are gathered in place of the weight, and the
 gradient of the weight is this rank's rows, as FSDP2 would have scattered it. An embedding that is tied to the head looks up
-the same rows: each rank what it has, for the ids of all ranks.
+the same rows: each rank looks up the ids of all ranks that are in its rows.
 
     convert(model, shard_over=mesh)   the weight becomes a DTensor, rows split over the mesh's last dimension
     fully_shard(..., ignored_params=) FSDP2 leaves it alone; ``_watch`` notes the mesh, the dtypes and the factor
-    a loss                            labels and hidden states of all ranks, per-token losses, of which a rank reduces its own
+    a loss                            gathers labels and hidden states; each rank reduces the losses of its own tokens
 
 A rank's loss covers its own tokens, whatever is computed from it, and the gradients of the ranks' losses are averaged as FSDP2
 averages them. Collectives are in ``cce_dist/merge.py``.
 
-Letters: T ranks of the shard group, N tokens of this rank, M of the rank that has most, D hidden size, V_r rows of this rank.
+Letters: V the vocabulary, V_r rows of this rank, D hidden size.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from cce_dist import merge
 from cce_dist.call import Options, checked
 from cce_dist.checks import kind, tensors
 from cce_dist.integrations import peft
+from cce_dist.integrations.on_demand import is_sharded
 from cce_dist.integrations.patching import Place
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.operands import environment
@@ -53,12 +54,12 @@ EFFICIENT_LOADING = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")  #
 
 
 class Policy(NamedTuple):
-    """What FSDP2 was told of the parameters that it has.
+    """The settings of FSDP2 that the rows follow.
 
     Attributes:
-        param_dtype: What it computes in; None: the parameter's.
-        reduce_dtype: What it sums gradients over ranks in; None: the gradient's.
-        divide_factor: What it divides the sum by; None: the number of ranks.
+        param_dtype: Dtype of the computation; None: the parameter's.
+        reduce_dtype: Dtype in which gradients are summed over ranks; None: the gradient's.
+        divide_factor: Divisor of that sum; None: the number of ranks.
     """
 
     param_dtype: torch.dtype | None = None
@@ -67,7 +68,7 @@ class Policy(NamedTuple):
 
     @classmethod
     def of(cls, state: Any) -> Policy:
-        """Return what a call of ``fully_shard`` was given, and ``set_gradient_divide_factor`` since; None: nothing."""
+        """Read the settings from the state of a ``fully_shard`` call, or return the defaults if there is none."""
         if state is None:
             return cls()
         precision = state._mp_policy
@@ -75,12 +76,12 @@ class Policy(NamedTuple):
 
 
 def _outside_of_graphs(function: Function) -> Function:
-    """Have code that torch.compile traces call a function as it is: it reads sizes of other ranks."""
+    """Exclude a function from torch.compile, because it reads sizes of other ranks."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 class _Averaged(torch.autograd.Function):
-    """Rows in the dtype of the computation. Their gradient is averaged over all data-parallel ranks."""
+    """Cast rows to the dtype of the computation. Backward averages their gradient over all data-parallel ranks."""
 
     @staticmethod
     def forward(ctx, local: Tensor, rows: Rows, policy: Policy, dtype: torch.dtype) -> Tensor:
@@ -98,13 +99,13 @@ class _Averaged(torch.autograd.Function):
 
 @dataclasses.dataclass(eq=False)
 class Rows:
-    """This rank's rows of a head, and what is computed with them.
+    """This rank's rows of a head, and the loss, embeddings and logits that they give.
 
     Args:
         mesh: The data-parallel ranks, as ``fully_shard`` takes it: one dimension, or replicas before it.
-        shard: The rows.
+        shard: This rank's rows.
         equal_tokens: The caller promises that all ranks have the same number of tokens in every call.
-        state: What FSDP2 keeps of the call of ``fully_shard`` that the head is in; None: there was none.
+        state: FSDP2's state of the ``fully_shard`` call that covers the head; None: there was none.
     """
 
     mesh: DeviceMesh
@@ -129,7 +130,7 @@ class Rows:
         return new
 
     def enter(self, model: nn.Module) -> None:
-        """Look for a call of ``fully_shard`` inside a model, where none with the head was seen (torch before 2.13 hides it)."""
+        """Find the model's ``fully_shard`` call if ``_watch`` has not seen it, as before torch 2.13."""
         for module in () if self.state is not None else model.modules():
             state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
             groups: Any = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -137,7 +138,7 @@ class Rows:
                 return self.belong_to(state, groups[0].mesh_info.mesh, nn.Module())
 
     def belong_to(self, state: Any, mesh: DeviceMesh, module: nn.Module) -> None:
-        """Follow the first call of ``fully_shard`` that the head is in, as FSDP2 does, with the rows of one module.
+        """Follow the first ``fully_shard`` call that covers the head, as FSDP2 does, and put a module's rows on its mesh.
 
         Raises:
             ValueError: The mesh has other ranks, or other replicas. Copies of the rows would not stay equal.
@@ -146,7 +147,7 @@ class Rows:
             if not torch.equal(mesh.mesh, self.mesh.mesh):
                 raise ValueError(f"shard_over is {self.mesh}, but fully_shard is given {mesh}: give both the same mesh")
             self.state, self.fsdp_mesh = state, mesh
-        # The same ranks, but dimensions may have other names, which clip_grad_norm_ would not accept.
+        # The ranks are equal, but clip_grad_norm_ also needs equal names of the mesh dimensions.
         for parameter in self.of(module):
             parameter._spec = dataclasses.replace(parameter._spec, mesh=self.fsdp_mesh)
 
@@ -155,13 +156,13 @@ class Rows:
         return [one for one in module.parameters(recurse=False) if isinstance(one, DTensor)]
 
     def split(self, whole: Tensor) -> nn.Parameter:
-        """Return a parameter [V, ...] of which this rank holds its rows alone."""
+        """Return a parameter [V, ...] as a DTensor with this rank's rows."""
         local = whole.detach()[self.shard.start : self.shard.stop].clone()
         return nn.Parameter(_distributed(local, self.mesh, whole), requires_grad=whole.requires_grad)
 
     @_outside_of_graphs
     def local(self, parameter: Any, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the rows [V_r, ...] that are here, of a parameter that ``split`` made; dtype None: what FSDP2 computes in."""
+        """Return this rank's rows [V_r, ...] of a parameter from ``split``; dtype None: FSDP2's dtype of the computation."""
         if DistributedDataParallel._active_ddp_module is not None:
             raise ValueError(BESIDE_DDP)
         policy = Policy.of(self.state)
@@ -180,7 +181,7 @@ class Rows:
         return self.local(weight, dtype), bias, None if added is None else added[here]
 
     def most(self, num_tokens: int) -> int:
-        """Return how many tokens the rank has that has most of them. The host waits for all ranks, but not for a device."""
+        """Return the maximum token count over the ranks. The host waits for all ranks, but not for a device."""
         debug = environment()[1]
         if self.equal_tokens and not debug:
             return num_tokens
@@ -255,7 +256,7 @@ class Rows:
         return type(found)(loss, *map(own, found[1:]))
 
     def _checked(self, hidden: Tensor, target: Tensor, **given: Any) -> Options:
-        """Check what ``linear_cross_entropy`` is not told. With CCE_DIST_DEBUG=1 an error of one rank is raised on all."""
+        """Check the arguments that ``loss`` handles itself. With CCE_DIST_DEBUG=1 an error of one rank is raised on all."""
         chosen, error = Options(), None
         try:
             chosen = checked(Options, **given)
@@ -279,7 +280,7 @@ class Rows:
 
     @_outside_of_graphs
     def lookup(self, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
-        """Return the embeddings [..., D] of this rank's ids [...], of which every rank looks up those that it has.
+        """Return the embeddings [..., D] of this rank's ids [...]; every rank looks up the ids that are in its rows.
 
         Raises:
             IndexError: A rank's id is outside the vocabulary (CPU; on a GPU its embedding is NaN).
@@ -297,7 +298,7 @@ class Rows:
         if padding is not None and not 0 <= padding < len(weight):
             padding = None
         found = F.embedding(here.masked_fill(elsewhere, 0), weight, padding)
-        # All parts of an id's sum but one are zero, so that it is exact in any dtype.
+        # Only one rank's summand is not zero, so the sum is exact in any dtype.
         found = found.masked_fill(elsewhere[:, None], 0.0).masked_fill(outside[:, None], torch.nan)
         return merge.ScatterSum.apply(found, self.group)[:count].view(*ids.shape, weight.shape[1])  # type: ignore[index]
 
@@ -314,7 +315,7 @@ def _dtype_of(hidden: Tensor) -> torch.dtype:
 
 
 class _Embedding(nn.Module):
-    """Stands before the class of an embedding, whose forward finds the rows in the dtype of the computation, as under FSDP2."""
+    """Stands before the class of a tied embedding: in forward its weight is the rows, cast as FSDP2 casts parameters."""
 
     cce_rows: Rows
 
@@ -328,7 +329,7 @@ class _Embedding(nn.Module):
 
 
 class _Lookup(nn.Embedding):
-    """Stands behind the class of an embedding, in place of the lookup that a model's own class calls."""
+    """Stands behind the class of a tied embedding, and replaces ``nn.Embedding``'s lookup."""
 
     cce_rows: Rows
 
@@ -350,7 +351,7 @@ def check_mesh(mesh: Any) -> None:
 
 @functools.cache
 def _watch() -> None:
-    """Have FSDP2 and DDP look for rows in every module that they are given, from now to the end of the process."""
+    """Patch FSDP2 and DDP, for the rest of the process, to look for rows in every module that they are given."""
     add_group = getattr(_fsdp_init, "_init_param_group", None)  # torch 2.13
     set_factor, wrap = FSDPModule.set_gradient_divide_factor, DistributedDataParallel.__init__
 
@@ -368,7 +369,7 @@ def _watch() -> None:
 
     @functools.wraps(set_factor)
     def set_gradient_divide_factor(self: Any, factor: float) -> None:
-        # FSDP2 itself has no place for it in a module whose parameters are all ignored.
+        # FSDP2 drops the factor if all parameters of the module are ignored.
         self._get_fsdp_state().cce_divide_factor = factor
         set_factor(self, factor)
 
@@ -385,7 +386,7 @@ def _watch() -> None:
 
 
 def _with_rows(*modules: nn.Module) -> list[tuple[nn.Module, Rows]]:
-    """Return the modules in some modules that hold rows, heads and embeddings tied to them."""
+    """Return the submodules that hold rows, with their rows: heads and tied embeddings."""
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     found = ((part, vars(part).get(name)) for part in parts for name in ("rows", "cce_rows"))
     return [(part, rows) for part, rows in found if isinstance(rows, Rows)]
@@ -395,14 +396,14 @@ def shard_over(model: nn.Module, head: Any, mesh: Any, equal_tokens: bool) -> Ro
     """Split the weight and the bias of a head over data-parallel ranks, also where an embedding is tied to it.
 
     Raises:
-        ValueError: The head, an embedding, or the mesh does not allow it; one line says why.
-        TypeError: No mesh.
+        ValueError: The head, a tied embedding, or the mesh does not allow it; one line says why.
+        TypeError: ``mesh`` is no mesh.
     """
     check_mesh(mesh)
     if peft.is_lora(type(head)):
         raise ValueError("shard_over does not go with LoRA on the head: leave the head out of target_modules")
     weight, bias = head.weight, head.bias
-    if isinstance(weight, DTensor) or hasattr(weight, "ds_id"):
+    if is_sharded(weight):
         raise ValueError(
             "shard_over needs a weight that is whole: call convert() before fully_shard, and not under ZeRO-3 or with a head "
             "that is split already"
@@ -427,7 +428,7 @@ def shard_over(model: nn.Module, head: Any, mesh: Any, equal_tokens: bool) -> Ro
 
 
 def _others_with(parameter: Any, model: nn.Module, head: Any) -> list[Any]:
-    """Return the modules besides the head that a parameter belongs to."""
+    """Return the modules besides the head that own a parameter."""
     owners = (module for module in model.modules() if any(one is parameter for one in module._parameters.values()))
     return [module for module in owners if module is not head]
 
@@ -446,7 +447,7 @@ def _check_embedding(module: Any) -> None:
 
 
 def _asks_its_base(module: nn.Embedding) -> bool:
-    """Try a forward of no ids. One that reads the weight by itself would find a rank's rows, and take them for the first."""
+    """Return whether a forward calls ``nn.Embedding``'s, by trying it on no ids; otherwise it may index the rows by itself."""
     base, asked = type(module), []
 
     class Asked(nn.Embedding):
@@ -458,7 +459,7 @@ def _asks_its_base(module: nn.Embedding) -> bool:
     try:
         with torch.no_grad():
             type(module).forward(module, torch.empty(1, 0, dtype=torch.long, device=module.weight.device))
-    except Exception:  # whatever it raises, no loss can be made of it
+    except Exception:  # the embedding does not work like nn.Embedding
         return False
     finally:
         module.__class__ = base

@@ -121,8 +121,7 @@ def weights(head: Any) -> list[Tensor | None]:
 
 def num_rows(head: Any) -> int | None:
     """Return the number of rows of a head's weight, which ``out_features`` may be wrong about; None where it is not whole."""
-    weight = head.base_layer.weight if is_lora(type(head)) else head.weight
-    shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3's
+    shape = getattr(head.weight, "ds_shape", head.weight.shape)  # ZeRO-3's
     return shape[0] if len(shape) == 2 else None
 
 

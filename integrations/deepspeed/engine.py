@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -35,7 +34,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     gives the model its own head and loss back; then its own section decides.
 
     Sharding: The weight stays as DeepSpeed or the model keeps it; hidden states are replicated over the model axis.
-    Communication: That of ``linear_cross_entropy`` over the model axis; ``sequence_mean`` adds two all-reduces of a number.
+    Communication: As ``linear_cross_entropy`` over the model axis; ``sequence_mean`` adds two all-reduces of a number.
 
     Raises:
         ValueError: The section is wrong, or the model has no head that can be taken over; before anything is built.
@@ -110,7 +109,7 @@ def _initialize(original: Callable, args: tuple, kwargs: dict) -> tuple:
 
 
 def watch(deepspeed: Any) -> None:
-    """Have every new engine of DeepSpeed give back what an earlier engine took over of its model, before it is built.
+    """Have every new engine of DeepSpeed first undo the conversion of its model by an earlier engine.
 
     An engine of plain ``deepspeed.initialize`` whose ds_config has the section enabled says in a warning that it is ignored.
     ``import cce_dist`` calls this as soon as deepspeed is imported.
@@ -145,7 +144,7 @@ def _warn_of_section(config: Any) -> None:
 
 
 def _give_back(model: nn.Module) -> None:
-    """Undo ``convert`` of an earlier engine of this model. What ``cce_dist.convert`` took over stays.
+    """Undo the conversion of this model by an earlier engine, but not by ``cce_dist.convert``.
 
     Raises:
         ValueError: The class of a head was changed again since.
@@ -159,10 +158,6 @@ def _give_back(model: nn.Module) -> None:
             if isinstance(loss, functools.partial) and loss.func is _loss_of_either:
                 module.loss_function = loss.args[1]
     for head in _taken_heads(model):
-        if type(head).__bases__[0] is not Head:
-            raise ValueError(
-                "cce_dist: the class of the head was changed since an earlier engine took it over: undo that"
-            )
         deferred.give_back(head)
     if pipeline.is_pipeline(model):
         pipeline.give_back(model)
@@ -171,28 +166,17 @@ def _give_back(model: nn.Module) -> None:
 
 
 def _taken_heads(model: nn.Module) -> list[Any]:
-    """Return the heads that an engine has taken over, and ``cce_dist.convert`` has not."""
+    """Return the heads that an engine has taken over, without those of ``cce_dist.convert``."""
     return [module for module in model.modules() if isinstance(module, Head) and isinstance(module.cce_task, Task)]
-
-
-@contextlib.contextmanager
-def _as_before(heads: list[Any]) -> Iterator[None]:
-    """Give heads the classes that they had before an engine took them over."""
-    kinds = [type(head) for head in heads]
-    for head in heads:
-        head.__class__ = type(head).__bases__[1]
-    try:
-        yield
-    finally:
-        for head, kind in zip(heads, kinds, strict=True):
-            head.__class__ = kind
 
 
 def convert(engine: Any, options: Options | None = None) -> Any:
     """Have the model of an engine compute its loss from hidden states, and return the engine. ``initialize`` calls this.
 
-    The first rank of those with a head says so in a line of the logger ``cce_dist``. ValueError: the model has no head that can
-    be taken over.
+    The first rank that has a head logs one line to the logger ``cce_dist``.
+
+    Raises:
+        ValueError: The model has no head that can be taken over.
     """
     options = options or Options()
     if hasattr(engine, "cce_heads"):
@@ -213,7 +197,7 @@ def require(engine: Any) -> None:
     """Raise unless this engine's loss comes from hidden states: plain ``deepspeed.initialize`` ignores the section silently.
 
     Before the first forward in training this can tell only whether a head was converted, after one whether the head was asked
-    for its loss, too. A stage of a pipeline without a head has nothing to tell of.
+    for its loss, too. A pipeline stage without a head always passes.
 
     Raises:
         RuntimeError: ``initialize`` of this module did not make the engine, or its ds_config does not enable us; a later engine
@@ -239,7 +223,7 @@ def _convert_model(engine: Any, options: Options) -> dict[str, Task]:
         task.sequence_group, task.sequence_scale = _sequence_group(engine)
     if options.report:
         engine.get_additional_losses = lambda: task.reported
-    task.watch(module)
+    deferred.watch(module, task)
     take(head, task)
     whole = getattr(module, "_deepspeed_original_loss_function", None)
     if whole is not None:
@@ -294,8 +278,7 @@ def _check(model: Any, config: dict, mpu: Any, mesh_param: Any, options: Options
                 "zero.Init has split a shard of the vocabulary over ranks of other shards: give it "
                 "data_parallel_group=mpu.get_data_parallel_group()"
             )
-    with _as_before(taken):
-        find_head(innermost(model), options.head, (CCEHead,))
+    find_head(innermost(model), options.head, (CCEHead,))
     _check_tensor_parallel(config)
     if options.sequence_mean and _sequence_parallel_size(config, mpu, mesh_param) == 1:
         raise ValueError(_NO_SEQUENCE_PARALLELISM)

@@ -63,10 +63,8 @@ def revert(model: Any) -> Any:
     for part in language_models(model):
         head = getattr(part, "output_layer", None)
         if isinstance(head, Head):
-            if type(head).__mro__[1] is not Head or type(part).__mro__[1] is not _Model:
-                raise ValueError(
-                    "this model's classes were changed again since convert(), by FSDP2 say: revert it before"
-                )
+            if type(part).__mro__[1] is not _Model:
+                raise ValueError("the model's class was changed again since convert(), by FSDP2 say: undo that first")
             give_back(head)
             part.__class__ = type(part).__mro__[2]
     return model
@@ -76,11 +74,11 @@ def require(model: Any) -> None:
     """Raise unless this model's loss comes from hidden states.
 
     Before the first forward in training this can tell only whether the head was converted, after one whether the head was asked
-    for its loss, too. A stage without a head has nothing to tell of, so every rank makes the same call.
+    for its loss, too. A stage without a head always passes, so every rank makes the same call.
 
     Raises:
         RuntimeError: A head is not converted; or forwards in training have ended, and other code computed the loss of all.
-        TypeError, ImportError: As of ``convert``.
+        TypeError, ImportError: As in ``convert``.
     """
     for part in language_models(model):
         head = getattr(part, "output_layer", None)

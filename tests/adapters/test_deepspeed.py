@@ -328,7 +328,7 @@ def parameters(engine: Any) -> dict[str, Tensor]:
 def compare(case: Pipe | Case, name: str = "") -> None:
     stock, ours = engines(case, name)
     tolerance = 2e-2 if case.bf16 or case.fp16 else 2e-5
-    with counted(deferred) as calls:
+    with counted(deferred.task) as calls:
         for step in range(STEPS):
             expected, losses = (train(engine, step, case) for engine in (stock, ours))
             torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0)

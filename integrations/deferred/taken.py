@@ -1,0 +1,194 @@
+"""Heads and models are put into subclasses of their classes: a ``Head`` defers, and a ``Watched`` model reports its calls.
+
+``take`` puts a head into a subclass of its class, with ``Head`` before it. While the head's task defers, a call of the head
+returns deferred logits. The request for their loss calls the head again with ``ask=``, a function that runs inside of the
+head's ``forward``. If FSDP or ZeRO-3 has hooks on the head, the request runs them, and they gather the weight around its real
+use. ``watch`` puts the model into a subclass with ``Watched`` before its class, so that the task knows when a call of the model
+begins and ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from cce_dist.integrations.deferred.tensor import dense
+
+
+def take(head: Any, task: Any) -> None:
+    """Put a head into a subclass of its class that defers. Parameters, their names and hooks stay."""
+    head.cce_task = task
+    _change_class(head, subclass(Head, type(head)))
+
+
+def watch(model: Any, task: Any) -> None:
+    """Put a model into a subclass of its class that tells a task of every call."""
+    if not isinstance(model, Watched):
+        _change_class(model, watched(type(model)))
+    model.cce_task = task
+
+
+def _change_class(module: Any, kind: type) -> None:
+    """Change the class of a module, and the forward that accelerate has noted, if it has."""
+    before = type(module).forward
+    module.__class__ = kind
+    if is_dispatched(module, before):
+        module._old_forward = types.MethodType(type(module).forward, module)
+
+
+def give_back(module: Any) -> None:
+    """Undo ``take`` or ``watch``. A model's class that FSDP2 has changed since stays, without effect.
+
+    Raises:
+        ValueError: The class of a head was changed since.
+    """
+    own = own_class(type(module))
+    if own is type(module) and isinstance(module, Head):
+        raise ValueError(
+            "cce_dist: the class of the head was changed again since it was taken over, by FSDP2 say: undo that first"
+        )
+    del module.cce_task
+    _change_class(module, own)
+
+
+def own_class(kind: type) -> type:
+    """Return the class that a module had before ``take`` or ``watch``, or ``kind`` if there is none to see."""
+    bases = kind.__bases__
+    return bases[1] if issubclass(bases[0], _Taken) else kind
+
+
+def is_dispatched(module: Any, forward: Callable | None = None) -> bool:
+    """Return whether accelerate has wrapped the forward of a module's class, for example for a ``device_map``."""
+    around = getattr(vars(module).get("_old_forward"), "__func__", None)
+    return around is (forward or type(module).forward)
+
+
+@functools.cache
+def subclass(mixin: type, base: type) -> type:
+    """Return a subclass of ``base`` with a mixin before it. Its name is base's: other code recognizes layers by name."""
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+
+
+class _Taken(nn.Module):
+    """Base of ``Watched`` and ``Head``."""
+
+    cce_task: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the class as its two bases, which can be imported by name."""
+        bases = type(self).__bases__
+        made: Any = super().__reduce_ex__(protocol)
+        if not issubclass(bases[0], _Taken):  # FSDP2 has put its own class first, and refuses copies
+            return made
+        return _made_anew, bases, *made[2:]
+
+
+class Head(_Taken):
+    """Stands before the class of a head, and defers when its task does. ``forward`` runs ``ask`` where the weight is whole."""
+
+    def __call__(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
+        task = self.cce_task
+        if ask is None and not task.deferring():
+            return super().__call__(*args, **kwargs)
+        gathered = _is_gathered(self)
+        check_hooks(self, gathered)
+        if gathered and ask is None:
+            # Without the hooks, which would gather a weight that is not used yet.
+            return task.defer(self, *args, **kwargs)
+        if gathered:
+            return super().__call__(*args, ask=ask, **kwargs)
+        # Other hooks see one call of the head, with the hidden states and the deferred logits. The request passes them by.
+        return super().__call__(*args, **kwargs) if ask is None else self.forward(*args, ask=ask, **kwargs)
+
+    def forward(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
+        task = self.cce_task
+        if ask is not None:
+            task.count_request()
+        elif task.deferring():
+            return task.defer(self, *args, **kwargs)
+        elif task.rows is not None:
+            ask = dense
+        return super().forward(*args, **kwargs) if ask is None else ask(self, *args, **kwargs)
+
+
+class Watched(_Taken):
+    """Stands before the class of a model whose forward computes the loss, and tells its task of every call.
+
+    ``forward`` has the model's own signature: ``watched`` makes it.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        task = vars(self).get("cce_task")
+        if task is None:  # given back
+            return super().__call__(*args, **kwargs)
+        task.begun = True
+        try:
+            return task.run(self, super().__call__, args, kwargs)
+        finally:
+            task.begun = False
+
+
+@functools.cache
+def watched(base: type) -> type:
+    """Return the subclass of a model's class with ``Watched`` before it; a call of its ``forward`` alone is watched, too."""
+    kind = subclass(Watched, base)
+    forward: Any = base.forward  # type: ignore[attr-defined]
+
+    @functools.wraps(forward)
+    def watching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        task = vars(self).get("cce_task")
+        if task is None or task.begun:
+            if task is not None:
+                task.begun = False
+            return forward(self, *args, **kwargs)
+        return task.run(self, functools.partial(forward, self), args, kwargs)
+
+    kind.forward = watching  # type: ignore[attr-defined]
+    return kind
+
+
+def _made_anew(mixin: type, base: type) -> Any:
+    kind: Any = watched(base) if mixin is Watched else subclass(mixin, base)
+    return kind.__new__(kind)
+
+
+# Hooks of these packages gather and release the weight, and do not change the output.
+HOOKS_OF = ("torch.distributed.fsdp.", "deepspeed.", "megatron.")
+
+
+def _of_others(hooks: Any, ours: tuple[str, ...] = HOOKS_OF) -> list[str]:
+    """Return the names of the hooks that come from other packages."""
+    found = []
+    for hook in hooks:
+        function: Any = hook
+        while isinstance(function, functools.partial):
+            function = function.func
+        module = getattr(function, "__module__", None) or type(function).__module__
+        if not module.startswith(ours):
+            found.append(f"{getattr(function, '__qualname__', type(function).__name__)} of {module}")
+    return found
+
+
+def _is_gathered(head: nn.Module) -> bool:
+    """Return whether FSDP, ZeRO or Megatron has hooks on a head."""
+    hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+    return len(hooks) > len(_of_others(hooks))
+
+
+def check_hooks(head: nn.Module, gathered: bool) -> None:
+    """Raise if a hook of another package would be given the loss, or its gradient, in place of logits."""
+    every = torch_module
+    hooks = _of_others((*head._backward_hooks.values(), *every._global_backward_hooks.values()))
+    if gathered:
+        hooks += _of_others(head._forward_hooks.values())
+        hooks += _of_others(every._global_forward_hooks.values(), (*HOOKS_OF, "torch.utils."))
+    for name in hooks:
+        raise ValueError(
+            f"cce_dist: the head has the hook {name}, which would be given the loss in place of logits: remove the hook, or do "
+            "its work in the model's forward"
+        )

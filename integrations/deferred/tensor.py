@@ -1,0 +1,379 @@
+"""Deferred logits that model code takes for a tensor [..., V], and that lead to ``F.cross_entropy``.
+
+In training every other use raises an error that names the use. In evaluation any other use computes the logits from the saved
+hidden states and weight. It raises an error instead if the logits are stale, because they would not fit the loss beside them:
+
+* ``Tensor._version`` of the hidden states, the head's weight or bias, or an adapter's weights has changed
+  (``on_demand.Versions``), or an adapter's weights were replaced.
+* PEFT uses other adapters than at the forward, for example inside ``disable_adapter()``.
+* A forward of the model in training has begun. An optimizer that writes through ``.data``, as DeepSpeed's do, changes no
+  version, and neither DTensors nor parameters of ZeRO-3 have a version to compare.
+
+Other changes through ``.data`` are not detected, for example an average of the weights that is copied in for an evaluation.
+
+Letters: D hidden size, N tokens, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import _reduction
+from torch.utils import _pytree as pytree
+
+from cce_dist.integrations import peft
+from cce_dist.integrations.deferred.logits import DeferredLogits, NotComputedError
+from cce_dist.integrations.on_demand import ChangedError, OnDemand, Versions, is_sharded
+
+
+class TensorLogits(DeferredLogits):
+    """Logits [..., V] of the whole vocabulary, for code that takes them for a tensor and ends in ``F.cross_entropy``.
+
+    Code may also read shape, dtype and device, change the leading dimensions, cast, cut off the last ids (``[..., :k]``), and
+    add one tensor [V], a bias that the model keeps outside of its head. If the model is in evaluation, or made the logits
+    without gradients, any other use computes the logits once and then works on that tensor.
+    """
+
+    HINT = (
+        "in training the loss comes from hidden states, by F.cross_entropy of class ids; call the model in eval() or under "
+        "no_grad to get logits"
+    )
+    ADVICE = {  # noqa: RUF012, constant; by function, what a user who needs it can do
+        "log_softmax": 'label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing") in '
+        "place of label_smoothing_factor",
+    }
+
+    def __init__(self, head: Any, task: Any, hidden: Tensor, **given: Any) -> None:
+        super().__init__(head, task, hidden, **given)
+        self._cast: torch.dtype | None = None  # what the caller has cast the logits to
+        self._shard = task.shard
+        self._vocab_size = task.shard.vocab_size  # smaller once the caller has cut off padding columns
+        self._added: Tensor | None = None  # a bias [V]
+        # Logits that are derived from these share what follows.
+        self._head_trains, self._adapters = head.training, peft.adapters(head)
+        self._weights = peft.weights(head)
+        self._head_versions, self._hidden_versions = Versions(*self._weights), Versions(hidden)
+        self._last_training = task.last_training
+        self._looks: list[Versions] = []
+        kind = hidden.device.type
+        self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        _register_with_einops()
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self._hidden.shape[:-1], self._vocab_size))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        casts = self._autocast[2] and self._hidden.dtype != torch.float64  # autocast leaves float64 alone
+        return self._cast or (self._autocast[1] if casts else self._hidden.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self._hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self._hidden.dim()
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __add__(self, other: Any) -> Any:
+        rows = self._shard.num_rows
+        bare = self._added is None and (self._factor, self._softcap, self._vocab_size) == (1, None, rows)
+        is_bias = (
+            isinstance(other, Tensor) and other.dim() <= self.ndim and other.shape[-1:].numel() == other.numel() == rows
+        )
+        if not bare or not is_bias:
+            return self._other_use("__add__", "__add__", other)
+        # A copy, because the model may change its bias before the logits are computed.
+        return self._with(added=other.reshape(rows).clone(), cast=torch.promote_types(self.dtype, other.dtype))
+
+    # A cast changes only the dtype of the result: the loss is computed in fp32 from fp32 accumulators.
+    def to(self, *args: Any, **kwargs: Any) -> TensorLogits:
+        dtypes = [x.dtype if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())]
+        return self._with(cast=next((x for x in dtypes if isinstance(x, torch.dtype)), self._cast))
+
+    def float(self) -> TensorLogits:
+        return self._with(cast=torch.float32)
+
+    def contiguous(self, **_: Any) -> TensorLogits:
+        return self
+
+    def view(self, *shape: Any) -> Any:
+        """Change the leading dimensions; the last stays the vocabulary."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        *leading, last = sizes
+        if last == -1 and -1 not in leading and torch.Size(leading).numel() == self.shape[:-1].numel():
+            last = self._vocab_size
+        if last != self._vocab_size:
+            return self._other_use(f"view{sizes} over the vocabulary of {self._vocab_size}", "reshape", sizes)
+        return self._with(hidden=self._hidden.reshape(*leading, self._hidden.shape[-1]))
+
+    reshape = view
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        if end_dim % self.ndim == self.ndim - 1:
+            return self._other_use("flatten over the vocabulary", "flatten", start_dim, end_dim)
+        return self._with(hidden=self._hidden.flatten(start_dim, end_dim))
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) == 2 and parts[0] is Ellipsis and isinstance(parts[1], slice):
+            start, stop, step = parts[1].indices(self._vocab_size)
+            if (start, step) == (0, 1) and stop > 0:
+                return self._with(vocab_size=stop)
+        sizes = [p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else 1 for p in parts if p is not Ellipsis]
+        reaches_last = sum(sizes) >= self.ndim or any(p is Ellipsis for p in parts[:-1])
+        if any(p is None for p in parts) or (
+            reaches_last and not (isinstance(parts[-1], slice) and parts[-1] == slice(None))
+        ):
+            return self._other_use("an index into the vocabulary, or None,", "__getitem__", index)
+        return self._with(hidden=self._hidden[index])
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
+        first = args[0] if args else kwargs.get("input")
+        if function in cls.ANSWERED and isinstance(first, cls):
+            return super().__torch_function__(function, types, args, kwargs)
+        name = getattr(function, "__name__", str(function))
+        in_place = _is_in_place(name) or kwargs.get("inplace")
+        if (in_place and isinstance(first, cls)) or isinstance(kwargs.get("out"), cls):
+            raise cls._refused_in_place(name)
+        args, kwargs = pytree.tree_map_only(cls, lambda logits: logits._computed(name), (args, kwargs))
+        return function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"logits have no attribute {name}")
+        if _is_in_place(name):
+            raise self._refused_in_place(name)
+        return getattr(self._computed(name), name)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self._refused_in_place("an assignment to a part")
+
+    @classmethod
+    def _refused_in_place(cls, name: str) -> NotComputedError:
+        # The change would be made to a computed tensor, and be lost for the loss and for the next use.
+        return NotComputedError(
+            f"cce_dist: {name} changes in place logits that are not computed; use its form that returns a new tensor"
+        )
+
+    def _other_use(self, use: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._computed(use, name), name)(*args, **kwargs)
+
+    def _computed(self, use: str, name: str = "") -> Tensor:
+        """Compute the logits [..., V], at the first use; an error in training."""
+        if not self._is_for_use():
+            advice = self.ADVICE.get(name or use)
+            raise self._refused(use) if advice is None else NotComputedError(f"{self._refused(use)}; {advice}")
+        if self._shard.group is not None:
+            raise NotComputedError(
+                f"cce_dist: {use} of logits whose vocabulary is split over ranks, which has no answer here"
+            )
+        if "_value" not in vars(self):
+            with torch.set_grad_enabled(self._made_with_grad), _mode(self._head, self._head_trains):
+                logits = self._ask(lambda head, hidden: dense(head, hidden, self._added))
+                logits = logits[..., : self._vocab_size] * self._factor
+                logits = logits if self._softcap is None else logits.tanh() * self._softcap
+                self._value = logits.to(self._cast or logits.dtype)
+            self._looks.append(Versions(self._value))
+        return self._value
+
+    def _scaling(self) -> dict[str, Any]:
+        return {**super()._scaling(), "added": self._added}
+
+    def _ask(self, compute: Callable) -> Any:
+        self._check()
+        # Autocast as at the call of the head, which may differ from autocast where the loss is asked for.
+        kind, dtype, enabled = self._autocast
+        with torch.autocast(kind, dtype, enabled):
+            return super()._ask(lambda head, *hidden: compute(self._as_called(head), *hidden))
+
+    def _as_called(self, head: Any) -> Any:
+        """Return the head, or a stand-in with the weight and bias that it was called with if they were replaced since."""
+        if any(is_sharded(x) for x in self._weights):
+            return head
+        if isinstance(self._weights[0], nn.Parameter) or peft.is_lora(type(head)):
+            now = peft.weights(head)
+            if any(is_sharded(x) for x in now) or all(x is y for x, y in zip(now, self._weights, strict=True)):
+                return head
+            if peft.is_lora(type(head)):
+                raise ChangedError("the head's weight or an adapter was replaced")
+        return _AsCalled(*self._weights, head.cce_task)
+
+    def _check(self) -> None:
+        """Raise ChangedError if something that the logits are computed from has changed since the head was called."""
+        for versions in self._looks:
+            versions.check("logits computed before")
+        self._hidden_versions.check("the hidden states")
+        if peft.adapters(self._head) != self._adapters:
+            raise ChangedError("the adapters on the head changed")
+        self._head_versions.check("the head's weight or bias")
+        if self._is_for_use() and self._task.last_training is not self._last_training:
+            raise ChangedError("a forward in training began, and a step may have changed the weights,")
+
+    def _with(self, **changes: Any) -> Any:
+        if "hidden" in changes:
+            self._hidden_versions.check("the hidden states")
+            changes["hidden_versions"] = Versions(changes["hidden"])
+        new = super()._with(**changes)
+        vars(new).pop("_value", None)
+        return new
+
+    def _is_for_use(self) -> bool:
+        """Return whether the logits may be used for anything besides a loss."""
+        return not (self._training and self._made_with_grad)
+
+    def _for_later(self) -> Any:
+        """Return what the caller of a model in evaluation gets: where possible a tensor that is computed at its first use.
+
+        Compiled code cannot make such a tensor. It computes the logits at once, as if the model were not converted.
+        """
+        if torch.compiler.is_compiling() and self._shard.group is None and self._task.rows is None:
+            return self._computed("a look")
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self
+        return OnDemand(self.shape, self.dtype, self.device, functools.partial(self._computed, "a look"))
+
+
+@dataclasses.dataclass
+class _AsCalled:
+    """Stands in for a head whose weight or bias was replaced since the call: it has the ones of the call."""
+
+    weight: Tensor
+    bias: Tensor | None
+    cce_task: Any
+
+
+def _register_with_einops() -> None:
+    """Enter ``TensorLogits`` in einops' table of classes, so that einops treats them as torch's tensors."""
+    einops = sys.modules.get("einops._backends")
+    if einops is not None and not torch.compiler.is_compiling():
+        einops._type2backend.setdefault(TensorLogits, einops.get_backend(torch.empty(0)))
+
+
+def for_later(output: Any) -> Any:
+    """Replace the logits in the output of a model in evaluation by what its caller gets."""
+    if isinstance(output, TensorLogits):
+        return output._for_later()
+    if type(output) is tuple:
+        return tuple(for_later(part) for part in output)
+    if isinstance(output, dict):
+        for name, part in output.items():
+            if isinstance(part, TensorLogits):
+                output[name] = part._for_later()
+    return output
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _operator(name: str) -> Callable:
+    return lambda self, *args: self._other_use(name, name, *args)
+
+
+def _in_place(name: str) -> Callable:
+    def refuse(self: TensorLogits, other: Any) -> Any:
+        raise self._refused_in_place(name)
+
+    return refuse
+
+
+# Python looks operators up on the class, never by ``__getattr__``.
+_OPERATORS = """
+radd sub rsub rtruediv floordiv rfloordiv mod rmod neg abs pow rpow matmul rmatmul lt le gt ge eq ne and or xor invert
+bool float int len iter contains array
+"""
+for _name in _OPERATORS.split():
+    setattr(TensorLogits, f"__{_name}__", _operator(f"__{_name}__"))
+# Without these, ``x *= 2`` in a function would bind a new ``x`` there and leave its caller's logits unchanged.
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"):
+    setattr(TensorLogits, f"__{_name}__", _in_place(f"__{_name}__"))
+
+
+def dense(head: Any, hidden: Tensor, added: Tensor | None = None) -> Tensor:
+    """Return the head's logits. Outside of FSDP2's forward this gathers the weight and the bias."""
+    hidden, *factors = peft.operands(head, hidden)
+    rows = head.cce_task.rows
+    gathered = (lambda x: x.full_tensor().to(hidden.dtype)) if rows is None else functools.partial(rows.whole, hidden)
+    whole: list[Any] = [gathered(x) if isinstance(x, DTensor) else x for x in factors]
+    return F.linear(hidden, whole[0], peft.sum_of_biases(whole[1], added))
+
+
+@contextmanager
+def _mode(head: nn.Module, trains: bool) -> Iterator[None]:
+    """Put a head and its adapter's dropout into the training or evaluation mode that it was called in."""
+    now = head.training
+    if now == trains:
+        yield
+        return
+    head.train(trains)
+    try:
+        yield
+    finally:
+        head.train(now)
+
+
+def _cross_entropy(
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy`` of deferred logits [N, V] and class ids [N]."""
+    if not isinstance(input, TensorLogits):
+        raise TensorLogits._refused("cross_entropy with labels")
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    if target.is_floating_point() or input.ndim != target.dim() + 1 or input.ndim > 2:
+        raise ValueError(
+            f"cce_dist: F.cross_entropy needs logits [N, V] and class ids [N], got {tuple(input.shape)} and "
+            f"{tuple(target.shape)} {target.dtype}; flatten them"
+        )
+    task = input._task
+    task.check_place(input._head)
+    call: dict[str, Any] = dict(
+        shard=input._shard,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        training=input._training,
+        **input._scaling(),
+    )
+    if input._vocab_size != input._shard.vocab_size:
+        call["shard"] = dataclasses.replace(input._shard, vocab_size=input._vocab_size)
+    if weight is not None:
+        if task.rows is not None or getattr(task, "sequence_group", None) is not None:
+            raise ValueError(
+                "cce_dist: F.cross_entropy with class weights does not go with shard_over or sequence_mean: multiply the "
+                "losses of reduction='none' by them"
+            )
+        call["weight"] = weight
+    answer = input._ask(lambda head, hidden: task.loss(head, hidden, target, **call))
+    loss = task.keep(answer, target != ignore_index) if isinstance(answer, tuple) else answer
+    # Autocast computes a cross-entropy in fp32. Without it the loss has the dtype of the logits.
+    in_fp32 = torch.is_autocast_enabled(loss.device.type) and input.dtype != torch.float64
+    return loss.to(torch.float32 if in_fp32 else input.dtype)
