@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 
 from cce_dist import checks, decide, merge
 from cce_dist.agree import label_error
-from cce_dist.autograd import differentiable_once, nobody_listens, refuse_transforms, replayed, without_autocast
+from cce_dist.autograd import differentiable_once, is_unobserved, refuse_transforms, replayed, without_autocast
 from cce_dist.call import Call
 from cce_dist.decide import Where
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
@@ -63,7 +63,7 @@ def decided_now(call: Call, x: Operands, num_ranks: int, where: Where) -> Call:
     A test may force groups.
     """
     in_transform = maybe_current_level() is not None or forward_ad._current_level >= 0
-    if in_transform or not nobody_listens(x.hidden, x.weight):
+    if in_transform or not is_unobserved(x.hidden, x.weight):
         where = where._replace(upstream="unknown")
     call = decided(call, x.hidden, x.num_tokens, num_ranks, where)
     if _FORCED is None or not decide.may_take_one_pass(call.way.backend, call.spec, where):
