@@ -1,7 +1,7 @@
 """An operator that is differentiable once: what it saves for backward, and which derivatives it refuses.
 
 torch.library serves torch.compile, dispatch modes and tensor subclasses. Ordinary calls skip it through ``_Eager``, which saves
-half a millisecond of host time per step. Launches of forward and backward are replayed if possible (``kernels/launch/replay.py``).
+half a millisecond of host time per step. Launches are replayed if possible (``kernels/launch/replay.py``).
 """
 
 from __future__ import annotations

@@ -284,7 +284,9 @@ def _wrong_id(ids: Tensor, place: int, own: VocabShard) -> Exception:
     if not 0 <= ids[place] < own.vocab_size:
         return IndexError(f"{found}: not in [0, {own.vocab_size}), the teacher's vocabulary")
     if (ids == ids[place]).sum() > 1:
-        return ValueError(f"{found}, which is there twice: pass a different id of the teacher for each id of the student")
+        return ValueError(
+            f"{found}, which is there twice: pass a different id of the teacher for each id of the student"
+        )
     return ValueError(
         f"{found}, a row of another rank, this one has the teacher's rows [{own.start}, {own.stop}): sort teacher_ids and "
         "cut shard where teacher_shard is cut, or have the whole teacher_weight on each rank"
