@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import os
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +17,7 @@ from cce_dist import merge
 from cce_dist.call import Call, LogProbOptions, Options
 from cce_dist.kernels import OUTSIDE, Operands
 from cce_dist.kernels.dense import label_ids
+from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
 
 _P = ParamSpec("_P")
@@ -64,8 +64,8 @@ def check_ranks(
 def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a public function: with CCE_DIST_DEBUG=1, all ranks raise the error that one rank raises for its arguments.
 
-    The other ranks receive the error in ``check_ranks``. Two kinds of errors stay on their rank: those after this exchange, and
-    those of a call whose arguments do not name the vocabulary-parallel group.
+    The other ranks receive the error in ``check_ranks``. An error after this exchange stays on its rank, and so does an error
+    of a call whose arguments do not contain the vocabulary-parallel group.
     """
 
     @functools.wraps(function)
@@ -76,7 +76,7 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            group = _group_of(args, kwargs) if os.environ.get("CCE_DIST_DEBUG", "0") not in ("", "0") else None
+            group = _group_of(args, kwargs) if environment()[1] else None
             if group is not None and merge.num_exchanges == before:
                 with contextlib.suppress(Exception):  # it raises this error again
                     merge.assert_ranks_agree(function.__name__, {}, (0, 0), group, 0, error)

@@ -64,9 +64,9 @@ def numbers_of(*values: float | None) -> Tensor | None:
     return torch.stack([zero if value is None else zero + value for value in values])
 
 
-def stand_in(value: float) -> float:
+def concrete(value: float) -> float:
     """Return the number, or a placeholder for a symbol, whose value the operator finds in ``numbers_of``."""
-    return 2.0 if is_symbol(value) else value  # neither 0 nor 1, which would trace other branches
+    return 2.0 if is_symbol(value) else value  # 0 or 1 would select special cases
 
 
 def _plain(name: str, value: Any) -> float:

@@ -117,7 +117,7 @@ def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
     elif backend == "exact" and spec.want.grad:
         in_bf16 = where.dtype == "torch.bfloat16"
         why_two = (
-            "exponentials are not kept with these options" if in_bf16 else "exponentials are kept only in bfloat16"
+            "exponentials are not kept with these options" if in_bf16 else "exponentials are kept in bfloat16 alone"
         )
     return way._replace(reason=_joined(why_off, why_two))
 

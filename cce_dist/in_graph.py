@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cce_dist import groups, merge, op
 from cce_dist.autograd import head_gradients
-from cce_dist.call import Call, Options, build, flat, numbers_of, schema, stand_in
+from cce_dist.call import Call, Options, build, concrete, flat, numbers_of, schema
 from cce_dist.kernels import Operands
 from cce_dist.kernels.precision import accumulator
 
@@ -30,7 +30,7 @@ def loss(x: Operands, terms: groups.Terms, call: Call, options: Options) -> Tens
     head = [*x.head.tensors.values()]
     want = [tensor.requires_grad for tensor in (x.hidden, x.weight, *head)]
     return torch.ops.cce_dist.loss_and_gradients(
-        x.hidden, x.weight, head, x.ids, divisor, weight_N, stand_in(z_loss_weight), stand_in(label_smoothing), want,
+        x.hidden, x.weight, head, x.ids, divisor, weight_N, concrete(z_loss_weight), concrete(label_smoothing), want,
         *flat(call), numbers,
     )[0]  # fmt: skip
 
@@ -53,10 +53,10 @@ def _loss_and_gradients(
         d_hidden, d_weight, d_head = gradients.hidden, gradients.weight, call.spec.logits.listed(bias=gradients.bias)
     else:
         call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False)))
-        nll_N, lse_N, _, uniform_nll_N, *_, saved = op._forward_again(hidden, weight, head, labels, None, call)
+        nll_N, lse_N, _, uniform_nll_N, *_, saved = op._replayed_forward(hidden, weight, head, labels, None, call)
         loss = terms.losses(nll_N, lse_N, uniform_nll_N).sum() / divisor
         d_losses = [*terms.gradients(groups.expectation(None, labels, divisor), lse_N), None]
-        d_hidden, d_weight, d_head_KV = op._backward_again(d_losses, hidden, weight, head, saved, None, want, call)
+        d_hidden, d_weight, d_head_KV = op._replayed_backward(d_losses, hidden, weight, head, saved, None, want, call)
         d_head = head_gradients(d_head_KV, head, want[2:])
     d_hidden, d_weight, *d_head = (hidden.new_empty(0) if x is None else x for x in (d_hidden, d_weight, *d_head))
     return loss, d_hidden, d_weight, d_head

@@ -80,8 +80,8 @@ def linear_log_probs(
 
     Made for reinforcement learning (one id per token) and distillation (up to a few hundred). The logits are
     ``softcap * tanh(u / softcap) / temperature``, or ``u / temperature`` without a softcap, with
-    ``u = logit_scale * (input @ linear_weight.T + linear_bias)``. Kernels, sharding, memory budget and checks are those of
-    ``linear_cross_entropy``; all sums are in fp32, as with an "fp32 head".
+    ``u = logit_scale * (input @ linear_weight.T + linear_bias)``. Kernels, sharding, memory budget and checks are shared with
+    ``linear_cross_entropy``. All sums are in fp32, as with an "fp32 head".
 
     There is no gradient filter: its error bound assumes upstream gradients of one sign and similar size, and the upstream
     gradients of a policy loss have both signs and very different sizes.

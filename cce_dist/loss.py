@@ -209,20 +209,20 @@ def linear_cross_entropy(
     )  # fmt: skip
     agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
     class_weights = None if weight is None else terms.ClassWeights(weight, x, shard, chosen.ignore_index)
-    in_operator = False
+    as_operator = False
     if torch.compiler.is_compiling():
-        in_operator = decide.takes_operator_of_both(call.spec, where, groups.are_forced())
+        as_operator = decide.takes_operator_of_both(call.spec, where, groups.are_forced())
     else:
         call = groups.decided_now(call, x, shard.group_size, where)
-    if in_operator or call.way.passes == "one":
+    if as_operator or call.way.passes == "one":
         is_learned = isinstance(num_tokens, Tensor) and num_tokens.requires_grad and torch.is_grad_enabled()
         divisor = None if reduction == "none" else 1.0 if is_learned else _divisor(x, chosen, class_weights)
-        of_labels = None if class_weights is None else class_weights.of_labels
-        made_of = groups.Terms(divisor, chosen.z_loss_weight, chosen.label_smoothing, of_labels)
-        if in_operator:
-            loss = in_graph.loss(x, made_of, call, chosen)
+        weight_N = None if class_weights is None else class_weights.of_labels
+        terms_of_loss = groups.Terms(divisor, chosen.z_loss_weight, chosen.label_smoothing, weight_N)
+        if as_operator:
+            loss = in_graph.loss(x, terms_of_loss, call, chosen)
         else:
-            loss = groups.loss(x, made_of, call, expected, grad_weight_out)
+            loss = groups.loss(x, terms_of_loss, call, expected, grad_weight_out)
         if is_learned:  # autograd divides, and num_tokens gets its gradient
             return loss / _divisor(x, chosen, class_weights)
         return loss.view(target.shape) if reduction == "none" else loss

@@ -230,12 +230,12 @@ def assert_ranks_agree(
     global num_exchanges
     num_exchanges += 1
     calls: list = [None] * group.size()
-    told = None if error is None else (type(error).__name__, str(error))
-    dist.all_gather_object(calls, ({"function": function, **facts}, rows, told), group=group)
-    for rank, (_, _, told) in enumerate(calls):
-        if told is not None:
+    failure = None if error is None else (type(error).__name__, str(error))
+    dist.all_gather_object(calls, ({"function": function, **facts}, rows, failure), group=group)
+    for rank, (_, _, failure) in enumerate(calls):
+        if failure is not None:
             kinds = {kind.__name__: kind for kind in (ValueError, TypeError, IndexError)}
-            raise kinds.get(told[0], RuntimeError)(f"{function}: rank {rank} of the group: {told[1]}")
+            raise kinds.get(failure[0], RuntimeError)(f"{function}: rank {rank} of the group: {failure[1]}")
     for name in ("function", *facts):
         values = [call[0].get(name) for call in calls]
         if any(value != values[0] for value in values):

@@ -250,11 +250,11 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     return nll, *losses, empty() if want.mean else empty(0), others, saved.listed()
 
 
-_forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
+_replayed_forward, _replayed_backward = replayed(_run_forward), replayed(_run_backward)
 _OPERATOR = Operator(
     "linear_cross_entropy (or linear_log_probs)",
-    _forward_again,
-    _backward_again,
+    _replayed_forward,
+    _replayed_backward,
     "forward",
     "backward",
     "Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor? grad_weight_out",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import checks
-from cce_dist.call import DTYPES, Call, Layout, LogProbOptions, Options, stand_in
+from cce_dist.call import DTYPES, Call, Layout, LogProbOptions, Options, concrete
 from cce_dist.decide import choose_backend
 from cce_dist.kernels import Operands, ShardLogits, Spec
 from cce_dist.shard import VocabShard, local_rows
@@ -48,8 +48,8 @@ def prepare(
 
 def logits_of(shard: VocabShard, logit_scale: float, softcap: float | None, tensors: Iterable[str]) -> ShardLogits:
     """Return the plain values that define a shard's logits. ``tensors`` are names of tensors in ``kernels.Head``."""
-    softcap = 0.0 if softcap is None else stand_in(softcap)
-    return ShardLogits(shard.start, shard.num_valid, stand_in(logit_scale), softcap, " ".join(tensors))
+    softcap = 0.0 if softcap is None else concrete(softcap)
+    return ShardLogits(shard.start, shard.num_valid, concrete(logit_scale), softcap, " ".join(tensors))
 
 
 class LocalHead(NamedTuple):

@@ -85,7 +85,7 @@ def linear_log_probs(
     several = ids if ids.dim() == input.dim() else ids.unsqueeze(-1)
     counts = several != ignore_index
     if kept is not None:
-        return _of_kept(z, ids, counts, kept)
+        return _log_probs_of_lists(z, ids, counts, kept)
     log_p = z.log_softmax(-1)
     of_ids = torch.where(counts, log_p.gather(-1, several.long().clamp(min=0)), 0.0).view(ids.shape)
     entropy = -(log_p.exp() * log_p).nan_to_num(0.0, 0.0, 0.0).sum(-1)
@@ -101,7 +101,7 @@ def linear_log_probs(
     return LogProbs(of_ids, lse, entropy, squares, max_logit, argmax, top_log_probs, top_ids)
 
 
-def _of_kept(z: Tensor, ids: Tensor, counts: Tensor, kept: KeptIds) -> LogProbs:
+def _log_probs_of_lists(z: Tensor, ids: Tensor, counts: Tensor, kept: KeptIds) -> LogProbs:
     """Compute the outputs of ``kept`` and ``kept_mass``, one token at a time."""
     offsets, labels = kept.offsets.tolist(), ids.flatten().tolist()
     rows = [z.new_zeros(5, 0)]

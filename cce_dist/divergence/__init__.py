@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import agree, checks, merge
-from cce_dist.call import Layout, Options, checked, numbers_of, stand_in
+from cce_dist.call import Layout, Options, checked, concrete, numbers_of
 from cce_dist.decide import choose_backend
 from cce_dist.divergence import op as divergence_op
 from cce_dist.divergence.op import PUBLIC_NAME, DivergenceCall
@@ -158,13 +158,13 @@ def linear_kl_divergence(
     if grad_weight_out is not None:
         checks.tensors({"grad_weight_out": grad_weight_out})
         check_buffer(grad_weight_out, student.weight)
-    of_teacher = _of_teacher(_options, logit_scale=teacher_logit_scale, softcap=teacher_softcap)
+    teacher_options = _of_teacher(_options, logit_scale=teacher_logit_scale, softcap=teacher_softcap)
     (hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head) = student.operands(), teacher.operands()
     spec = Divergence(
         logits_of(student.shard, options.logit_scale, options.softcap, head),
-        logits_of(teacher.shard, of_teacher.logit_scale, of_teacher.softcap, teacher_head),
+        logits_of(teacher.shard, teacher_options.logit_scale, teacher_options.softcap, teacher_head),
         kind,
-        stand_in(beta),
+        concrete(beta),
         options.workspace_bytes,
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student[:3]),
     )
@@ -179,7 +179,7 @@ def linear_kl_divergence(
     value = divergence_op.forward(
         hidden, weight, [*head.values()], mask.reshape(-1), teacher_hidden, teacher_weight, [*teacher_head.values()],
         grad_weight_out, call=call,
-        numbers=numbers_of(options.logit_scale, options.softcap, of_teacher.logit_scale, of_teacher.softcap, beta),
+        numbers=numbers_of(options.logit_scale, options.softcap, teacher_options.logit_scale, teacher_options.softcap, beta),
     )  # fmt: skip
     if reduction == "none":
         return value.view(mask.shape)
@@ -326,7 +326,7 @@ def _mask(mask: Tensor | None, student: LocalHead, sequence_parallel: bool) -> T
 
 
 def _check_ranks(
-    student: LocalHead, teacher: LocalHead, alike: dict[str, Tensor | None], options: Options, call: DivergenceCall
+    student: LocalHead, teacher: LocalHead, tensors: dict[str, Tensor | None], options: Options, call: DivergenceCall
 ) -> None:
     """Raise RuntimeError on every rank if the ranks' arguments differ or their shards leave a gap."""
     shard = student.shard
@@ -335,5 +335,5 @@ def _check_ranks(
     facts |= {"vocab_size": shard.vocab_size} | options._asdict()
     facts |= {"kind": call.spec.kind, "beta": call.spec.beta, "backend": call.backend}
     facts |= {"teacher_logit_scale": call.spec.teacher.logit_scale, "teacher_softcap": call.spec.teacher.softcap}
-    facts |= {name: None if x is None else agree.digest(x) for name, x in alike.items()}
+    facts |= {name: None if x is None else agree.digest(x) for name, x in tensors.items()}
     merge.assert_ranks_agree(PUBLIC_NAME, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)

@@ -159,11 +159,11 @@ def _forward_fake(hidden, weight, head, mask, teacher_hidden, teacher_weight, te
     return torch.empty_like(pair_5N[0]), [pair_5N, *_backend(call).saved_like(x, spec)]
 
 
-_forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
+_replayed_forward, _replayed_backward = replayed(_run_forward), replayed(_run_backward)
 _OPERATOR = Operator(
     PUBLIC_NAME,
-    _forward_again,
-    _backward_again,
+    _replayed_forward,
+    _replayed_backward,
     "divergence",
     "divergence_backward",
     "Tensor hidden, Tensor weight, Tensor[] head, Tensor mask, "
