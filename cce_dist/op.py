@@ -80,9 +80,8 @@ def _run_forward(
             ids = backend.label_ids(flat_labels, spec.ignore_index, spec.vocab_size)
         else:
             ids, order = backend.ordered_ids(flat_labels, spec.ignore_index, spec.vocab_size)
-        if (
-            call.debug or not labels.is_cuda
-        ):  # reading labels would wait for a GPU, where the token's loss is NaN instead
+        # Reading labels would wait for a GPU. There the token's loss is NaN instead.
+        if call.debug or not labels.is_cuda:
             error = label_error(call.argument, flat_labels, ids, spec.vocab_size, spec.ignore_index)
             if error:
                 raise IndexError(error)
