@@ -65,6 +65,10 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
     if heads:
         for head in heads.values():
             task = head.cce_task
+            if options and type(task.options) is not ModelOptions:
+                raise ValueError(
+                    "the head's options come from its framework's adapter, as a section or flags: change them there"
+                )
             task.options = chosen if options else task.options
             if task.shard.group is None:
                 task.shard = _all_rows(head)

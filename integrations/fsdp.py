@@ -132,7 +132,7 @@ class Rows:
         """Look for a call of ``fully_shard`` inside a model, where none with the head was seen (torch before 2.13 hides it)."""
         for module in () if self.state is not None else model.modules():
             state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            groups: Any = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
             if groups[0] is not None:
                 return self.belong_to(state, groups[0].mesh_info.mesh, nn.Module())
 

@@ -2,24 +2,24 @@
 # The checks of the project: ruff, pyright and pytest, in .venv.
 #
 #   launch/test.sh [PYTEST ARGUMENTS]       a newcomer's: every kind of thing once
-#   launch/test.sh all [PYTEST ARGUMENTS]   what CI runs: all tests but sweeps, whether constraints.txt can be installed, and
-#                                           the kernels under the newest Triton
+#   launch/test.sh all [PYTEST ARGUMENTS]   what CI runs: all tests but sweeps, whether constraints.txt can be installed, the
+#                                           kernels under the newest Triton, the package, and the site
 #
 # For example, `launch/test.sh -k merge`. `-m sweep` runs the sweeps (CONTRIBUTING.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/prepare.sh dev
 
+said=$(mktemp -d)
 checks=("ruff check ." "ruff format --check ." pyright)
 tests=(-m "not slow and not sweep")
 if [ "${1:-}" = all ]; then
     shift
-    checks+=(launch/resolve.sh launch/newest_triton.sh)
+    checks+=(launch/resolve.sh launch/newest_triton.sh "launch/build.sh $said/dist" "launch/site.sh $said/site")
     tests=(-m "not sweep")
 fi
 
 # The checks run side by side, and all of them even when one fails; pytest comes last, so that its summary closes the output.
-said=$(mktemp -d)
 trap 'rm -rf "$said"' EXIT
 running=() failed=()
 for number in "${!checks[@]}"; do

@@ -180,7 +180,7 @@ def _as_before(heads: list[Any]) -> Iterator[None]:
     """Give heads the classes that they had before an engine took them over."""
     kinds = [type(head) for head in heads]
     for head in heads:
-        head.__class__ = type(head).__mro__[2]
+        head.__class__ = type(head).__bases__[1]
     try:
         yield
     finally:

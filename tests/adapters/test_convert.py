@@ -774,9 +774,7 @@ def test_a_refusal_is_one_line(model: Any, options: dict, message: str) -> None:
 
 
 def test_import_stays_light() -> None:
-    code = (
-        "import sys, cce_dist; sys.exit(any('integrations' in name or name == 'transformers' for name in sys.modules))"
-    )
+    code = "import sys, cce_dist; sys.exit('cce_dist.integrations.deferred' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -145,7 +145,13 @@ def test_a_dispatched_model(tmp_path: Path, converted: str, head: str) -> None:
     model = tiny_model().eval()
     if converted == "before":
         cce_dist.convert(model)
-    dispatch_model(model, {"model": "cpu", "lm_head": head}, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    dispatch_model(
+        model,
+        {"model": "cpu", "lm_head": head},
+        main_device=torch.device("cpu"),
+        offload_dir=tmp_path,
+        force_hooks=True,
+    )
     cce_dist.convert(model)
     with torch.no_grad(), counted(deferred, "_dense") as computed:
         found = model(input_ids=ids, labels=ids)
