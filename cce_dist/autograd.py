@@ -248,7 +248,7 @@ def differentiable_once(public_name: str, found: Sequence[Tensor], depends_on: S
 
 
 class _Refuse(torch.autograd.Function):
-    """Identity of gradients that were computed with create_graph=True. Its backward refuses.
+    """Identity function for gradients that were computed with create_graph=True. Its backward raises RuntimeError.
 
     The tensors that the gradients depend on are inputs too, so that every second derivative passes through here.
     """

@@ -140,9 +140,10 @@ def linear_cross_entropy(
             grad_filter).
         softcap: Positive bound of the logits, or None.
         z_loss_weight: Factor of lse**2. It gets no gradient.
-        num_tokens: Divisor of "mean", a positive number or a 0-d tensor. Pass the global token count over microbatches, data
-            and context parallel ranks, so that their gradients add up to the whole batch's gradient. A tensor may hold 0 if
-            all labels are ignored, and gets a gradient if it requires one. None divides by the tokens that are not ignored.
+        num_tokens: Divisor of "mean", a positive number or a 0-d tensor. None divides by the number of tokens that are not
+            ignored. If microbatches, data-parallel or context-parallel ranks share a batch, pass the batch's token count: their
+            gradients then add up to the batch's gradient. A tensor may hold 0 if all labels are ignored, and gets a gradient
+            if it requires one.
         shard: Which rows of the vocabulary linear_weight holds, and the process group. None means all rows, or the
             DTensor's own sharding.
         sequence_parallel: Whether input is this rank's slice of dim 0, in the order of group ranks. target stays whole.

@@ -77,8 +77,8 @@ def topk_kl_divergence(
         kind: "forward", KL(t || p), or "reverse", KL(p || t).
         outside: "renormalise", "tail" or "drop".
         linear_bias, logit_scale, softcap, temperature: The student's, as in ``linear_log_probs``.
-        ignore_index: Entries of teacher_ids with this value are not in S, for tokens with fewer than K ids. A token with an
-            empty S does not count. None means -100.
+        ignore_index: Entries of teacher_ids with this value are not in S; use it to pad tokens with fewer than K ids. A token
+            with an empty S does not count. None means -100.
         mask: [...] bool, True for tokens that count. None counts all tokens with an id. Other tokens have divergence 0 and
             gradient 0.
         reduction: "none" ([...]), "sum", or "mean" over the tokens that count. If no token counts, the mean is 0.
