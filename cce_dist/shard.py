@@ -60,7 +60,7 @@ class VocabShard:
         if self.group is None:
             if self.start != 0 or self.stop < self.vocab_size:
                 raise ValueError(
-                    f"rows [{self.start}, {self.stop}) are not the whole vocabulary of {self.vocab_size}, and group is None: "
+                    f"rows [{self.start}, {self.stop}) of a vocabulary of {self.vocab_size} without a group: "
                     "pass the process group that holds the other rows"
                 )
             return
