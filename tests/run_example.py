@@ -17,8 +17,9 @@ if script.stem == "with_megatron":
     main([str(script)])
 else:
     if script.stem == "with_deepspeed":
-        import deepspeed.comm.torch as comm
+        import deepspeed  # noqa: F401
 
-        comm.build_shm_op = lambda: None
+        # deepspeed.comm.torch, as an attribute, is torch itself.
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     sys.argv = [str(script)]
     runpy.run_path(str(script), run_name="__main__")
