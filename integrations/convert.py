@@ -52,8 +52,8 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
         With ``shard_over`` a rank computes its rows of the vocabulary for the tokens of all ranks of the mesh's last dimension.
     Communication: None beyond FSDP2's and ZeRO-3's. With ``shard_over`` as in ``linear_cross_entropy`` with sequence
         parallelism; an all-gather of labels in forward, of a number for each token in backward; with replicas an all-reduce
-        of the rows' gradient. A tied embedding all-gathers ids and reduce-scatters embeddings in forward, and gathers their gradient in
-        backward. Using the logits gathers the weight.
+        of the rows' gradient. A tied embedding all-gathers ids and reduce-scatters embeddings in forward, and gathers their
+        gradient in backward. Using the logits gathers the weight.
 
     Raises:
         ValueError: An option is unknown or out of range, or the model has no head that can be taken over; one line says which.
