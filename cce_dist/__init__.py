@@ -2,10 +2,10 @@
 
 Public names are imported at their first use, so that ``import cce_dist`` and ``cce-dist --help`` do not wait for torch.
 
-Reading order: ``loss`` (the call and its way through the code), ``log_probs`` (log-probabilities of given ids, by the same
-operator), ``operands`` (checks of a call's tensors), ``op`` (forward and backward), ``shard`` (which rank holds which rows),
-``merge`` (the collectives), ``kernels`` (the arithmetic of one shard), ``filter``, ``reference`` (the specification, dense).
-``convert``, ``require``, ``revert`` and ``VocabParallelHead`` are adapters, in ``integrations``.
+Reading order: ``loss`` (the public function, from its checks to its result), ``log_probs`` (log-probabilities of given ids),
+``operands`` (checks of tensors), ``op`` (forward and backward), ``shard`` (which rank holds which rows), ``merge`` (the
+collectives), ``kernels`` (the arithmetic of one shard), ``filter``, ``reference`` (the dense specification). ``convert``,
+``require``, ``revert`` and ``VocabParallelHead`` are adapters, in ``integrations``.
 """
 
 from importlib import import_module
@@ -80,5 +80,5 @@ def _watch(deepspeed: Any) -> None:
     watch(deepspeed)
 
 
-# An engine of plain deepspeed.initialize ignores our section of ds_config. The log says so.
+# Log a warning if plain deepspeed.initialize reads a ds_config with our section, which it ignores.
 on_import("deepspeed", _watch)

@@ -1,4 +1,4 @@
-"""CCE_DIST_DEBUG=1: were the ranks of a group called alike? The facts that each rank tells the others, under public names."""
+"""CCE_DIST_DEBUG=1: check that the ranks of a group were called with matching arguments, and pass errors on to all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import os
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +17,7 @@ from cce_dist import merge
 from cce_dist.call import Call, LogProbOptions, Options
 from cce_dist.kernels import OUTSIDE, Operands
 from cce_dist.kernels.dense import label_ids
+from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
 
 _P = ParamSpec("_P")
@@ -25,7 +25,7 @@ _R = TypeVar("_R")
 
 
 def label_error(name: str, labels: Tensor, ids: Tensor, vocab_size: int, ignore_index: int) -> str:
-    """Name the first label that is outside the vocabulary; empty: there is none. Waits for the labels' device."""
+    """Return the error message for the first label outside the vocabulary, or "". Waits for the labels' device."""
     outside = ids == OUTSIDE
     if not outside.any():
         return ""
@@ -39,11 +39,11 @@ def label_error(name: str, labels: Tensor, ids: Tensor, vocab_size: int, ignore_
 def check_ranks(
     x: Operands, others: dict[str, Any], shard: VocabShard, options: Options | LogProbOptions, call: Call
 ) -> None:
-    """With CCE_DIST_DEBUG=1 raise on every rank as ``merge.assert_ranks_agree``; not under torch.compile.
+    """With CCE_DIST_DEBUG=1 raise an error on every rank if the ranks' arguments differ. Skipped under torch.compile.
 
     Args:
-        x: Its ``ids`` are the labels as they were passed.
-        others: Other arguments by name, numbers or tensors.
+        x: The operands, with the labels as its ids.
+        others: Further arguments by name, numbers or tensors.
     """
     if not call.debug or shard.group is None or torch.compiler.is_compiling():
         return
@@ -62,10 +62,10 @@ def check_ranks(
 
 
 def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a public function: with CCE_DIST_DEBUG=1, raise on all ranks what one rank raises for a wrong argument.
+    """Decorate a public function: with CCE_DIST_DEBUG=1, all ranks raise the error that one rank raises for its arguments.
 
-    The other ranks receive the error in ``check_ranks``. An error after that exchange stays on its rank, as does one of a call
-    whose arguments do not name the vocabulary-parallel group.
+    The other ranks receive the error in ``check_ranks``. An error after this exchange stays on its rank, and so does an error
+    of a call whose arguments do not contain the vocabulary-parallel group.
     """
 
     @functools.wraps(function)
@@ -76,9 +76,9 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            group = _group_of(args, kwargs) if os.environ.get("CCE_DIST_DEBUG", "0") not in ("", "0") else None
+            group = _group_of(args, kwargs) if environment()[1] else None
             if group is not None and merge.num_exchanges == before:
-                with contextlib.suppress(Exception):  # the error itself
+                with contextlib.suppress(Exception):  # it raises this error again
                     merge.assert_ranks_agree(function.__name__, {}, (0, 0), group, 0, error)
             raise
 
@@ -100,7 +100,7 @@ def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def facts_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
-    """What is the same on all ranks of a head's tensors."""
+    """Return the properties of a head's tensors that must be equal on all ranks."""
     return {
         "input": (tuple(input.shape), str(input.dtype)),
         "linear_weight": (weight.shape[1], str(weight.dtype)),
@@ -110,6 +110,6 @@ def facts_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, An
 
 
 def digest(values: Tensor) -> str:
-    """A hash of a tensor's bytes."""
+    """Return a hash of a tensor's bytes."""
     values = values.detach().cpu().contiguous()
     return hashlib.blake2b(ctypes.string_at(values.data_ptr(), values.nbytes), digest_size=8).hexdigest()

@@ -1,9 +1,7 @@
-"""An operator that is differentiable once: what it saves, who computes its gradients, and the derivatives that it refuses.
+"""An operator that is differentiable once: what it saves for backward, and which derivatives it refuses.
 
-Its two functions are replayed where they can be (``kernels/launch/replay.py``).
-
-torch.library serves torch.compile and whoever looks at operators (dispatch modes, tensors of a class of their own). Everybody
-else gets the same functions through ``Operator.eager``, without half a millisecond of torch.library on the host a step.
+torch.library serves torch.compile, dispatch modes and tensor subclasses. Ordinary calls skip it through ``_Eager``, which saves
+half a millisecond of host time per step. Launches are replayed if possible (``kernels/launch/replay.py``).
 """
 
 from __future__ import annotations
@@ -25,24 +23,27 @@ from cce_dist.kernels.precision import accumulator
 
 
 class Operator(NamedTuple):
-    """A pair of functions, forward and backward, and the operators of the same meaning in torch.library.
+    """A forward and a backward function, and the two operators of torch.library that call them.
 
-    forward takes ``hidden, weight, head, *others, grad_weight_out, call`` and returns its outputs and, last, a list of tensors
-    that backward needs. ``head`` is the list of the tensors of ``kernels.Head`` that there are; the call names them. backward
-    takes the outputs' gradients, the kept arguments of forward, what forward saved, ``grad_weight_out``, which gradients are
-    wanted, and the call. It returns the gradients of hidden states and weight, and [K, V] fp32 with a row for each tensor of
-    the head whose gradient is wanted: an operator that writes to an argument cannot return a list. The operators of
-    torch.library take the call's flat values in place of the call, and behind them the tensor of ``call.numbers_of``.
+    ``forward(hidden, weight, head, *others, grad_weight_out, call)`` returns its outputs and, as the last result, a list of
+    tensors that backward needs. ``head`` lists tensors of ``kernels.Head``; the call names them.
+
+    ``backward(d_outputs, *kept, saved, grad_weight_out, want, call)`` returns the gradients of hidden states and weight, and
+    [K, V] fp32 with one row for each wanted gradient of a tensor of the head. These rows are no list because an operator that
+    writes to an argument cannot return a list. ``kept`` are the first ``num_kept`` arguments of forward.
+
+    The operators of torch.library take the flat values of the call, then the tensor of ``call.numbers_of``, in place of the
+    call.
 
     Attributes:
-        public_name: Of the function that the user called, for what is refused.
-        forward_name: Of the operator in ``torch.ops.cce_dist``.
-        backward_name: Likewise.
-        tensors: Schema of forward's tensors and lists of tensors.
+        public_name: The function that the user called, for error messages.
+        forward_name: Name of forward in ``torch.ops.cce_dist``.
+        backward_name: Name of backward in ``torch.ops.cce_dist``.
+        tensors: Schema of forward's arguments before the call.
         results: Schema of forward's results.
-        call: The record that a call is.
-        num_outputs: The first results of forward, which are differentiable; others and what is saved are not.
-        num_kept: The first arguments of forward, hidden, weight and head counted, that backward needs too.
+        call: The type of the call.
+        num_outputs: Number of forward's differentiable results, which come first.
+        num_kept: Number of forward's first arguments, from hidden on, that backward needs.
     """
 
     public_name: str
@@ -65,7 +66,7 @@ class Operator(NamedTuple):
         self, hidden: Tensor, weight: Tensor, head: list[Tensor], *others: Any, call: Any, needs_grad: bool,
         numbers: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        """Call forward; what it saves may be left out of its results."""
+        """Call forward. The list of saved tensors may be missing in the results."""
         refuse_transforms(self.public_name, hidden, weight, *head)
         if torch.compiler.is_compiling() or not needs_grad:
             operator = getattr(torch.ops.cce_dist, self.forward_name)
@@ -73,7 +74,7 @@ class Operator(NamedTuple):
         return _Eager.apply(self, others, call, hidden, weight, *head)
 
     def register(self, forward_fake: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Put both operators into torch.library, and return their functions, which take a call's flat values."""
+        """Register both operators in torch.library, and return their implementations."""
         kept, values = ", ".join(self.tensors.split(", ")[: self.num_kept]), ", ".join(schema(self.call))
         forward = self._of_flat_call(self.forward, self.num_tensors, 0)
         backward = self._of_flat_call(self.backward, self.num_kept + 4, 1)
@@ -98,19 +99,19 @@ class Operator(NamedTuple):
         return forward, backward
 
     def _of_flat_call(self, function: Callable[..., Any], num_others: int, hidden_at: int) -> Callable[..., Any]:
-        """Return a function that takes a call's flat values and returns an empty tensor in place of None."""
+        """Wrap ``function`` to take a call's flat values, and to return an empty tensor in place of None."""
 
-        def of_flat_call(*given: Any) -> tuple[Any, ...]:
-            found = function(*given[:num_others], called(self.call, given[num_others:]))
-            return tuple(given[hidden_at].new_empty(0) if value is None else value for value in found)
+        def with_flat_call(*args: Any) -> tuple[Any, ...]:
+            results = function(*args[:num_others], call_of_flat(self.call, args[num_others:]))
+            return tuple(args[hidden_at].new_empty(0) if value is None else value for value in results)
 
-        return of_flat_call
+        return with_flat_call
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """Keep what backward needs; ``inputs`` end in a call, or in its flat values."""
+        """Save what backward needs. ``inputs`` end with the call, or with its flat values."""
         tensors, others = inputs[: self.num_tensors], output[self.num_outputs :]
-        ctx.told, ctx.grad_weight_out = inputs[self.num_tensors :], tensors[-1]
-        # A context saves tensors, no lists of tensors.
+        ctx.call_values, ctx.grad_weight_out = inputs[self.num_tensors :], tensors[-1]
+        # save_for_backward takes no lists of tensors.
         ctx.lengths = [len(value) if isinstance(value, list) else None for value in tensors]
         kept = tensors[: self.num_kept]
         flattened = [tensor for value in kept for tensor in (value if isinstance(value, list) else [value])]
@@ -119,7 +120,7 @@ class Operator(NamedTuple):
         ctx.set_materialize_grads(False)
 
     def differentiate(self, ctx: Any, want: list[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients that are wanted of hidden states, weight and each of the head's tensors, else None."""
+        """Return the gradients of hidden states, weight and each tensor of the head; None for unwanted gradients."""
         d_outputs = list(grads[: self.num_outputs])
         if all(d is None for d in d_outputs):
             return [None] * len(want)
@@ -130,52 +131,53 @@ class Operator(NamedTuple):
             for length in ctx.lengths[: self.num_kept]
         ]
         hidden, weight, head, *_ = operands
-        twice = torch.is_grad_enabled()
+        create_graph = torch.is_grad_enabled()
         with torch.no_grad():
-            given = (d_outputs, *operands, [*tensors], ctx.grad_weight_out, want)
-            if nobody_listens(hidden, weight):
-                call = ctx.told[0] if len(ctx.told) == 1 else called(self.call, ctx.told)
-                d_hidden, d_weight, d_head_KV = self.backward(*given, call)
+            args = (d_outputs, *operands, [*tensors], ctx.grad_weight_out, want)
+            values = ctx.call_values
+            if is_unobserved(hidden, weight):
+                call = values[0] if len(values) == 1 else call_of_flat(self.call, values)
+                d_hidden, d_weight, d_head_KV = self.backward(*args, call)
             else:
-                told = (*flat(ctx.told[0]), None) if len(ctx.told) == 1 else ctx.told
-                d_hidden, d_weight, d_head_KV = getattr(torch.ops.cce_dist, self.backward_name)(*given, *told)
-            found = [d_hidden, d_weight, *head_gradients(d_head_KV, head, want[2:])]
-        if twice:
-            found = [hidden.new_empty(0) if grad is None else grad for grad in found]
-            found = differentiable_once(self.public_name, found, (hidden, weight, *head, *d_outputs))
+                values = (*flat(values[0]), None) if len(values) == 1 else values
+                d_hidden, d_weight, d_head_KV = getattr(torch.ops.cce_dist, self.backward_name)(*args, *values)
+            gradients = [d_hidden, d_weight, *head_gradients(d_head_KV, head, want[2:])]
+        if create_graph:
+            gradients = [hidden.new_empty(0) if grad is None else grad for grad in gradients]
+            gradients = differentiable_once(self.public_name, gradients, (hidden, weight, *head, *d_outputs))
         returned = [want[0], want[1] and ctx.grad_weight_out is None, *want[2:]]
-        return [grad if wanted else None for grad, wanted in zip(found, returned, strict=True)]
+        return [grad if wanted else None for grad, wanted in zip(gradients, returned, strict=True)]
 
     def differentiate_operator(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Return the gradients of all arguments of forward's operator, as torch.library asks for them."""
-        of_hidden, of_weight, of_head = ctx.needs_input_grad[:3]
-        d_hidden, d_weight, *d_head = self.differentiate(ctx, [of_hidden, of_weight, *of_head], grads)
+        """Return the gradients of all arguments of forward's operator, as torch.library expects them."""
+        want_hidden, want_weight, want_head = ctx.needs_input_grad[:3]
+        d_hidden, d_weight, *d_head = self.differentiate(ctx, [want_hidden, want_weight, *want_head], grads)
         others = (None if length is None else [None] * length for length in ctx.lengths[3:])
-        return d_hidden, d_weight, d_head, *others, *(None for _ in ctx.told)
+        return d_hidden, d_weight, d_head, *others, *(None for _ in ctx.call_values)
 
     def backward_fake(self, d_outputs: list[Tensor | None], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Shapes and dtypes of the operator's gradients, for torch.compile."""
+        """Return empty gradients of the right shapes and dtypes, for torch.compile."""
         hidden, weight = others[:2]
         _, grad_weight_out, want = others[self.num_kept :][:3]
-        nothing = hidden.new_empty(0)
-        return (
-            torch.empty_like(hidden) if want[0] else nothing,
-            torch.empty_like(weight) if want[1] and grad_weight_out is None else torch.empty_like(nothing),
-            weight.new_empty((sum(want[2:]), weight.shape[0]), dtype=accumulator(weight.dtype))
-            if any(want[2:])
-            else torch.empty_like(nothing),
-        )
+        d_hidden, d_weight, d_head_KV = hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+        if want[0]:
+            d_hidden = torch.empty_like(hidden)
+        if want[1] and grad_weight_out is None:
+            d_weight = torch.empty_like(weight)
+        if any(want[2:]):
+            d_head_KV = weight.new_empty((sum(want[2:]), weight.shape[0]), dtype=accumulator(weight.dtype))
+        return d_hidden, d_weight, d_head_KV
 
 
-def called(record: type, values: Sequence[Any]) -> Any:
-    """Return the call of an operator's flat values, with the numbers of the tensor behind them if there is one."""
+def call_of_flat(record: type, values: Sequence[Any]) -> Any:
+    """Rebuild a call from an operator's flat values. The last value is the tensor of ``call.numbers_of``, or None."""
     *plain, numbers = values
     call = build(record, iter(plain))
     return call if numbers is None else call.with_numbers(numbers)
 
 
 def head_rows(found: Sequence[Tensor | None], want: Sequence[bool]) -> Tensor | None:
-    """Return the gradients that are wanted of the head's tensors, [V] fp32 each, as rows. -> [K, V], or None for no row."""
+    """Stack the wanted gradients of the head's tensors, [V] fp32 each. -> [K, V], or None if there is none."""
     rows = [grad for grad, wanted in zip(found, want, strict=True) if wanted and grad is not None]
     if not rows:
         return None
@@ -183,7 +185,7 @@ def head_rows(found: Sequence[Tensor | None], want: Sequence[bool]) -> Tensor | 
 
 
 def head_gradients(d_head_KV: Tensor | None, head: Sequence[Tensor], want: Sequence[bool]) -> list[Tensor | None]:
-    """Return what ``head_rows`` has for each tensor, in the tensor's dtype; None where nothing is wanted."""
+    """Return the rows of ``head_rows``, one per tensor and in the tensor's dtype; None for unwanted gradients."""
     if d_head_KV is None or not any(want):
         return [None] * len(head)
     rows = iter(d_head_KV.unbind())
@@ -194,12 +196,12 @@ _LIBRARIES: list[torch.library.Library] = []  # operators live as long as these
 
 
 def replayed(function: Callable[..., Any]) -> Replayed:
-    """Return an operator's forward or backward, whose last argument is the call, such that calls of one kind are replayed."""
+    """Wrap an operator's forward or backward, so that launches are replayed. The call must be the last argument."""
     return Replayed(function, _replayable)
 
 
 def _replayable(call: Any) -> tuple | None:
-    """Return the rest of a call's key: its rank and group size. None: the call is not replayed."""
+    """Return the rank and group size that a replayed call depends on. None: the call is not replayed."""
     if call.backend != "triton" or getattr(call, "debug", False) or not replay.available():
         return None
     group = merge.resolve(call.layout.group_name)
@@ -207,14 +209,14 @@ def _replayable(call: Any) -> tuple | None:
 
 
 class _Eager(torch.autograd.Function):
-    """The operator without torch.library. Autograd tracks arguments, not lists, so the head's tensors come last."""
+    """An operator's call without torch.library. Autograd does not look into lists, so the head's tensors come last."""
 
     @staticmethod
     def forward(
         ctx, operator: Operator, others: tuple[Any, ...], call: Any, hidden: Tensor, weight: Tensor, *head: Tensor
     ):
         tensors = hidden, weight, list(head), *others
-        if nobody_listens(hidden, weight):
+        if is_unobserved(hidden, weight):
             output = operator.forward(*tensors, call)
         else:
             output = getattr(torch.ops.cce_dist, operator.forward_name)(*tensors, *flat(call), None)
@@ -227,28 +229,28 @@ class _Eager(torch.autograd.Function):
         return None, None, None, *ctx.operator.differentiate(ctx, list(ctx.needs_input_grad[3:]), grads)
 
 
-def nobody_listens(*tensors: Tensor) -> bool:
-    """Whether an operator may be called as a function: no dispatch mode is on, and no tensor is of a class of its own."""
+def is_unobserved(*tensors: Tensor) -> bool:
+    """Whether a call may skip the dispatcher: no dispatch mode is active, and no tensor is of a subclass."""
     plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
     return plain and torch._C._len_torch_dispatch_stack() == 0
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
-    """Turn autocast off, if it is on: entering ``torch.autocast`` takes the host longer than asking."""
+    """Turn autocast off if it is on. Entering ``torch.autocast`` takes the host longer than this check."""
     is_on = torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
 def differentiable_once(public_name: str, found: Sequence[Tensor], depends_on: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return gradients such that differentiating them, with respect to what they depend on, raises RuntimeError."""
+    """Return the gradients, connected to ``depends_on`` so that differentiating them raises RuntimeError."""
     tracked = [x for x in depends_on if x is not None and x.requires_grad]
     return list(_Refuse.apply(public_name, len(found), *found, *tracked))  # type: ignore[arg-type]
 
 
 class _Refuse(torch.autograd.Function):
-    """Gradients that were asked for with create_graph=True: usable, but not differentiable.
+    """Identity function for gradients that were computed with create_graph=True. Its backward raises RuntimeError.
 
-    The tensors that they depend on come along, so that whoever differentiates with respect to those arrives here.
+    The tensors that the gradients depend on are inputs too, so that every second derivative passes through here.
     """
 
     @staticmethod
@@ -262,7 +264,7 @@ class _Refuse(torch.autograd.Function):
 
 
 def refuse_transforms(public_name: str, *tensors: Tensor | None) -> None:
-    """Raise RuntimeError inside a transform of torch.func, for batched gradients, and for dual numbers of forward mode."""
+    """Raise RuntimeError inside a transform of torch.func, for batched tensors, and for forward-mode dual numbers."""
     if torch.compiler.is_compiling():
         return
     batched = any(tensor is not None and is_legacy_batchedtensor(tensor) for tensor in tensors)

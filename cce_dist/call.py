@@ -1,6 +1,6 @@
-"""Options: the arguments of one call that are no operands, checked. Call: what forward and backward are told beside tensors.
+"""``Options``: the checked arguments of a public function. ``Call``: everything an operator takes besides tensors.
 
-A ``Call`` is made of plain values that an operator can take.
+A ``Call`` consists of plain values (numbers, strings, bools), so that an operator of torch.library can take them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from cce_dist.kernels import Spec
 from cce_dist.shard import VocabShard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_TOP = 1024  # the largest top_k
+MAX_TOP_K = 1024
 AUX = ("nll", "lse", "target_logit", "entropy", "z_loss", "filter_stats", "max_logit", "label_is_max")
 
 
 class LossOptions(TypedDict, total=False):
-    """The options of ``linear_cross_entropy``, where they are documented, but for ``return_aux``."""
+    """The keyword arguments of ``linear_cross_entropy`` except ``return_aux``. They are documented there."""
 
     linear_bias: Tensor | None
     weight: Tensor | None
@@ -48,7 +48,7 @@ class LossOptions(TypedDict, total=False):
 
 
 def is_symbol(value: Any) -> bool:
-    """Whether a number is a symbol of torch.compile: it changes from call to call, and no graph is made for each value."""
+    """Whether torch.compile traces a number as a symbol, because its value changes from call to call."""
     if value is None or isinstance(value, Tensor) or not torch.compiler.is_compiling():
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value
@@ -57,23 +57,23 @@ def is_symbol(value: Any) -> bool:
 
 
 def numbers_of(*values: float | None) -> Tensor | None:
-    """Return the numbers of a call as a tensor on the CPU if one is a symbol, which no operator takes as an argument."""
+    """Return the numbers as a CPU tensor if one is a symbol, else None. An operator takes no symbol as an argument."""
     if not any(is_symbol(value) for value in values):
         return None
     zero = torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.stack([zero if value is None else zero + value for value in values])
 
 
-def stand_in(value: float) -> float:
-    """Return the number, or in place of a symbol one for which a graph takes the same turns; see ``numbers_of``."""
-    return 2.0 if is_symbol(value) else value
+def concrete(value: float) -> float:
+    """Return the number, or a placeholder for a symbol, whose value the operator finds in ``numbers_of``."""
+    return 2.0 if is_symbol(value) else value  # 0 or 1 would select special cases
 
 
 def _plain(name: str, value: Any) -> float:
-    """A number, or a 0-d tensor that needs no gradient: reading one that is on a GPU waits for the GPU."""
+    """Return the value of a number or of a 0-d tensor without gradient. Reading a tensor on a GPU waits for it."""
     if not isinstance(value, float) and isinstance(value, Tensor):
         if value.requires_grad:
-            raise TypeError(f"{name} has no gradient here: pass a number, or a tensor that requires none")
+            raise TypeError(f"{name} gets no gradient: pass a number, or a tensor that does not require one")
         if value.dim() != 0:
             raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
         value = value.item()
@@ -81,14 +81,14 @@ def _plain(name: str, value: Any) -> float:
 
 
 def _z_loss_weight(name: str, value: Any) -> float | Tensor:
-    """As ``_plain``; a compiled graph reads no tensor, and multiplies by it instead."""
+    """Return the value as ``_plain`` does, but return a tensor as it is inside a compiled graph, which cannot read it."""
     if torch.compiler.is_compiling() and isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad:
         return value
     return _plain(name, value)
 
 
 def _ignore_index(name: str, value: Any) -> int:
-    return -100 if value is None else integer(name, value)  # None is F.linear_cross_entropy's default, and means -100
+    return -100 if value is None else integer(name, value)  # None is the default of F.linear_cross_entropy
 
 
 def _smoothing(name: str, value: Any) -> float:
@@ -99,7 +99,7 @@ def _smoothing(name: str, value: Any) -> float:
 
 
 def _scale(name: str, value: Any) -> float:
-    return _plain(name, value.detach() if isinstance(value, Tensor) else value)  # its gradient: terms.learn_scale
+    return _plain(name, value.detach() if isinstance(value, Tensor) else value)  # terms.learn_scale adds its gradient
 
 
 def _softcap(name: str, value: Any) -> float | None:
@@ -112,7 +112,7 @@ def _softcap(name: str, value: Any) -> float | None:
 
 
 def _num_tokens(name: str, value: Any) -> float | Tensor | None:
-    """A positive number, or a 0-d tensor, which may be 0. A tensor on a GPU is not read."""
+    """Check a divisor: a positive number, or a 0-d tensor that may hold 0. A tensor on a GPU is not read."""
     if value is None:
         return None
     if not isinstance(value, Tensor):
@@ -131,7 +131,7 @@ def _num_tokens(name: str, value: Any) -> float | Tensor | None:
 
 
 def _return_aux(name: str, value: Any) -> tuple[str, ...]:
-    """The names of the outputs, in the order of ``AUX``."""
+    """Return the names of the requested outputs in the order of ``AUX``."""
     if isinstance(value, bool):
         return AUX if value else ()
     if not isinstance(value, (tuple, list, set, frozenset)) or not value:
@@ -148,15 +148,15 @@ def _reduce_dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def _top_k(name: str, value: Any) -> int:
-    if integer(name, value, 0) > MOST_TOP:
-        raise ValueError(f"{name} must be at most {MOST_TOP}, got {value}")
+    if integer(name, value, 0) > MAX_TOP_K:
+        raise ValueError(f"{name} must be at most {MAX_TOP_K}, got {value}")
     return int(value)
 
 
 class Options(NamedTuple):
-    """The options of ``linear_cross_entropy`` that are neither operands nor a shard, under their public names."""
+    """The options of ``linear_cross_entropy`` that are neither tensors nor a shard, under their public names."""
 
-    function, labels = "linear_cross_entropy", "target"  # names of function and labels in messages
+    function, labels = "linear_cross_entropy", "target"  # names of the function and its labels in messages
 
     ignore_index: int = -100
     reduction: str = "mean"
@@ -172,7 +172,7 @@ class Options(NamedTuple):
     return_aux: tuple[str, ...] = ()
     backend: str = "auto"
     workspace_bytes: int = 0  # 0: chosen from the shapes
-    expected_weights: bool = True  # whether forward may expect anything of upstream gradients
+    expected_weights: bool = True  # whether forward may assume proportions of the upstream gradients
 
     @property
     def has_z_loss(self) -> bool:
@@ -200,17 +200,13 @@ class LogProbOptions(NamedTuple):
 
 
 _Either = TypeVar("_Either", Options, LogProbOptions)
-# Arguments of these types are keys of the cache of checked options: equal type and value give an equal answer.
-_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, GradFilter})
+# Checked options are cached if all arguments have these types: equal type and value give an equal result.
+_CACHEABLE = frozenset({bool, int, float, str, type(None), torch.dtype, GradFilter})
 
 
 def checked(record: type[_Either], **given: Any) -> _Either:
-    """Check the options given, each by itself and those that have to fit each other.
-
-    Raises:
-        ValueError, TypeError: One line that names the option.
-    """
-    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, given.values())):
+    """Check each option and the combinations that exclude each other. Raise ValueError or TypeError naming the option."""
+    if torch.compiler.is_compiling() or not _CACHEABLE.issuperset(map(type, given.values())):
         return _check(record, **given)
     return _check_once(record, **given)
 
@@ -251,19 +247,12 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 class Layout(NamedTuple):
-    """How the tensors lie over ranks.
+    """How the tensors are distributed over ranks."""
 
-    Attributes:
-        group_name: The vocabulary-parallel group; empty: the vocabulary is not split.
-        sequence_parallel: Hidden states are this rank's slice of dim 0.
-        partial: d_hidden stays this shard's part.
-        reduce_dtype: Dtype that d_hidden is summed over the group in; empty: its own.
-    """
-
-    group_name: str = ""
-    sequence_parallel: bool = False
-    partial: bool = False
-    reduce_dtype: str = ""
+    group_name: str = ""  # the vocabulary-parallel group; empty: the vocabulary is not split
+    sequence_parallel: bool = False  # hidden states are this rank's slice of dim 0
+    partial: bool = False  # d_hidden is not summed over the group
+    reduce_dtype: str = ""  # dtype of the sum of d_hidden over the group; empty: the dtype of d_hidden
 
     @classmethod
     def of(cls, shard: VocabShard, options: Options | LogProbOptions) -> Layout:
@@ -271,31 +260,22 @@ class Layout(NamedTuple):
         return cls(shard.group_name, options.sequence_parallel, options.input_grad == "partial", name)
 
     def sums(self, num_ranks: int) -> bool:
-        """Whether d_hidden is summed over the group. A group of one rank sums nothing, but leaves its slice."""
+        """Whether d_hidden is summed over the group. With sequence parallelism even one rank counts as a sum."""
         return bool(self.group_name) and not self.partial and (num_ranks > 1 or self.sequence_parallel)
 
 
 class Call(NamedTuple):
-    """One call of the operator.
+    """Everything the operator of a loss or of log-probabilities takes besides tensors."""
 
-    Attributes:
-        spec: What is computed on this shard.
-        layout: How the tensors lie over ranks.
-        backend: "torch" or "triton".
-        debug: Check the labels on a GPU, too, which waits for it.
-        argument: The public name of the labels.
-        way: How the call goes. Once it is decided, ``spec`` has its memory budget.
-    """
-
-    spec: Spec
+    spec: Spec  # what is computed on this shard
     layout: Layout = Layout()
-    backend: str = "torch"
-    debug: bool = False
-    argument: str = "target"
-    way: Way = Way()
+    backend: str = "torch"  # or "triton"
+    debug: bool = False  # check labels on a GPU too, which waits for the GPU
+    argument: str = "target"  # the labels' name in messages
+    way: Way = Way()  # once it is decided, spec has the memory budget
 
     def with_numbers(self, numbers: Tensor) -> Call:
-        """Return the call with the numbers of ``numbers_of(logit_scale, softcap)`` in place of their stand-ins."""
+        """Return the call with the values of ``numbers_of(logit_scale, softcap)`` in place of placeholders."""
         scale, softcap = numbers.tolist()
         logits = self.spec.logits._replace(logit_scale=scale, softcap=softcap)
         return self._replace(spec=self.spec._replace(logits=logits))
@@ -303,22 +283,22 @@ class Call(NamedTuple):
 
 @cache
 def _fields(record: type) -> tuple[tuple[str, type, bool], ...]:
-    """Name and type of each field, and whether it is a record itself."""
+    """Return name and type of each field, and whether the field is a record itself."""
     return tuple((name, hint, issubclass(hint, tuple)) for name, hint in get_type_hints(record).items())
 
 
 def flat(record: tuple) -> tuple[Any, ...]:
-    """The values of all fields in order, nested records flattened."""
+    """Return the values of all fields in order, with nested records flattened."""
     return tuple(value for field in record for value in (flat(field) if isinstance(field, tuple) else (field,)))
 
 
 def build(record: type, values: Iterator[Any]) -> Any:
-    """The record that was flattened."""
+    """Rebuild a record from its flat values."""
     return record(*[build(hint, values) if nested else next(values) for _, hint, nested in _fields(record)])
 
 
 def schema(record: type, prefix: str = "") -> Iterator[str]:
-    """Type and name of each flat value, as torch.library writes them."""
+    """Yield type and name of each flat value, as in a schema of torch.library."""
     for name, hint, nested in _fields(record):
         if nested:
             yield from schema(hint, f"{prefix}{name}_")

@@ -1,6 +1,6 @@
-"""Whether an argument is of its kind: each check raises one line that names the argument, before any kernel or collective.
+"""Checks of single arguments. Each one raises a one-line error that names the argument.
 
-The checks run at every call, and torch.compile traces them: they ask no symbolic number for its value.
+The checks run in every call. torch.compile traces them too, so they must not read the value of a symbolic number.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 import torch
 
 LARGEST = torch.finfo(torch.float32).max
-# The abstract ones come last: they are slow to ask, and numpy's numbers alone need them.
+# Abstract types come last: isinstance is slow for them, and only numpy's numbers need them.
 _INTEGERS: tuple[type, ...] = (int, torch.SymInt, Integral)
 _NUMBERS: tuple[type, ...] = (float, int, torch.SymFloat, torch.SymInt, Real)
 
 
 def number(name: str, value: Any) -> float:
-    """Return a number that is finite in fp32; a tensor is none, nor is a bool."""
+    """Return a number as a float. Raise unless it is finite in fp32 and neither a tensor nor a bool."""
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not -LARGEST <= value <= LARGEST:  # math.isfinite would ask a symbolic number for its value
+    if not -LARGEST <= value <= LARGEST:  # math.isfinite would read the value of a symbolic number
         raise ValueError(f"{name} must be finite in fp32, got {value}")
     return float(value)
 
 
 def integer(name: str, value: Any, least: int = -(2**63)) -> int:
-    """Return an integer of 64 bits, at least ``least``; a bool is none."""
+    """Return a 64-bit integer. Raise if it is a bool or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, _INTEGERS):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
     if value < least or value >= 2**63:
@@ -51,16 +51,16 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
 
 
 def kind(name: str, value: Any, wanted: type) -> Any:
-    """Return None or a value of that class, or raise TypeError."""
+    """Return an instance of ``wanted`` or None. Raise TypeError for anything else."""
     if value is not None and not isinstance(value, wanted):
         raise TypeError(f"{name} must be a {wanted.__name__} or None, got {type(value).__name__}")
     return value
 
 
 def tensors(required: dict[str, Any], on_meta: bool = False, **optional: Any) -> None:
-    """Raise TypeError unless every value is a dense tensor (or, if optional, None).
+    """Raise unless every value is a dense tensor. Optional ones may be None.
 
-    Raise ValueError if all of them are on "meta", unless ``on_meta``.
+    All tensors may be on "meta" only with ``on_meta``.
     """
     values = required | {name: value for name, value in optional.items() if value is not None}
     for name, value in values.items():

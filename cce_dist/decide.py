@@ -1,11 +1,10 @@
-"""How a call goes: on which backend, in one pass or two, in which groups of tokens, within which memory budget.
+"""Decide how a call is computed: its backend, one pass or two, groups of tokens, and memory budget.
 
-This is the only file that decides. ``decide`` is a function of integers and strings, so its test is a table. It gets the sizes
-of an even shard of the vocabulary, so that all ranks of a group decide alike however uneven their shards are. For the same
-reason rates are an H200's, and waves are counted for 132 programs, on every device.
+No other file decides. ``decide`` is a function of integers and strings, so its test is a table. All ranks of a group must
+decide alike, so it takes the sizes of an even shard and, on every device, the throughput of an H200 and waves of 132 programs.
 
-A public function decides once and hands the ``Way`` down in its ``Call``. An operator inside a graph of ``torch.compile``
-decides when it runs: sizes may be symbols while the graph is traced. ``cce_dist.explain`` says a way in words.
+A public function decides once and passes the ``Way`` down in its ``Call``. An operator inside a graph of ``torch.compile``
+decides when it runs, because sizes may be symbols while the graph is traced. ``cce_dist.explain`` describes a way in words.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ BACKENDS = ("auto", "triton", "torch")
 
 
 class Where(NamedTuple):
-    """What a way follows from beside the sizes and the task.
+    """What ``decide`` needs to know about a call besides its sizes and its ``Spec``.
 
     Attributes:
         backend: "torch" or "triton".
         dtype: Dtype of hidden states and weight, such as "torch.bfloat16".
         summed: Whether d_hidden is summed over ranks.
-        upstream: What forward knows of the upstream gradient. "number": the loss is one number, so it is a factor of all
-            gradients. "tokens": there is a loss for each token, and its gradient is expected to be in proportion to weights.
-            "unknown": neither, for example because other outputs have gradients of their own.
+        upstream: What forward knows about the upstream gradient. "number": the loss is a scalar, so its upstream gradient
+            multiplies all gradients. "tokens": losses are per token, with upstream gradients that are expected to be
+            proportional to known weights. "unknown": neither, for example because other outputs may have gradients too.
         has_buffer: Whether d_weight is added to a buffer (``grad_weight_out``).
     """
 
@@ -47,15 +46,15 @@ class Where(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a call goes.
+    """How a call is computed.
 
     Attributes:
         backend: The module of ``cce_dist.kernels`` that computes: "dense", "exact" or "filter". Empty: not decided yet.
-        passes: "two": forward, then backward. "one": forward makes the gradients too, group by group (``groups.py``).
-        groups: The groups of tokens of one pass.
+        passes: "two": forward, then backward. "one": forward computes the gradients too, group by group (``groups.py``).
+        groups: The groups of tokens if ``passes`` is "one".
         workspace_bytes: The memory budget.
         ready_rows: Tokens per chunk of the overlapped all-reduce of d_hidden; 0: one all-reduce of all tokens.
-        reason: Why a filter that was asked for is off, and why there are two passes where not all exponentials are kept.
+        reason: Why a requested filter is off, and why there are two passes although not all exponentials are kept.
     """
 
     backend: str = ""
@@ -96,8 +95,8 @@ def choose_backend(backend: str, forced: str, device_type: str, dtype: torch.dty
 
 
 def decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
-    """Return the way of a loss or of log-probabilities, for the sizes of an even shard. Answers are remembered."""
-    # A symbol of torch.compile has no hash.
+    """Return the way of a loss or of log-probabilities for the sizes of an even shard. Results are cached."""
+    # Symbols of torch.compile have no hash.
     return _decide_once(sizes, spec, where) if all(isinstance(n, int) for n in sizes) else _decide(sizes, spec, where)
 
 
@@ -107,9 +106,10 @@ def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
     can_keep = backend == "exact" and spec.can_keep(where.dtype)
     workspace_bytes = spec.workspace_bytes or memory.default_workspace(sizes, can_keep)
     way = Way(backend, workspace_bytes=workspace_bytes)
-    if where.summed and backend != "dense":  # whose outer loop is over the vocabulary
-        room = memory.beside_lists(sizes, spec.want.top_k, workspace_bytes)
-        way = way._replace(ready_rows=_ready_rows(sizes, room if can_keep else 0, workspace_bytes))
+    # The outer loop of "dense" is over the vocabulary, so that all rows of d_hidden become final together.
+    if where.summed and backend != "dense":
+        available = memory.beside_lists(sizes, spec.want.top_k, workspace_bytes)
+        way = way._replace(ready_rows=_ready_rows(sizes, available if can_keep else 0, workspace_bytes))
     why_two = ""
     if can_keep:
         groups, why_two = _groups_of(sizes, spec, where, workspace_bytes)
@@ -126,7 +126,7 @@ _decide_once = lru_cache(maxsize=1024)(_decide)
 
 
 def decide_heads(sizes: Sizes, spec: Divergence, where: Where) -> Way:
-    """Return the way of a divergence of two heads: always two passes."""
+    """Return the way of a divergence between two heads. It always takes two passes."""
     backend = "dense" if where.backend == "torch" else "exact"
     can_keep = backend == "exact" and spec.can_keep(where.dtype)
     workspace_bytes = spec.workspace_bytes or memory.default_workspace(sizes, can_keep)
@@ -141,8 +141,8 @@ def upstream_of(reduction: str, is_expected: bool, returns_more: bool) -> str:
 
     Args:
         reduction: "none", "mean" or "sum".
-        is_expected: Whether the upstream gradient of a loss for each token is expected to be in proportion to weights.
-        returns_more: Whether there are other outputs, or terms of the loss that are added outside of the operator.
+        is_expected: Whether the upstream gradients of per-token losses are expected to be proportional to known weights.
+        returns_more: Whether there are other outputs, or terms of the loss that autograd adds outside of the operator.
     """
     if returns_more:
         return "unknown"
@@ -152,29 +152,29 @@ def upstream_of(reduction: str, is_expected: bool, returns_more: bool) -> str:
 
 
 def may_take_one_pass(backend: str, spec: Spec, where: Where) -> bool:
-    """Whether forward could make the gradients at any size."""
+    """Whether the options allow forward to compute the gradients, whatever the sizes."""
     if not spec.want.grad or where.upstream == "unknown" or backend == "filter":
         return False
     if backend == "dense" and spec.filter.eps > 0:
         return False
-    # fp16 has too short an exponent for gradients that an unknown number multiplies later.
+    # Gradients in fp16 may underflow before the unknown upstream gradient multiplies them.
     return not (where.upstream == "tokens" and where.dtype == "torch.float16")
 
 
 def takes_operator_of_both(spec: Spec, where: Where, forced: bool) -> bool:
-    """Whether ``torch.compile`` takes the call into its graph as one operator, which makes the gradients in forward.
+    """Whether ``torch.compile`` takes the call as one operator that computes loss and gradients in its forward.
 
-    Sizes do not matter: where the operator finds no groups it runs forward and backward one after another. ``forced``: a test
-    has forced groups.
+    Sizes do not matter: if all exponentials fit, the operator runs forward and backward one after the other. ``forced`` says
+    that a test has forced groups.
     """
     if where.upstream != "number" or where.has_buffer or spec.filter.eps > 0 or not spec.want.grad:
         return False
-    # fp16 has too short an exponent for gradients that a loss scale multiplies later; fp32 keeps no exponentials.
+    # Gradients in fp16 may underflow before a loss scale multiplies them. In fp32 no exponentials are kept.
     return forced or (where.backend == "triton" and where.dtype == "torch.bfloat16")
 
 
 def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:
-    """Return the backend, and why a filter is off that was asked for."""
+    """Return the backend, and why a requested filter is off."""
     if where.backend == "torch":
         return "dense", ""
     kept = spec.filter
@@ -183,41 +183,38 @@ def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:
     if spec.want.uniform and spec.logits.softcap > 0:
         return "exact", "the filter is off because label smoothing under a softcap has no control variate"
     if not set(spec.logits.tensors.split()) <= {"bias"}:
-        return "exact", "the filter is off because its samples of columns know no tensor of the head but a bias"
+        return "exact", "the filter is off because its samples of columns support no tensor of the head except a bias"
     if kept.always or _filter_pays(sizes, spec, where):
         return "filter", ""
     return "exact", "the filter is off because exact is faster at these sizes"
 
 
 def _filter_pays(sizes: Sizes, spec: Spec, where: Where) -> bool:
-    """Whether the filter takes less time than exact gradients.
-
-    It does not depend on which gradients this rank needs, because all ranks of a group have to agree.
-    """
+    """Whether the filter is faster than exact gradients, assuming that all gradients are wanted, as all ranks must agree."""
     with_grad = spec._replace(want=spec.want._replace(grad=True))
     exact_sides = (not spec.filter.hidden) + (not spec.filter.weight)
     return costs.filter_pays(sizes, with_grad.can_keep(where.dtype), spec.workspace_bytes, exact_sides)
 
 
 def _groups_of(sizes: Sizes, spec: Spec, where: Where, workspace_bytes: int) -> tuple[Groups | None, str]:
-    """Return the groups of one pass; or None, and why there are two passes unless all exponentials are kept."""
+    """Return the groups of one pass; or None and, unless all exponentials are kept, the reason for two passes."""
     if memory.bytes_of_all(sizes) <= workspace_bytes:
         return None, ""
     if not may_take_one_pass("exact", spec, where):
         return None, "one pass would have to know the upstream gradient in forward"
     groups = memory.groups_of(sizes, workspace_bytes, holds_weight=where.has_buffer)
-    return groups, "" if groups else "one pass would need a larger budget for its groups of tokens"
+    return groups, "" if groups else "one pass needs a larger budget for its groups of tokens"
 
 
-def _ready_rows(sizes: Sizes, room: int, workspace_bytes: int) -> int:
-    """Return ``Way.ready_rows``. Where ``room`` holds exponentials, all tokens' d_hidden becomes final together."""
-    if room > 0 and memory.columns_kept(sizes, room) > 0:
+def _ready_rows(sizes: Sizes, available: int, workspace_bytes: int) -> int:
+    """Return ``Way.ready_rows``. ``available``: bytes for kept exponentials, with which all rows become final together."""
+    if available > 0 and memory.columns_kept(sizes, available) > 0:
         return 0
     return memory.most_rows(sizes, workspace_bytes)
 
 
 def in_words(way: Way, sizes: Sizes, spec: Spec, where: Where) -> str:
-    """Return one sentence about the way of a loss, for ``cce_dist.explain``."""
+    """Describe the way of a loss in one sentence, for ``cce_dist.explain``."""
     name = {"dense": "plain torch", "exact": "exact", "filter": "filtered"}[way.backend]
     if way.backend == "dense" and spec.filter.eps > 0:
         name = "plain torch, filtered"

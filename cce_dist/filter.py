@@ -1,4 +1,4 @@
-"""GradFilter: which elements of the logits' gradient are worth computing, and what stands in for the others."""
+"""GradFilter: which elements of the logits' gradient are computed, and how the dropped ones are compensated."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ from cce_dist.checks import boolean, number
 
 @dataclass(frozen=True)
 class GradFilter:
-    """Drop the part of the gradient in which nothing matters, and repair what dropping does to the mean.
+    """Skip negligible elements of the logits' gradient, and compensate for them.
 
-    Every element of the softmax's gradient that reaches ``eps`` times the gradient of its token's label is kept, and so is the
-    label's own. The whole gradient is looked at: z-loss and upstream gradients included. Where the entropy is differentiated
-    everything is kept. The uniform term of label smoothing is never dropped. The Triton backend may keep more, never less.
+    The gradient of a logit has a softmax term, the probability times a coefficient that includes the z-loss. This term is kept
+    if its absolute value is at least ``eps`` times the gradient of the token's negative log-likelihood. The label's own element
+    and the uniform term of label smoothing are always kept. If the entropy is differentiated, everything is kept. The Triton
+    backend may keep more elements, never fewer.
 
-    What is dropped is tiny, element by element, but it all pushes the same way: without compensation the mean of dE over
-    tokens is wrong by tens of percent. With compensation a rank-1 matrix replaces the dropped part: its row sums, times
-    each column's share of the column sums (taken of absolute values). So the mean of dE is right, where upstream gradients have
-    one sign, and every row of the weight gets its gradient. Where the sizes allow it, sampled columns and tokens correct that
-    matrix for dE and for dC, as far as they are more than noise: docs/filter.md has the formulas.
+    Dropped elements are tiny, but most have the same sign: without compensation the mean of dE over tokens is off by tens of
+    percent. Compensation replaces the dropped part by a rank-1 matrix: the outer product of its row sums and each column's
+    share of the absolute values. It preserves the mean of dE if the upstream gradients have one sign, and gives every row of
+    the weight a gradient. For large enough sizes, sampled columns and tokens correct this matrix; docs/filter.md has the
+    formulas.
+
+    The filter has a cost of its own, so the Triton backend computes exact gradients for a small head. ``filter_stats`` then
+    reports that everything is kept. The decision depends only on the number of tokens, D, the size of an even shard, the dtype
+    and ``workspace_bytes``, so it is the same on every rank and in every step. The torch backend always filters, as a reference
+    that saves no time.
 
     Args:
-        eps: Threshold, in the units of a probability. 0 keeps everything.
-        compensate: False is the plain filter of the paper.
-        hidden: False leaves dE exact ("FullE").
-        weight: False leaves dC exact ("FullC").
-        always: True filters whatever it costs; see below.
-
-    **Where it does nothing.** A filter has a cost of its own, so on a small head exact gradients take less time. The Triton
-    backend then computes those, and ``filter_stats`` says that all is kept. The sizes alone decide (tokens, D, ids of a shard,
-    dtype, ``workspace_bytes``), so every rank and every step does the same. ``always=True`` is for studies of the filter. The
-    torch backend always filters: it says what the filter means, and saves no time.
+        eps: Threshold in [0, 1), in units of a probability. 0 keeps everything.
+        compensate: Whether to compensate for dropped elements. False is the plain filter of the paper.
+        hidden: Whether to filter dE. False is the paper's "FullE".
+        weight: Whether to filter dC. False is the paper's "FullC".
+        always: Whether to filter even if exact gradients are faster. For studies of the filter.
 
     Raises:
-        ValueError, TypeError: eps is not in [0, 1), or a flag is no bool.
+        ValueError: eps is not in [0, 1).
+        TypeError: eps is not a number, or a flag is not a bool.
 
-    Source: Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.), section 4.3, for the filter. The
-    compensation is this project's.
+    Source:
+        Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.), section 4.3, for the filter. The compensation is
+        this project's.
     """
 
     eps: float = 2.0**-10
@@ -57,12 +60,12 @@ class GradFilter:
 
 
 class FilterStats(NamedTuple):
-    """What the filter does on this rank's shard, from the forward pass; 0-d fp32 tensors, read them when you like.
+    """Statistics of the filter on this rank's shard: 0-d fp32 tensors, computed by forward.
 
     Attributes:
-        kept: Share of the logits that are kept, over the tokens that are not ignored.
-        dropped_mass_mean: Softmax mass dropped, mean over the tokens that are not ignored.
-        dropped_mass_max: The same, maximum over tokens.
+        kept: Fraction of the logits of tokens that are not ignored whose gradient is kept.
+        dropped_mass_mean: Softmax probability of a token's dropped logits, averaged over the tokens that are not ignored.
+        dropped_mass_max: Largest softmax probability of a token's dropped logits.
     """
 
     kept: Tensor

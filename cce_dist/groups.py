@@ -1,15 +1,15 @@
-"""A loss with its gradients made in forward, a group of tokens at a time: three products, whatever the budget.
+"""A loss whose forward computes its gradients, one group of tokens after another: three matrix products at any budget.
 
-A token's gradient waits for other tokens in one place alone, the sum over tokens in dC. So where the exponentials of all tokens
-do not fit the budget, one group of tokens is finished before the next begins: its exponentials with the log-sum-exp, its
-statistics merged over the ranks, its dE, and its part of dC, which is added to the groups before. Nothing is computed twice.
-More groups cost one more read and write of dC each. Where they are many, dC has 8 bits more while it is added up.
+Tokens depend on each other only in the sum over tokens of d_weight. So if the exponentials of all tokens do not fit the budget,
+forward finishes one group of tokens before it begins another: exponentials and log-sum-exp, statistics merged over the ranks,
+d_hidden, and the group's part of d_weight, which is added to the sum of the previous groups. Nothing is computed twice. Each
+group reads and writes d_weight once more. With many groups, the sum of d_weight has 8 additional bits.
 
-The upstream gradient is not known in forward. The upstream gradient of a reduced loss is a scalar. Backward multiplies by it,
-and the kernel returns early if it is 1. The upstream gradients of per-token losses are expected to be proportional to weights.
-Backward multiplies d_hidden of each token by the token's own upstream gradient. It multiplies d_weight by the common factor if
-the device finds one. Otherwise it sets d_weight to 0 and computes the logits' gradients again for d_weight alone, with launches
-that return early in the first case. A second backward makes all gradients again.
+Forward does not know the upstream gradient. The upstream gradient of a reduced loss is a scalar: backward multiplies by it, and
+the kernel returns early if it is 1. The upstream gradients of per-token losses are expected to be proportional to weights:
+backward multiplies d_hidden of each token by the token's own upstream gradient, and d_weight by the common factor if the device
+finds one. Otherwise it sets d_weight to 0 and recomputes the logits' gradients for d_weight alone, by launches that return
+early if there is a common factor. A second backward recomputes everything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 
 from cce_dist import checks, decide, merge
 from cce_dist.agree import label_error
-from cce_dist.autograd import differentiable_once, nobody_listens, refuse_transforms, replayed, without_autocast
+from cce_dist.autograd import differentiable_once, is_unobserved, refuse_transforms, replayed, without_autocast
 from cce_dist.call import Call
 from cce_dist.decide import Where
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
@@ -35,14 +35,14 @@ from cce_dist.kernels.memory import Groups
 from cce_dist.kernels.precision import accumulator, widened
 from cce_dist.op import decided, operands_of, sum_group_of
 
-# Expected weights of a token, relative to the largest: the least, which stands for 0, and what counts as rounding.
-LEAST_WEIGHT, ROUNDING = 2.0**-40, 2.0**-20
+# Relative to the largest expected weight: the minimum, which stands for 0, and the tolerance for rounding.
+MIN_WEIGHT, ROUNDING = 2.0**-40, 2.0**-20
 _FORCED: Groups | None = None
 
 
 @contextmanager
 def of_rows(rows: int | None, low: bool = False) -> Iterator[None]:
-    """Test hook: force groups of so many tokens, on any backend and at any size. None restores the default."""
+    """Test hook: force groups of ``rows`` tokens, on any backend and at any size. None restores the default."""
     global _FORCED
     before, _FORCED = _FORCED, None if rows is None else Groups(checks.integer("rows", rows, 1), low)
     try:
@@ -57,13 +57,12 @@ def are_forced() -> bool:
 
 
 def decided_now(call: Call, x: Operands, num_ranks: int, where: Where) -> Call:
-    """Return the call with its way, as ``op.decided`` does, by the state of the process too.
+    """Decide the way of a call by ``op.decided`` and by the state of the process.
 
-    There are two passes inside a transform of torch.func, and where a dispatch mode or a tensor subclass looks at operators.
-    A test may force groups.
+    A transform of torch.func, a dispatch mode and tensor subclasses need two passes. A test may force groups.
     """
     in_transform = maybe_current_level() is not None or forward_ad._current_level >= 0
-    if in_transform or not nobody_listens(x.hidden, x.weight):
+    if in_transform or not is_unobserved(x.hidden, x.weight):
         where = where._replace(upstream="unknown")
     call = decided(call, x.hidden, x.num_tokens, num_ranks, where)
     if _FORCED is None or not decide.may_take_one_pass(call.way.backend, call.spec, where):
@@ -78,13 +77,13 @@ class Terms(NamedTuple):
     reduced loss is the sum of the tokens' losses, divided by the divisor.
     """
 
-    divisor: float | Tensor | None  # None: the loss is one for each token
+    divisor: float | Tensor | None  # None: losses are per token
     z_loss_weight: float | Tensor = 0.0  # no gradient
     label_smoothing: float = 0.0
-    weight_N: Tensor | None = None  # fp32, of the labels' classes, 0 where the label is ignored; None: 1
+    weight_N: Tensor | None = None  # fp32 class weights of the labels, 0 for ignored labels; None: 1
 
     def losses(self, nll_N: Tensor, lse_N: Tensor, uniform_nll_N: Tensor) -> Tensor:
-        """Return the tokens' losses before they are divided."""
+        """Return the tokens' losses before the division."""
         if self.label_smoothing:
             nll_N = (1 - self.label_smoothing) * nll_N + self.label_smoothing * uniform_nll_N
         if isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight:
@@ -105,13 +104,13 @@ class Terms(NamedTuple):
 
 def loss(x: Operands, terms: Terms, call: Call, expected_N: Tensor | None = None,
          grad_weight_out: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Return the sum of the tokens' losses, divided: 0-d fp32, differentiable once; without a divisor, the losses [N].
+    """Return the reduced loss, 0-d fp32, or without a divisor the per-token losses, [N]. Differentiable once.
 
     Args:
-        x: The operands; the labels in place of their ids. Under sequence parallelism hidden states are this rank's slice.
-        terms: What the loss is made of.
-        call: What is computed, in one pass.
-        expected_N: [N] what upstream gradients of the losses are expected to be in proportion to; None: all are equal.
+        x: The operands, with the labels as its ids. Under sequence parallelism hidden states are this rank's slice.
+        terms: How the loss is built from negative log-likelihoods.
+        call: The call. Its way takes one pass.
+        expected_N: [N] weights that the upstream gradients are expected to be proportional to; None: equal weights.
         grad_weight_out: Buffer that backward adds d_weight to.
     """
     if terms.divisor is not None:
@@ -121,12 +120,12 @@ def loss(x: Operands, terms: Terms, call: Call, expected_N: Tensor | None = None
 
 
 def on_device(divisor: float | Tensor, device: torch.device) -> Tensor:
-    """Return a divisor as a 0-d tensor there."""
+    """Return a divisor as a 0-d tensor on ``device``."""
     return divisor.to(device) if isinstance(divisor, Tensor) else torch.full((), float(divisor), device=device)
 
 
-class _Made(NamedTuple):
-    """Gradients for the upstream gradient ``expected_N``, None where none is wanted, and what makes them again."""
+class _ForwardGradients(NamedTuple):
+    """Gradients for the upstream gradient ``expected_N``, None if not wanted, and what recomputing them needs."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -137,96 +136,102 @@ class _Made(NamedTuple):
 
 
 class _InGroups(torch.autograd.Function):
-    """One pass, as autograd sees it. Autograd tracks arguments, not lists, so the head's tensors come last."""
+    """The autograd function of one pass. Autograd does not look into lists, so the head's tensors come last."""
 
     @staticmethod
     def forward(ctx, given: tuple[Any, ...], hidden: Tensor, weight: Tensor, *head: Tensor) -> Tensor:
         labels, ctx.grad_weight_out, terms, expected_N, call = given
         ctx.save_for_backward(labels, hidden, weight, *head)
-        ctx.told = terms, expected_N, call, ctx.needs_input_grad[1:]
-        # No saved tensors: the first backward takes these away, scales them in place, and leaves them to the parameters.
-        found, ctx.made = run(hidden, weight, [*head], labels, *ctx.told)
-        return found
+        ctx.run_args = terms, expected_N, call, ctx.needs_input_grad[1:]
+        # The gradients are no saved tensors: the first backward scales them in place and returns them to autograd.
+        loss, ctx.gradients = run(hidden, weight, [*head], labels, *ctx.run_args)
+        return loss
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> Any:
-        # First, and once: a checkpoint recomputes its forward here, and hands out each tensor a single time.
+        # Read saved_tensors first and only once: a checkpoint recomputes its forward here, and returns each tensor once.
         labels, hidden, weight, *head = ctx.saved_tensors
         refuse_transforms("linear_cross_entropy", grads[0])
         with torch.no_grad():
-            if ctx.made is None:
-                ctx.made = run(hidden, weight, head, labels, *ctx.told)[1]
+            if ctx.gradients is None:
+                ctx.gradients = run(hidden, weight, head, labels, *ctx.run_args)[1]
             found = _times_upstream(ctx, (hidden, weight, head), widened(grads[0]))
         if torch.is_grad_enabled():
             nothing = grads[0].new_empty(0)
-            there = [nothing if tensor is None else tensor for tensor in found]
-            once = differentiable_once("linear_cross_entropy", there, (hidden, weight, *head, grads[0]))
-            found = [None if tensor is None else one for tensor, one in zip(found, once, strict=True)]
+            dense = [nothing if tensor is None else tensor for tensor in found]
+            once = differentiable_once("linear_cross_entropy", dense, (hidden, weight, *head, grads[0]))
+            found = [None if tensor is None else grad for tensor, grad in zip(found, once, strict=True)]
         return None, *found
 
 
 def _times_upstream(
     ctx: Any, operands: tuple[Tensor, Tensor, list[Tensor]], upstream: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of hidden states, weight and head, in the storage of those that were made, and take these away."""
-    made, ctx.made = ctx.made, None
-    (terms, _, call, *_), out = ctx.told, ctx.grad_weight_out
-    ids_N, factor_N, factor, anew = made.ids_N, upstream, upstream, False
+    """Scale forward's gradients in place by the upstream gradient, return them, and remove them from ``ctx``."""
+    gradients, ctx.gradients = ctx.gradients, None
+    (terms, _, call, *_), out = ctx.run_args, ctx.grad_weight_out
+    ids_N, factor_N, factor, may_differ = gradients.ids_N, upstream, upstream, False
     if terms.divisor is None and len(ids_N) == 0:
-        factor_N = factor = torch.ones((), device=upstream.device)  # All are zeros.
+        factor_N = factor = torch.ones((), device=upstream.device)  # all gradients are 0
     elif terms.divisor is None:
-        factor_N = upstream / made.expected_N
+        factor_N = upstream / gradients.expected_N
         group = merge.resolve(call.layout.group_name)
         if call.layout.sequence_parallel and group is not None:
             factor_N = factor_N.chunk(group.size())[group.rank()]
-        anew = made.weight is not None or made.bias is not None
-    if anew:
-        factor, differs = _common_factor(upstream, made)
+        may_differ = gradients.weight is not None or gradients.bias is not None
+    if may_differ:
+        factor, differs = _common_factor(upstream, gradients)
         ids_N = torch.where(differs, ids_N, IGNORED)
-    _scale(made.hidden, factor_N, call.backend)
-    _scale(made.weight, factor, call.backend, out)
-    _scale(made.bias, factor, call.backend)
+    _scale(gradients.hidden, factor_N, call.backend)
+    _scale(gradients.weight, factor, call.backend, out)
+    _scale(gradients.bias, factor, call.backend)
     if out is not None:
-        made = made._replace(weight=None if made.weight is None else out)  # The other's memory is free.
-    if anew:
-        _add_anew(operands, made._replace(ids_N=ids_N), upstream, terms, call)
-    return made.hidden, made.weight if out is None else None, *call.spec.logits.listed(bias=made.bias)
+        gradients = gradients._replace(weight=None if gradients.weight is None else out)  # frees forward's d_weight
+    if may_differ:
+        _recompute_weight_gradients(operands, gradients._replace(ids_N=ids_N), upstream, terms, call)
+    return gradients.hidden, gradients.weight if out is None else None, *call.spec.logits.listed(bias=gradients.bias)
 
 
-def _common_factor(upstream_N: Tensor, made: _Made) -> tuple[Tensor, Tensor]:
-    """Return the common factor of the upstream gradients, and whether they differ from it; the factor is 0 if they do."""
-    has_label_N = made.ids_N >= 0
-    size_N = torch.where(has_label_N, made.expected_N.abs(), -1.0)
+def _common_factor(upstream_N: Tensor, gradients: _ForwardGradients) -> tuple[Tensor, Tensor]:
+    """Return the common factor of the upstream gradients to ``expected_N``, or 0, and whether there is none."""
+    has_label_N = gradients.ids_N >= 0
+    size_N = torch.where(has_label_N, gradients.expected_N.abs(), -1.0)
     largest = size_N.argmax(0, keepdim=True)
-    factor = upstream_N.index_select(0, largest) / made.expected_N.index_select(0, largest)
-    # LEAST_WEIGHT stands for 0 where the upstream gradient is 0. A NaN is not close to anything, nor is an infinity.
-    reach_N = torch.where(upstream_N == 0, 2 * LEAST_WEIGHT, ROUNDING * size_N)
-    close_N = (upstream_N - factor * made.expected_N).abs() <= factor.abs() * reach_N
+    factor = upstream_N.index_select(0, largest) / gradients.expected_N.index_select(0, largest)
+    # An upstream gradient of 0 matches a weight of MIN_WEIGHT. NaN and infinity match nothing.
+    tolerance_N = torch.where(upstream_N == 0, 2 * MIN_WEIGHT, ROUNDING * size_N)
+    close_N = (upstream_N - factor * gradients.expected_N).abs() <= factor.abs() * tolerance_N
     differs = ~torch.where(has_label_N, close_N, True).all()
     return torch.where(differs, 0.0, factor).view(()), differs
 
 
-def _add_anew(
-    operands: tuple[Tensor, Tensor, list[Tensor]], made: _Made, upstream_N: Tensor, terms: Terms, call: Call
+def _recompute_weight_gradients(
+    operands: tuple[Tensor, Tensor, list[Tensor]],
+    gradients: _ForwardGradients,
+    upstream_N: Tensor,
+    terms: Terms,
+    call: Call,
 ) -> None:
-    """Add the gradients of weight and bias; launches end at once where all tokens are without a label."""
+    """Recompute the gradients of weight and bias and add them. Launches return early if no token has a label."""
     hidden, weight, head = operands
     group = merge.resolve(call.layout.group_name)
     backend, spec = named(call.way.backend), call.spec
     with without_autocast(hidden.device.type):
         if call.layout.sequence_parallel and group is not None:
             hidden = merge.SequenceGather(hidden, group).wait()
-        x = operands_of(hidden, weight, head, made.ids_N, spec)
-        # Logits without a label count as 0, and shall not be compared with a maximum that is far below.
-        softmax = Softmax(*(torch.where(x.ids >= 0, numbers_N, 0.0) for numbers_N in made.softmax[:2]))
+        x = operands_of(hidden, weight, head, gradients.ids_N, spec)
+        # Logits of a token without a label count as 0, so its maximum must not be far below 0.
+        softmax = Softmax(*(torch.where(x.ids >= 0, numbers_N, 0.0) for numbers_N in gradients.softmax[:2]))
         d_losses = terms.gradients(upstream_N, softmax.max + softmax.log_sum)
         coef_4N = backend.coefficients(d_losses, x.ids, spec.vocab_size)
         # A pass without gradients keeps no exponentials.
-        saved_ = backend.saved_of_slices(x, spec._replace(want=spec.want._replace(grad=False)))
-        grads = Grads(False, made.weight is not None, made.bias is not None, made.weight, often_empty=True)
-        d_bias = backend.gradients(x, softmax, coef_4N, saved_ or [], grads, spec)[2]
-        if made.bias is not None and d_bias is not None:
-            made.bias.add_(d_bias)
+        saved = backend.saved_of_slices(x, spec._replace(want=spec.want._replace(grad=False)))
+        grads = Grads(
+            False, gradients.weight is not None, gradients.bias is not None, gradients.weight, often_empty=True
+        )
+        d_bias = backend.gradients(x, softmax, coef_4N, saved or [], grads, spec)[2]
+        if gradients.bias is not None and d_bias is not None:
+            gradients.bias.add_(d_bias)
 
 
 def _scale(values: Tensor | None, factor: Tensor, backend: str, out: Tensor | None = None) -> None:
@@ -243,32 +248,32 @@ def _scale(values: Tensor | None, factor: Tensor, backend: str, out: Tensor | No
 
 
 def times(values: Tensor, factor: Tensor) -> Tensor:
-    """Return the product in fp32, in which 0 times an infinity is 0."""
+    """Return the product in at least fp32, with 0 * inf = 0."""
     return torch.where((values == 0) | (factor == 0), 0.0, widened(values) * factor)
 
 
 def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tensor | None) -> Tensor:
-    """Return the upstream gradients, [N] fp32, that gradients are made for."""
+    """Return the upstream gradients, [N] fp32, that forward computes the gradients for."""
     if divisor is not None:
         return (1.0 / on_device(divisor, ids_N.device).float()).expand(len(ids_N))
     if expected_N is None:
         return torch.ones((), device=ids_N.device).expand(len(ids_N))
-    expected_N = expected_N.double().nan_to_num(0.0, 0.0, 0.0)  # fp32 does not hold weights of every dtype
+    expected_N = expected_N.double().nan_to_num(0.0, 0.0, 0.0)  # float64 and int64 weights may overflow fp32
     expected_N = torch.where(ids_N >= 0, expected_N, 0.0)
     largest = expected_N.abs().amax() if len(ids_N) else expected_N.sum()
-    # Weights that are all 0 are in proportion to nothing, so equal upstream gradients are expected instead.
+    # If all weights are 0, expect equal upstream gradients.
     expected_N = torch.where(largest > 0, expected_N / largest, 1.0).float()
-    # d_hidden of a token is multiplied by its own upstream gradient, so none is made for 0.
-    return torch.where(expected_N.abs() < LEAST_WEIGHT, LEAST_WEIGHT, expected_N)
+    # Backward divides by the expected gradient of a token, so it must not be 0.
+    return torch.where(expected_N.abs() < MIN_WEIGHT, MIN_WEIGHT, expected_N)
 
 
 def run(
     hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, terms: Terms, expected_N: Tensor | None,
     call: Call, wanted: tuple[bool, ...],
-) -> tuple[Tensor, _Made]:  # fmt: skip
-    """Return the loss and its gradients, group by group. ``wanted``: which of hidden states, weight and head get a gradient."""
+) -> tuple[Tensor, _ForwardGradients]:  # fmt: skip
+    """Compute the loss and its gradients. ``wanted``: which of hidden states, weight and head's tensors get a gradient."""
     layout, group, rows = call.layout, merge.resolve(call.layout.group_name), call.way.groups.rows
-    # The sum over ranks begins when a group is done, and nothing of the group waits for it.
+    # A group is computed as if this rank were alone, because d_hidden is summed over ranks only after the whole group.
     backend, spec = named(call.way.backend), call.spec._replace(alone=True)
     x = operands_of(hidden, weight, head, labels, spec)
     call_of_group = call._replace(spec=spec)
@@ -287,44 +292,47 @@ def run(
         d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
         has_low = call.way.groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
         low = weight.new_empty(weight.shape, dtype=torch.int8) if has_low else None
-        made = _Made(d_hidden, None, None, ids, expectation(expected_N, ids, terms.divisor), softmax)
+        gradients = _ForwardGradients(d_hidden, None, None, ids, expectation(expected_N, ids, terms.divisor), softmax)
         sum_group = sum_group_of(layout, group)
         hidden_sum = None
-        if sum_group is not None and made.hidden is not None:
+        if sum_group is not None and gradients.hidden is not None:
             dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
             hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, dtype, x.num_tokens, rows)
         for first in range(0, max(x.num_tokens, 1), rows):
             part = slice(first, min(first + rows, x.num_tokens))
-            of_part = [made.expected_N, *softmax[:2], loss_N, terms.weight_N, made.hidden]
+            of_part = [gradients.expected_N, *softmax[:2], loss_N, terms.weight_N, gradients.hidden]
             of_part = [tensor if tensor is None else tensor[part] for tensor in of_part]
-            tensors = hidden[part], weight, head, ids[part], of_part, [made.weight, low]
+            tensors = hidden[part], weight, head, ids[part], of_part, [gradients.weight, low]
             numbers = [terms.z_loss_weight, terms.label_smoothing]
             d_weight, d_bias = _finish(*tensors, numbers, wanted[1:], call_of_group)
-            if made.weight is None and wanted[1]:  # Later groups add to it by themselves.
-                made = made._replace(weight=d_weight)
+            if gradients.weight is None and wanted[1]:  # later groups add to this tensor
+                gradients = gradients._replace(weight=d_weight)
             if spec.logits.named(wanted[2:]).get("bias", False):
-                made = made._replace(bias=d_bias if made.bias is None else made.bias + d_bias)
-            if hidden_sum is not None and made.hidden is not None:
-                hidden_sum.start(made.hidden[: part.stop])
+                gradients = gradients._replace(bias=d_bias if gradients.bias is None else gradients.bias + d_bias)
+            if hidden_sum is not None and gradients.hidden is not None:
+                hidden_sum.start(gradients.hidden[: part.stop])
         if hidden_sum is not None:
-            made = made._replace(hidden=hidden_sum.wait())
-        if made.bias is not None and x.head.bias is not None:
-            made = made._replace(bias=made.bias.to(x.head.bias.dtype))
-        return loss_N if terms.divisor is None else loss_N.sum() / terms.divisor, made
+            gradients = gradients._replace(hidden=hidden_sum.wait())
+        if gradients.bias is not None and x.head.bias is not None:
+            gradients = gradients._replace(bias=gradients.bias.to(x.head.bias.dtype))
+        return loss_N if terms.divisor is None else loss_N.sum() / terms.divisor, gradients
 
 
 def _finished(
     hidden: Tensor, weight: Tensor, head: list[Tensor], ids_N: Tensor, of_tokens: list[Tensor | None],
     d_weight: list[Tensor | None], numbers: list[Any], wanted: tuple[bool, ...], call: Call,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Finish the tokens of a group: write their softmax, losses and d_hidden, and add to d_weight if there is one.
+    """Compute one group: write its softmax, losses and d_hidden, and add its part to d_weight if there is one.
 
-    The exponentials end with the call. ``of_tokens`` are the expected upstream gradients, the maximum and the logarithm of the
-    sum, the losses, the weights of classes and d_hidden. Beside d_weight stands what 16 bits of it do not hold. ``numbers`` are
-    the weight of the z-loss and the label smoothing.
+    The exponentials of the group are freed at the end.
+
+    Args:
+        of_tokens: expected upstream gradients, maximum and logarithm of the sum, losses, class weights, d_hidden.
+        d_weight: d_weight of the previous groups, and its additional 8 bits; None for what does not exist.
+        numbers: Weight of the z-loss, and label smoothing.
 
     Returns:
-        A new d_weight, and d_bias; an empty tensor for what is not wanted, or not new.
+        A new d_weight, and d_bias; an empty tensor for what is not wanted or not new.
     """
     expected_N, max_N, log_sum_N, loss_N, weight_N, d_hidden = of_tokens
     assert expected_N is not None and max_N is not None and log_sum_N is not None and loss_N is not None
@@ -332,7 +340,7 @@ def _finished(
     z_loss_weight, label_smoothing = numbers
     backend, spec = named(call.way.backend), call.spec
     terms = Terms(None, z_loss_weight, label_smoothing, weight_N)
-    # Without a filter nobody merges a bound.
+    # Only the filter merges a bound over ranks, and it takes two passes.
     stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
     nll_N, lse_N, _, uniform_nll_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), ids_N, spec)
     loss_N.copy_(terms.losses(nll_N, lse_N, uniform_nll_N))
@@ -348,9 +356,9 @@ def _finished(
         hidden_out=d_hidden,
         weight_low=weight_low,
     )
-    _, made, d_bias = backend.gradients(x, Softmax(max_N, log_sum_N), coef_4N, saved, grads, spec)
+    _, new_d_weight, d_bias = backend.gradients(x, Softmax(max_N, log_sum_N), coef_4N, saved, grads, spec)
     nothing = hidden.new_empty(0)
-    return nothing if made is None else made, nothing if d_bias is None else d_bias
+    return nothing if new_d_weight is None else new_d_weight, nothing if d_bias is None else d_bias
 
 
 _finish = replayed(_finished)

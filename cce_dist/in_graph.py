@@ -1,7 +1,7 @@
-"""One number and its gradients as an operator, for graphs of torch.compile.
+"""A reduced loss and its gradients as one operator, for graphs of torch.compile.
 
-Its forward makes the gradients: group by group where the exponentials do not fit the budget (``groups.py``), else by forward
-and backward one after another. Its derivative multiplies them by the upstream gradient.
+The operator's forward computes the gradients: group by group if the exponentials do not fit the budget (``groups.py``), else by
+running forward and backward one after the other. Its backward multiplies them by the upstream gradient.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from cce_dist import groups, merge, op
 from cce_dist.autograd import head_gradients
-from cce_dist.call import Call, Options, build, flat, numbers_of, schema, stand_in
+from cce_dist.call import Call, Options, build, concrete, flat, numbers_of, schema
 from cce_dist.kernels import Operands
 from cce_dist.kernels.precision import accumulator
 
 
 def loss(x: Operands, terms: groups.Terms, call: Call, options: Options) -> Tensor:
-    """Return what ``groups.loss`` does of one number, by an operator that torch.compile takes into its graph.
+    """Return a reduced loss like ``groups.loss``, by an operator that torch.compile takes into its graph.
 
-    Its gradients are made in forward also where they are not made in groups. The arguments are described at ``groups.loss``.
+    See ``groups.loss`` for the arguments.
     """
     divisor, z_loss_weight, label_smoothing, weight_N = terms
     assert divisor is not None and not isinstance(z_loss_weight, Tensor)
@@ -30,7 +30,7 @@ def loss(x: Operands, terms: groups.Terms, call: Call, options: Options) -> Tens
     head = [*x.head.tensors.values()]
     want = [tensor.requires_grad for tensor in (x.hidden, x.weight, *head)]
     return torch.ops.cce_dist.loss_and_gradients(
-        x.hidden, x.weight, head, x.ids, divisor, weight_N, stand_in(z_loss_weight), stand_in(label_smoothing), want,
+        x.hidden, x.weight, head, x.ids, divisor, weight_N, concrete(z_loss_weight), concrete(label_smoothing), want,
         *flat(call), numbers,
     )[0]  # fmt: skip
 
@@ -39,7 +39,7 @@ def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, divisor: Tensor, weight_N: Tensor | None,
     z_loss_weight: float, label_smoothing: float, want: list[bool], *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """The operator: the loss, 0-d fp32, and the gradients that are wanted, as if upstream's were 1."""
+    """Compute the loss, 0-d fp32, and its wanted gradients for an upstream gradient of 1."""
     *flat_call, numbers = given
     call = build(Call, iter(flat_call))
     if numbers is not None:
@@ -49,14 +49,14 @@ def _loss_and_gradients(
     num_ranks = merge.size_of(group)
     call = groups.decided_now(call, x, num_ranks, op.where_of(call, hidden, num_ranks, "number"))
     if call.way.passes == "one":
-        loss, made = groups.run(hidden, weight, head, labels, terms, None, call, tuple(want))
-        d_hidden, d_weight, d_head = made.hidden, made.weight, call.spec.logits.listed(bias=made.bias)
+        loss, gradients = groups.run(hidden, weight, head, labels, terms, None, call, tuple(want))
+        d_hidden, d_weight, d_head = gradients.hidden, gradients.weight, call.spec.logits.listed(bias=gradients.bias)
     else:
         call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False)))
-        nll_N, lse_N, _, uniform_nll_N, *_, saved = op._forward_again(hidden, weight, head, labels, None, call)
+        nll_N, lse_N, _, uniform_nll_N, *_, saved = op._replayed_forward(hidden, weight, head, labels, None, call)
         loss = terms.losses(nll_N, lse_N, uniform_nll_N).sum() / divisor
         d_losses = [*terms.gradients(groups.expectation(None, labels, divisor), lse_N), None]
-        d_hidden, d_weight, d_head_KV = op._backward_again(d_losses, hidden, weight, head, saved, None, want, call)
+        d_hidden, d_weight, d_head_KV = op._replayed_backward(d_losses, hidden, weight, head, saved, None, want, call)
         d_head = head_gradients(d_head_KV, head, want[2:])
     d_hidden, d_weight, *d_head = (hidden.new_empty(0) if x is None else x for x in (d_hidden, d_weight, *d_head))
     return loss, d_hidden, d_weight, d_head
@@ -79,15 +79,15 @@ def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 
 
 def _gradients_times(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
-    of_hidden, of_weight, of_head = ctx.needs_input_grad[:3]
+    want_hidden, want_weight, want_head = ctx.needs_input_grad[:3]
     d_hidden, d_weight, *d_head = (
-        groups.times(made, upstream).to(made.dtype) if wanted else None
-        for made, wanted in zip(ctx.saved_tensors, (of_hidden, of_weight, *of_head), strict=True)
+        groups.times(grad, upstream).to(grad.dtype) if wanted else None
+        for grad, wanted in zip(ctx.saved_tensors, (want_hidden, want_weight, *want_head), strict=True)
     )
     return d_hidden, d_weight, d_head, *(None,) * (ctx.num_inputs - 3)
 
 
-_LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")  # lives as long as its operator
+_LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")  # the operator exists as long as this object
 _LIBRARY.define(
     "loss_and_gradients(Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor divisor, Tensor? class_weight, "
     f"float z_loss_weight, float label_smoothing, bool[] want, {', '.join(schema(Call))}, Tensor? numbers) "

@@ -1,4 +1,4 @@
-"""KeptIds: the list of ids that a sampler kept for each token, as offsets and ids or from a mask of bits."""
+"""KeptIds: the list of ids that a sampler kept for each token, from offsets and ids or from a bit mask."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from cce_dist.kernels import Operands
 
 
 class KeptIds(NamedTuple):
-    """The ids that were kept for each token (top-k, top-p, a grammar), as the rows of a sparse matrix (CSR).
+    """The ids that a sampler kept for each token (top-k, top-p, a grammar), as the rows of a CSR matrix.
 
-    ``linear_log_probs(..., kept=...)`` takes its softmax over a token's list alone. No id stands twice in a list; in any order.
+    With ``linear_log_probs(..., kept=...)`` the softmax of a token is over its list. A list may be empty, has each id once, and
+    may have any order.
 
     Attributes:
-        offsets: [N + 1] int64 or int32: token i, of all tokens one after another, has the ids from ``offsets[i]`` to
-            ``offsets[i + 1]``. They begin with 0 and end with the number of ids. A list may be empty.
-        ids: [number of ids] int64 or int32 ids in the whole vocabulary; the same on every rank of the group.
+        offsets: [N + 1] int64 or int32. Token i of the N flattened tokens has the ids ``ids[offsets[i] : offsets[i + 1]]``.
+            The first offset is 0, the last one the number of ids.
+        ids: [number of ids] int64 or int32 ids in the whole vocabulary. Identical on every rank of the group.
     """
 
     offsets: Tensor
@@ -28,16 +29,16 @@ class KeptIds(NamedTuple):
 
     @classmethod
     def from_bits(cls, bits: Tensor, vocab_size: int | None = None) -> KeptIds:
-        """Make lists of a mask of the vocabulary in bits, as engines and grammars hand it. Waits for the mask's device.
+        """Convert a bit mask of the vocabulary, as inference engines and grammars produce it. Waits for the mask's device.
 
         Args:
-            bits: [..., ceil(V / 8)] uint8: bit b of byte c, the lowest first, is id ``8 c + b``. Words of 32 bits of the same
-                order are ``words.view(torch.uint8)`` on a machine whose numbers have the lowest byte first.
-            vocab_size: V. Bits of ids from V on, the mask's padding, are left out. None: the mask has none that is set.
+            bits: [..., ceil(V / 8)] uint8. Bit b of byte c, counted from the least significant bit, stands for id
+                ``8 * c + b``. On a little-endian machine a mask of 32-bit words is ``words.view(torch.uint8)``.
+            vocab_size: V. Bits of ids at or past V are padding and are ignored. None: every set bit is an id.
 
         Raises:
-            TypeError: bits is no tensor of uint8.
-            ValueError: bits are too few for the vocabulary.
+            TypeError: bits is not a uint8 tensor.
+            ValueError: bits has fewer than vocab_size bits per token.
         """
         checks.tensors({"bits": bits})
         if bits.dtype != torch.uint8 or bits.dim() < 1:
@@ -55,7 +56,7 @@ class KeptIds(NamedTuple):
 
 
 def check(kept: KeptIds, x: Operands) -> None:
-    """Raise unless these are lists of the call's tokens by their kinds and shapes; no value is read."""
+    """Raise unless dtypes, devices and shapes fit the call's tokens. Reads no values."""
     checks.kind("kept", kept, KeptIds)
     checks.tensors({"kept.offsets": kept.offsets, "kept.ids": kept.ids})
     for name, tensor in (("kept.offsets", kept.offsets), ("kept.ids", kept.ids)):
@@ -70,15 +71,15 @@ def check(kept: KeptIds, x: Operands) -> None:
             f"kept.offsets must be [{x.num_tokens + 1}], one more than tokens, got {[*kept.offsets.shape]}"
         )
     if kept.ids.shape[0] and not x.num_tokens:
-        raise ValueError(f"kept has {kept.ids.shape[0]} ids, and the call no token")
+        raise ValueError(f"kept has {kept.ids.shape[0]} ids, but the call has no tokens")
     if kept.ids.shape[0] + x.num_tokens >= 2**31:
-        raise ValueError(f"kept has {kept.ids.shape[0]} ids: fewer than 2**31 together with the tokens are served")
+        raise ValueError(f"kept has {kept.ids.shape[0]} ids: ids and tokens together must be fewer than 2**31")
 
 
 def error(kept: KeptIds, token_L: Tensor, ids_N: Tensor, vocab_size: int) -> Exception | None:
-    """Return what is wrong with the values: offsets, an id outside the vocabulary, an id twice. Waits for the device.
+    """Return the error for wrong offsets, an id outside the vocabulary, or a repeated id; None if there is none.
 
-    Lists of tokens that do not count may hold anything.
+    Waits for the device. Lists of ignored tokens are not checked.
     """
     offsets, ids = kept
     if offsets[0] != 0 or offsets[-1] != ids.shape[0] or bool((offsets.diff() < 0).any()):
@@ -90,8 +91,8 @@ def error(kept: KeptIds, token_L: Tensor, ids_N: Tensor, vocab_size: int) -> Exc
     if outside.any():
         place = int(outside.nonzero()[0])
         return IndexError(
-            f"kept.ids[{place}], of token {int(token_L[place])}, is {int(ids[place])}: not in [0, {vocab_size}); a mask's "
-            "padding is left out by KeptIds.from_bits(bits, vocab_size)"
+            f"kept.ids[{place}], of token {int(token_L[place])}, is {int(ids[place])}: not in [0, {vocab_size}); "
+            "KeptIds.from_bits(bits, vocab_size) leaves out a mask's padding"
         )
     key, order = torch.where(live, token_L * vocab_size + ids, -1).sort()
     twice = (key[1:] == key[:-1]) & (key[1:] >= 0)

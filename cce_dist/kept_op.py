@@ -1,6 +1,6 @@
 """The two torch.library operators behind ``linear_log_probs(..., kept=...)``: a shard's arithmetic, merged over the group.
 
-Lists and shapes change with every batch, so calls are not replayed; launches are three.
+Their three launches are not replayed, because the shapes of the lists change with every batch.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from cce_dist.op import operands_of, sum_group_of
 
 
 class Saved(NamedTuple):
-    """What backward needs of forward beside the operands: numbers of tokens, then what ``KeptLists`` has, then logits."""
+    """What forward saves for backward besides the operands."""
 
     merged: Tensor  # [2 or 3, N]: maximum, logarithm of the sum and entropy over the lists
     ids: Tensor  # [N] as in ``Operands``
-    begin: Tensor
+    begin: Tensor  # this and the next four: the fields of ``KeptLists``
     token: Tensor
     column: Tensor
     order: Tensor
     first: Tensor
-    z: Tensor  # [M] fp32
+    z: Tensor  # [M] fp32 logits of the lists' entries
 
 
 def _backend(call: Call) -> ModuleType:
-    """Return the module that computes with lists; Triton's is imported at its first use."""
+    """Return the backend's module for lists. Triton's module is imported at its first use."""
     if call.backend == "torch":
         return dense_lists
     from cce_dist.kernels import kept_rows
@@ -53,7 +53,7 @@ def _run_forward(
     hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, offsets: Tensor, kept: Tensor,
     grad_weight_out: Tensor | None, call: Call,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
-    """Negative log-probability, log-sum-exp and entropy over the lists, [N] fp32, and the list of ``Saved``."""
+    """Return negative log-probability, log-sum-exp and entropy over the lists, [N] fp32, and ``Saved`` as a list."""
     spec, group = call.spec, merge.resolve(call.layout.group_name)
     with torch.autocast(hidden.device.type, enabled=False):
         kept = kept.long()
@@ -69,12 +69,12 @@ def _run_forward(
 
 
 def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -> Tensor:
-    """Each token's id; IGNORED where its list is empty; OUTSIDE where that or an id of its list is outside the vocabulary."""
+    """Return one id per token: IGNORED if its list is empty, OUTSIDE if its id or a list entry is outside the vocabulary."""
     spec, size = call.spec, call.spec.vocab_size
     ids = dense.label_ids(labels, spec.ignore_index, size)
     empty = rising(kept.offsets, kept.ids.shape[0]).diff() == 0
     ids = torch.where(empty & (ids >= 0), IGNORED, ids)
-    if call.debug or not labels.is_cuda:  # reading values waits for a GPU; there the token's outputs are NaN instead
+    if call.debug or not labels.is_cuda:  # reading values would wait for a GPU, which returns NaN instead
         error = label_error(call.argument, labels, ids, size, spec.ignore_index)
         wrong = IndexError(error) if error else kept_ids.error(kept, token_L, ids, size)
         if wrong is not None:
@@ -88,7 +88,7 @@ def _run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, head: list[Tensor], saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dE, dC, and the head's gradients as rows; None for what is not wanted (or went into ``grad_weight_out``)."""
+    """Return d_hidden, d_weight, and the head's gradients as rows; None if not wanted, or added to ``grad_weight_out``."""
     layout, spec, group = call.layout, call.spec, merge.resolve(call.layout.group_name)
     merged, ids, *of_lists, z_M = Saved(*saved)
     want_hidden, want_weight, *want_head = want
@@ -144,7 +144,7 @@ _OPERATOR.register(_forward_fake)
 def forward(
     x: Operands, kept: KeptIds, grad_weight_out: Tensor | None, call: Call, numbers: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator as ``linear_log_probs`` calls it; see ``_run_forward``. Returns its first three results."""
+    """Call the operator for ``linear_log_probs``, and return the first three results of ``_run_forward``."""
     head = [*x.head.tensors.values()]
     tensors = (x.hidden, x.weight, head, x.ids, kept.offsets.contiguous(), kept.ids.contiguous())
     return _OPERATOR.apply(*tensors, grad_weight_out, call=call, needs_grad=call.spec.want.grad, numbers=numbers)[:3]

@@ -1,6 +1,6 @@
 """linear_log_probs: log-probabilities of given ids and statistics of the softmax, with gradients, without the logits.
 
-It calls the operator of the loss (``op``), which takes several ids per token, per-token factors and more statistics as options.
+The operator is the one of the loss (``op``): several ids per token, per-token factors and further statistics are its options.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from cce_dist.shard import VocabShard
 
 
 class LogProbs(NamedTuple):
-    """What ``linear_log_probs`` returns: fp32 tensors, and int64 ids, of the tokens' shape [...] unless another is named.
+    """The results of ``linear_log_probs``: one fp32 number per token, [...], unless a shape or dtype is named.
 
-    The first three are differentiable. A token without an id has 0 everywhere, and -1 for an id.
+    Gradients flow through ``log_probs``, ``lse`` and ``entropy``. A token whose ids are all ignored has 0 in every output, and
+    -1 in ``argmax`` and ``top_ids``. Outputs that were not requested are None.
 
     Attributes:
-        log_probs: Log-probabilities of ``ids``, in nats, of ids' shape; 0 where an id is ignored.
-        lse: Log-sum-exp of the logits over the whole vocabulary.
-        entropy: Entropy of the softmax, in nats; None unless asked for.
-        sum_p_squared: Sum of the squared probabilities; None unless asked for.
-        max_logit: The largest logit; None without ``argmax``.
-        argmax: Its id, int64, the smallest of equal ones; None unless asked for.
-        top_log_probs: [..., top_k] log-probabilities of the largest logits, in falling order; None without ``top_k``.
-        top_ids: [..., top_k] int64: their ids, of equal logits the smaller id first; None without ``top_k``.
-        full_log_probs: Log-probabilities of ``ids`` over the whole vocabulary; None without ``kept_mass``.
-        kept_mass: Probability of all ids of the token's list together; None without ``kept_mass``.
+        log_probs: Log-probabilities of ``ids``, in nats and of ids' shape; 0 where an id is ignored.
+        lse: Log-sum-exp of the logits over the whole vocabulary, or over the token's list with ``kept``.
+        entropy: Entropy of the softmax, in nats. Requested by ``entropy``.
+        sum_p_squared: Sum of the squared probabilities. Requested by ``sum_p_squared``.
+        max_logit: The largest logit. Requested by ``argmax``.
+        argmax: int64 id of the largest logit; the smallest id if logits are equal. Requested by ``argmax``.
+        top_log_probs: [..., top_k] log-probabilities of the largest logits, in descending order. Requested by ``top_k``.
+        top_ids: [..., top_k] int64 ids of the largest logits; equal logits in ascending order of ids. Requested by ``top_k``.
+        full_log_probs: Log-probabilities of ``ids`` over the whole vocabulary. Requested by ``kept_mass``.
+        kept_mass: Total probability of the ids in the token's list. Requested by ``kept_mass``.
     """
 
     log_probs: Tensor
@@ -75,63 +76,65 @@ def linear_log_probs(
     grad_weight_out: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> LogProbs:
-    """Log-probabilities of given ids, from hidden states, without ever holding the logits: for RL and distillation.
+    """Compute log-probabilities of given ids from hidden states, without holding the logits.
 
-    The logits are ``softcap * tanh(u / softcap) / temperature`` (``u / temperature`` without a softcap) with
-    ``u = logit_scale * (input @ linear_weight.T + linear_bias)``. Kernels, shards, budgets and checks are
-    ``linear_cross_entropy``'s; all sums are in fp32, as with an "fp32 head". A policy loss needs one id per token, distillation
-    a few hundred.
+    Made for reinforcement learning (one id per token) and distillation (up to a few hundred). The logits are
+    ``softcap * tanh(u / softcap) / temperature``, or ``u / temperature`` without a softcap, with
+    ``u = logit_scale * (input @ linear_weight.T + linear_bias)``. Kernels, sharding, memory budget and checks are shared with
+    ``linear_cross_entropy``. All sums are in fp32, as with an "fp32 head".
 
-    There is no gradient filter. The filter promises an error relative to weights of one sign, and upstream gradients of a
-    policy have both signs and very different sizes.
+    There is no gradient filter: its error bound assumes upstream gradients of one sign and similar size, and the upstream
+    gradients of a policy loss have both signs and very different sizes.
 
     Args:
-        input: [..., D] hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
-        linear_weight: [V_r, D] this rank's rows of the head weight, input's dtype; or a DTensor sharded on dim 0.
-        ids: [...] or [..., K] int64 or int32 ids in the whole vocabulary; the same on every rank of the group. An id may stand
-            in a token's row more than once.
-        linear_bias: [V_r] bias of this rank's rows, or a DTensor split as linear_weight is.
-        ignore_index: Entries of ids with this value have log-probability 0 and gradient 0. A token all of whose entries have it
-            is not computed: all of its outputs are 0 (its ids -1), and it gives no gradient. None means -100.
-        logit_scale: Multiplies the products: a number, or a [...] tensor with one for each token. No gradient.
+        input: [..., D] hidden states in fp32, bf16 or fp16. Autocast casts input and linear_weight as it does for ``F.linear``.
+        linear_weight: [V_r, D] this rank's rows of the head weight, in input's dtype; or a DTensor sharded on dim 0.
+        ids: [...] or [..., K] int64 or int32 ids in the whole vocabulary, K > 0. Identical on every rank of the group. A token
+            may list an id more than once.
+        linear_bias: [V_r] bias of this rank's rows, or a DTensor split like linear_weight.
+        ignore_index: Entries of ids with this value have log-probability 0 and gradient 0. A token whose entries are all
+            ignored is not computed. None means -100.
+        logit_scale: Factor of the logits before the softcap: a number, or a [...] tensor with one per token. It must not
+            require a gradient.
         softcap: Positive bound of the logits before the temperature, or None.
-        temperature: Divides the logits: a positive number, or a [...] tensor with one for each token. No gradient. Without a
-            softcap it is the same as ``logit_scale=1 / temperature``.
-        entropy: Return the entropy.
-        sum_p_squared: Return the sum of the squared probabilities. No gradient.
-        argmax: Return the largest logit and its id. A greedy match is ``argmax == ids``. No gradient.
-        top_k: Return the log-probabilities and ids of so many of the largest logits, at most 1,024. No gradient.
-        kept: Lists of ids, one for each token, that the softmax is taken over in place of the whole vocabulary: those that a
-            sampler kept. ``log_probs`` is ``z[id] - logsumexp(z[kept])``, whether the id is in its list or not; ``lse`` and
-            ``entropy`` are over the list. A token with an empty list has outputs and gradients 0. Then ids are one for each
-            token, and the other outputs are not served. Nothing of the vocabulary's size is computed: forward reads the listed
-            rows of the weight, backward the same rows and as many of the hidden states.
-        kept_mass: With kept, also return the mass of each list and the log-probabilities over the whole vocabulary. That is one
-            sweep over the vocabulary more in forward. No gradient.
+        temperature: Divisor of the logits after the softcap: a positive number, or a [...] tensor with one per token. It must
+            not require a gradient.
+        entropy: Whether to return the entropy.
+        sum_p_squared: Whether to return the sum of the squared probabilities, without gradient.
+        argmax: Whether to return the largest logit and its id, without gradient. A greedy match is ``argmax == ids``.
+        top_k: Number of largest logits whose log-probabilities and ids are returned, without gradient. At most 1,024 and V.
+        kept: The ids that a sampler kept for each token. The softmax is then over the token's list in place of the vocabulary:
+            ``log_probs`` is ``z[id] - logsumexp(z[kept])``, whether the id is in the list or not. A token with an empty list
+            has outputs 0 and gradients 0. Only the listed rows of the weight are read, so the time does not grow with the
+            vocabulary. ids must be [...]; sum_p_squared, argmax and top_k cannot be requested.
+        kept_mass: With kept, whether to return the total probability of each list and the log-probabilities over the whole
+            vocabulary too, without gradient. This takes one pass over the vocabulary in forward.
         shard, sequence_parallel, input_grad, reduce_dtype, backend, workspace_bytes, grad_weight_out: As in
-            ``linear_cross_entropy``. With sequence_parallel ids and tensors of a number for each token are whole.
-        batch_invariant: A token's outputs have the same bits whatever other tokens are in the call, on one device with the same
-            options. Gradients are not promised to. No exponentials are kept for backward then, and calls of few tokens use a
-            part of the GPU. The Triton backend alone keeps the promise, so it is an error on the torch backend.
+            ``linear_cross_entropy``. With sequence_parallel, ids and per-token tensors stay whole.
+        batch_invariant: Whether a token's outputs must be bitwise independent of the other tokens of the call, on one device
+            with the same options. Gradients may still depend on them. No exponentials are kept for backward, and calls with
+            few tokens use only a part of the GPU. Needs the Triton backend.
 
     Returns:
-        ``LogProbs``. The same bits on every rank of the group, and in every run.
+        ``LogProbs``, bitwise identical on every rank of the group and in every run.
 
     Sharding:
-        As in ``linear_cross_entropy``. ids, tensors of numbers for each token and all outputs are replicated over the group.
+        As in ``linear_cross_entropy``. ids, per-token tensors and all outputs are replicated over the group.
 
     Communication:
-        Forward: one all-gather, of 3 fp32 numbers per token, one more for each of entropy, sum_p_squared and argmax, K more if
-        K > 1, and 2 k with top_k; with kept too, 3 or 4, and 3 more with kept_mass. Backward: as ``linear_cross_entropy``.
+        Forward: one all-gather of 3 fp32 numbers per token; one more number for each of entropy, sum_p_squared and argmax, K
+        more if K > 1, and 2 * top_k more. With kept: 3 numbers, or 4 with entropy, and a second all-gather of 3 with kept_mass.
+        Backward: as in ``linear_cross_entropy``.
 
     Raises:
-        ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit; before any kernel or collective. A
-            number of a token that has ids is not finite, or its temperature not positive (CPU, or CCE_DIST_DEBUG=1; on a
-            GPU that token's outputs are NaN instead). An id stands twice in a list of kept, or its offsets do not rise from 0
-            to the number of ids (likewise; on a GPU such an id counts once, and such offsets give some other lists).
-        IndexError: An id, also of kept, outside the vocabulary (CPU, or CCE_DIST_DEBUG=1). On a GPU its log-probability, or the
-            token's, is NaN instead, and it gives no gradient.
-        RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
+        ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit. Raised before any kernel or collective.
+        ValueError: The scale or temperature of a token is not finite, or the temperature not positive; a list of kept has an
+            id twice, or its offsets do not rise from 0 to the number of ids. Checked on a CPU, or with CCE_DIST_DEBUG=1. On a
+            GPU the token's outputs are NaN instead; a repeated id counts once; wrong offsets give other lists.
+        IndexError: One of ids or kept.ids is outside the vocabulary (on a CPU, or with CCE_DIST_DEBUG=1). On a GPU the id's
+            log-probability is NaN instead (with kept, the token's outputs are), and its gradient is 0.
+        RuntimeError: For double backward, forward-mode derivatives, torch.func and vmap; or if ranks disagree
+            (with CCE_DIST_DEBUG=1).
     """
     options = checked(
         LogProbOptions, ignore_index=ignore_index, softcap=softcap, entropy=entropy, sum_p_squared=sum_p_squared,
@@ -140,7 +143,7 @@ def linear_log_probs(
     )  # fmt: skip
     scale = _one_scale(logit_scale, temperature, options.softcap)
     if kept is not None:
-        scale = None  # lists take factors of each token
+        scale = None  # with lists the kernels take per-token factors
     x, shard = operands.prepare(
         input, linear_weight, ids, linear_bias, grad_weight_out, shard, 1.0 if scale is None else scale, options
     )
@@ -177,7 +180,7 @@ def linear_log_probs(
 
 @torch.no_grad()
 def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, call: Call, numbers: Tensor | None) -> LogProbs:
-    """Add what a sweep over the whole vocabulary says of the tokens whose list is not empty."""
+    """Add the outputs of ``kept_mass``, by a forward pass over the whole vocabulary."""
     ids = x.ids.masked_fill(rising(kept.offsets, kept.ids.shape[0]).diff() == 0, call.spec.ignore_index)
     sweep = call._replace(spec=call.spec._replace(want=Want(grad=False)))
     found = op.forward(x._replace(ids=ids), None, sweep, numbers)
@@ -203,10 +206,10 @@ def _spec(x: Operands, scale: float, shard: VocabShard, options: LogProbOptions)
 
 
 def _one_scale(logit_scale: float | Tensor, temperature: float | Tensor, softcap: float | None) -> float | None:
-    """The one number that all products are multiplied by; None: it takes factors of each token."""
+    """Combine scale and temperature into one number for all tokens, or return None if per-token factors are needed."""
     for name, value in (("logit_scale", logit_scale), ("temperature", temperature)):
         if isinstance(value, Tensor):
-            _check_kind(name, value)
+            _check_factor(name, value)
         elif checks.number(name, value) <= 0 and name == "temperature":
             raise ValueError(f"temperature must be positive, got {value}")
     if isinstance(logit_scale, Tensor) or isinstance(temperature, Tensor):
@@ -220,16 +223,16 @@ def _check_kept(kept: KeptIds, x: Operands, options: LogProbOptions) -> None:
     kept_ids.check(kept, x)
     for name in ("sum_p_squared", "argmax", "top_k"):
         if getattr(options, name):
-            raise ValueError(f"{name} is of the whole vocabulary: leave it out with kept, or call without kept for it")
+            raise ValueError(f"{name} is of the whole vocabulary: leave it out, or call without kept")
     if x.ids.dim() == 2:
         raise ValueError(f"ids must be one for each token with kept, got {x.ids.shape[1]}")
 
 
-def _check_kind(name: str, value: Tensor) -> None:
+def _check_factor(name: str, value: Tensor) -> None:
     checks.tensors({name: value})
     if isinstance(value, DTensor):
         raise TypeError(f"{name} is a DTensor: pass its local tensor (to_local())")
     if value.requires_grad:
-        raise TypeError(f"{name} has no gradient here: pass a number, or a tensor that requires none")
+        raise TypeError(f"{name} gets no gradient: pass a number, or a tensor that does not require one")
     if not value.is_floating_point():
         raise TypeError(f"{name} must be a number or a tensor of floating-point numbers, got {value.dtype}")

@@ -2,8 +2,8 @@
 
 hidden, labels ──► op.forward:  statistics of the shard (kernels) ─► one all-gather ─► merge (log-add-exp)
                                    ──► nll, lse, ... per token, [N] fp32, differentiable
-loss            =  plain algebra on those [N] numbers, below
-d_loss          ──► op.backward: gradients (kernels) ─► dC stays here, dE is summed over the group behind it
+loss            =  plain algebra on these [N] numbers, below
+d_loss          ──► op.backward: gradients (kernels) ─► dC stays on its rank, dE is summed over the group
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from cce_dist.shard import VocabShard
 
 
 class LinearCrossEntropyOutput(NamedTuple):
-    """The loss and what it is made of; per-token tensors have target's shape, are fp32, and 0 where ignored.
+    """The loss and its parts. Per-token tensors are fp32, have target's shape, and hold 0 for ignored tokens.
 
-    The first six are differentiable.
+    Gradients flow through ``loss``, ``nll``, ``lse``, ``target_logit``, ``entropy`` and ``z_loss``. An optional output is None
+    unless ``return_aux`` is True or names it.
 
     Attributes:
-        loss: As ``linear_cross_entropy`` returns it.
-        nll: Negative log-likelihood of the label, in nats; no smoothing, no z-loss.
+        loss: The loss that ``linear_cross_entropy`` returns without ``return_aux``.
+        nll: Negative log-likelihood of the label, in nats, without label smoothing and z-loss.
         lse: Log-sum-exp of the logits over the whole vocabulary.
         target_logit: Logit of the label.
-        entropy: Entropy of the softmax, in nats; None if others were named.
+        entropy: Entropy of the softmax, in nats. Optional.
         z_loss: ``z_loss_weight * lse**2``.
-        filter_stats: What the filter dropped on this shard; None without a filter, and if others were named.
-        max_logit: The largest logit; None if others were named.
-        label_is_max: 1 where the label's logit reaches the largest one, else 0: the token accuracy is its mean over tokens with
-            a label. Both logits are sums in fp32 in an order of their own, so they count as equal if they differ by less than
-            ``TIE`` of their size. None if others were named.
+        filter_stats: What the filter dropped on this shard. Optional, and None without a filter.
+        max_logit: The largest logit. Optional.
+        label_is_max: 1 where the label's logit is the largest one, else 0. Its mean over tokens with a label is the token
+            accuracy. The two logits are summed in different orders, so a relative difference below ``TIE`` counts as a tie.
+            Optional.
     """
 
     loss: Tensor
@@ -56,7 +57,7 @@ class LinearCrossEntropyOutput(NamedTuple):
     label_is_max: Tensor | None = None
 
 
-TIE = 2.0**-17  # see LinearCrossEntropyOutput.label_is_max; relative to the larger of 1 and the largest logit's size
+TIE = 2.0**-17  # for label_is_max, relative to max(1, |largest logit|)
 
 
 @overload
@@ -108,83 +109,93 @@ def linear_cross_entropy(
     grad_weight_out: Tensor | None = None,
     options: Any = None,
 ) -> Tensor | LinearCrossEntropyOutput:
-    """Cross-entropy of a language-model head, from hidden states, without ever holding the logits.
+    """Compute the cross-entropy of a language-model head from its hidden states, without holding the logits.
 
-    The logits are ``softcap * tanh(u / softcap)`` with ``u = logit_scale * (input @ linear_weight.T + linear_bias)``,
-    and the loss of a token is ``(1 - label_smoothing) * nll + label_smoothing * mean_j(lse - logit_j) +
-    z_loss_weight * lse**2``, in nats. Arguments are named as in ``torch.nn.functional.linear_cross_entropy``. Numbers may be
-    0-d tensors that need no gradient. A tensor on a GPU is read, which waits for the device (``num_tokens`` is not read). Under
-    ``torch.compile(fullgraph=True)``, which reads none, only ``num_tokens``, ``z_loss_weight`` and, without a filter,
-    ``logit_scale`` may be tensors. Numbers that change from call to call are compiled twice at most.
+    The logits are ``softcap * tanh(u / softcap)`` with ``u = logit_scale * (input @ linear_weight.T + linear_bias)``.
+    A token's loss, in nats, is ``(1 - label_smoothing) * nll + label_smoothing * mean_j(lse - logit_j) +
+    z_loss_weight * lse**2``. Arguments are named as in ``torch.nn.functional.linear_cross_entropy``. D is the hidden size, V
+    the size of the vocabulary, V_r the number of this rank's rows, dE the gradient of input and dC of linear_weight.
+
+    ``label_smoothing``, ``logit_scale``, ``softcap``, ``z_loss_weight`` and ``num_tokens`` may be 0-d tensors. Reading a tensor
+    on a GPU waits for the device; ``num_tokens`` is never read. Under ``torch.compile(fullgraph=True)`` only ``num_tokens``,
+    ``z_loss_weight`` and, without a filter, ``logit_scale`` may be tensors. A number that changes from call to call is compiled
+    at most twice.
 
     Args:
-        input: [..., D] hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
-        linear_weight: [V_r, D] this rank's rows of the head weight, input's dtype; or a DTensor sharded on dim 0.
-        target: [...] int64 or int32 labels, ids in the whole vocabulary; the same on every rank of the group.
-        linear_bias: [V_r] bias of this rank's rows, or a DTensor split as linear_weight is.
-        weight: [V] weights of the classes, of the whole vocabulary on every rank, without gradient. A token's loss is
-            multiplied by the weight of its label, and the mean divides by the sum of those. The uniform part of label
-            smoothing is ``label_smoothing * mean_j(weight_j * (lse - logit_j))`` instead, as in PyTorch; dE and dC are then
-            sums of two terms, each rounded to input's dtype, and linear_weight is copied in fp32.
+        input: [..., D] hidden states in fp32, bf16 or fp16, or in float64 on the torch backend. Autocast casts input and
+            linear_weight as it does for ``F.linear``.
+        linear_weight: [V_r, D] this rank's rows of the head weight, in input's dtype; or a DTensor sharded on dim 0.
+        target: [...] int64 or int32 labels: ids in the whole vocabulary. Identical on every rank of the group.
+        linear_bias: [V_r] bias of this rank's rows, or a DTensor split like linear_weight.
+        weight: [V] class weights of the whole vocabulary, on every rank. It gets no gradient. A token's loss is multiplied by
+            its label's weight, and "mean" divides by the sum of the labels' weights. Label smoothing then adds
+            ``label_smoothing * mean_j(weight_j * (lse - logit_j))``, as in PyTorch; dE and dC become sums of two terms, each
+            rounded to input's dtype, and linear_weight is copied in fp32. With label smoothing it excludes softcap,
+            sequence_parallel, ``input_grad="partial"`` and grad_weight_out.
         ignore_index: Tokens with this label have loss 0 and gradient 0. None means -100, as in PyTorch.
         reduction: "none" (target's shape), "sum", or "mean" over tokens that are not ignored. If all are, the mean is 0.
-        label_smoothing: In [0, 1], spread over the whole logical vocabulary.
-        logit_scale: Multiplies the logits. A 0-d tensor that requires a gradient gets one, as exact as dE and dbias, which
-            are rounded to input's and linear_bias's dtype (and filtered as dE is).
+        label_smoothing: Probability in [0, 1] that is spread evenly over the V ids of the vocabulary.
+        logit_scale: Factor of the logits before the softcap. A 0-d tensor that requires a gradient gets one, and must not hold
+            0. It is computed from dE and the bias gradient after these are rounded to their dtypes (and filtered, with
+            grad_filter).
         softcap: Positive bound of the logits, or None.
-        z_loss_weight: Weight of lse**2.
-        num_tokens: Divisor of "mean", int or 0-d tensor: the global count over data and context parallel ranks and
-            microbatches, so that the parts' gradients sum to the whole batch's gradient. A tensor may hold 0 where all
-            labels are ignored. One that requires a gradient gets it.
-        shard: Which rows of the vocabulary ``linear_weight`` is; None means all of them.
-        sequence_parallel: input is this rank's slice of dim 0 (slices in group-rank order), target is whole.
-        input_grad: "summed" over the group, or "partial": this shard's part, for a framework that sums it itself.
-        reduce_dtype: What dE is summed over the group in: None for input's dtype, as Megatron does it, or torch.float32
-            at twice the bytes of bf16 and without its roundings. Each rank's part is rounded to input's dtype in any case.
-        grad_filter: None for exact gradients, or how to filter them.
-        return_aux: Return ``LinearCrossEntropyOutput`` instead of the loss alone, with all outputs or with those named, such as
-            ``("nll", "label_is_max")``. "entropy" and "filter_stats" cost time, and under a softcap exponentials are not kept
-            beside the entropy; the others are nearly free.
-        backend: "triton", "torch", or "auto": Triton on a GPU, else torch. The environment variable CCE_DIST_BACKEND
-            overrides "auto".
-        workspace_bytes: Bound of the temporary memory for logits, and of what forward may keep for backward; the same on every
-            rank of a group. None: enough to keep all exponentials, which saves a quarter of the time, but at least 256 and at
-            most 2,100 MiB; 256 MiB where none can be kept. The shapes alone decide it. The extremes: 1 takes the least memory,
-            1 << 40 keeps everything and is fastest. Where not all can be kept, a call on Triton without return_aux makes its
-            gradients in forward, group by group of tokens; they are held until backward.
-        expected_weights: What upstream gradients of a loss of "none" will be in proportion to, for gradients that are made in
-            forward: a tensor of target's shape, as a mask by which losses are multiplied; True: they are equal. Backward
-            compares. Where it is not so, dC takes two products more. False: expect nothing, make no gradients in forward.
-        grad_weight_out: [V_r, D] contiguous buffer (fp32, say, as Megatron's main_grad) that backward adds dC into;
-            linear_weight itself then gets no gradient.
-        options: Ignored. ``torch.nn.functional.linear_cross_entropy`` chooses how it saves memory by this argument; here
-            ``workspace_bytes`` does.
+        z_loss_weight: Factor of lse**2. It gets no gradient.
+        num_tokens: Divisor of "mean", a positive number or a 0-d tensor. None divides by the number of tokens that are not
+            ignored. If microbatches, data-parallel or context-parallel ranks share a batch, pass the batch's token count: their
+            gradients then add up to the batch's gradient. A tensor may hold 0 if all labels are ignored, and gets a gradient
+            if it requires one.
+        shard: Which rows of the vocabulary linear_weight holds, and the process group. None means all rows, or the
+            DTensor's own sharding.
+        sequence_parallel: Whether input is this rank's slice of dim 0, in the order of group ranks. target stays whole.
+        input_grad: "summed": dE is summed over the group. "partial": dE is this shard's part, for a framework that sums it.
+        reduce_dtype: Dtype in which dE is summed over the group. None means input's dtype, as in Megatron. torch.float32
+            sends twice the bytes of bf16 and avoids roundings of the sum; each rank's part is rounded to input's dtype first.
+        grad_filter: A ``GradFilter`` that skips negligible elements of the gradient, or None for exact gradients.
+        return_aux: True returns a ``LinearCrossEntropyOutput`` with all outputs in place of the loss; a sequence of names, such
+            as ``("nll", "label_is_max")``, returns one with these outputs. "entropy" and "filter_stats" take time, and
+            "entropy" with a softcap keeps no exponentials for backward. The other outputs are nearly free.
+        backend: "triton", "torch", or "auto": Triton on an NVIDIA GPU, else torch. The environment variable
+            CCE_DIST_BACKEND overrides "auto".
+        workspace_bytes: Memory budget in bytes for logits and for what forward keeps for backward; identical on every rank of
+            the group. None derives it from the shapes: enough to keep all exponentials, which saves a quarter of the time,
+            within 256 and 2,100 MiB; 256 MiB if exponentials cannot be kept. 1 takes the least memory, 1 << 40 is fastest. If
+            the exponentials do not fit, a call on Triton without return_aux computes its gradients in forward, one group of
+            tokens after another, and holds them until backward.
+        expected_weights: For ``reduction="none"`` if forward computes the gradients: a tensor of target's shape that the
+            upstream gradients will be proportional to, such as your loss mask. True expects equal upstream gradients.
+            Backward compares; if they differ, it computes dC again, which takes two more matrix products. False expects
+            nothing, so forward computes no gradients.
+        grad_weight_out: [V_r, D] contiguous buffer in fp32 or linear_weight's dtype, such as Megatron's main_grad. Backward
+            adds dC to it, and linear_weight itself gets no gradient.
+        options: Ignored. In ``torch.nn.functional.linear_cross_entropy`` it selects how memory is saved; here
+            workspace_bytes does.
 
     Returns:
-        The loss, fp32: 0-d, or target's shape for "none". The same bits on every rank of the group, and in every run.
+        The loss in fp32 (float64 for float64 inputs): 0-d, or of target's shape for "none". With return_aux a
+        ``LinearCrossEntropyOutput``. Results are bitwise identical on every rank of the group and in every run.
 
     Sharding:
-        input and target replicated over the group (or, with sequence_parallel, input split on dim 0); weight and bias
-        split on dim 0. The loss is replicated; dC and dbias stay with their rows; dE is replicated (or its slice),
-        or partial with ``input_grad="partial"``. Padding rows get gradient exactly 0.
+        input and target are replicated over the group (with sequence_parallel, input is split on dim 0); linear_weight and
+        linear_bias are split on dim 0. The loss is replicated. dC and the bias gradient are split like the weight. dE is
+        replicated, or split with sequence_parallel, or partial with ``input_grad="partial"``. Padding rows get gradient 0.
 
     Communication:
-        Forward: one all-gather of 3 to 6 fp32 numbers per token; with a filter on Triton one more, of 3. Backward: one
-        all-reduce of dE in reduce_dtype, which becomes a reduce-scatter with sequence_parallel, behind the last of dC. Where
-        workspace_bytes splits the tokens, one for each group of them, each behind the next group (with sequence_parallel a
-        reduce of each slice to its rank). Where forward makes the gradients, all of it is in forward, for each group.
-        Sequence parallelism all-gathers input in both, in forward while its own slice is worked on (without a filter), and
-        keeps nothing of what it gathered. A learnable logit_scale may add an all-reduce of one number in backward, weight with
-        label_smoothing one of D + 1 numbers in forward.
-        Whether there is a collective in backward depends on whether input requires a gradient: it must on all ranks of the
-        group or on none, else some wait for the others. No rank can tell that without waiting for its GPU.
-        With CCE_DIST_DEBUG=1 one more exchange (not under torch.compile) checks that all ranks were called alike.
+        Forward: one all-gather of 3 to 6 fp32 numbers per token, and one more of 3 with a filter on Triton.
+        Backward: one all-reduce of dE in reduce_dtype, or a reduce-scatter with sequence_parallel, overlapped with dC.
+        If workspace_bytes splits the tokens into groups, each group's dE is reduced while the next group is computed; with
+        sequence_parallel each slice is reduced to its rank. If forward computes the gradients, it also reduces dE.
+        sequence_parallel all-gathers input in forward and again in backward; forward overlaps it with this rank's slice,
+        unless there is a filter. A learnable logit_scale may all-reduce one number in backward; weight with label_smoothing
+        all-reduces D + 1 numbers in forward.
+        input must require a gradient on all ranks of the group or on none: otherwise ranks wait for a collective that others
+        do not enter. CCE_DIST_DEBUG=1 adds an exchange that checks the ranks' arguments (not under torch.compile).
 
     Raises:
-        ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit; before any kernel or collective.
-        IndexError: A label outside the vocabulary (CPU, or CCE_DIST_DEBUG=1). On a GPU that token's loss is NaN instead,
-            and it gives no gradient.
-        RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
+        ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit. Raised before any kernel or collective.
+        IndexError: A label is outside the vocabulary (on a CPU, or with CCE_DIST_DEBUG=1). On a GPU the token's loss is NaN
+            instead, and its gradient is 0.
+        RuntimeError: For double backward, forward-mode derivatives, torch.func and vmap; or if ranks disagree
+            (with CCE_DIST_DEBUG=1).
 
     Source:
         Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.); Online normalizer calculation for softmax
@@ -199,20 +210,20 @@ def linear_cross_entropy(
     )  # fmt: skip
     agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
     class_weights = None if weight is None else terms.ClassWeights(weight, x, shard, chosen.ignore_index)
-    in_operator = False
+    as_operator = False
     if torch.compiler.is_compiling():
-        in_operator = decide.takes_operator_of_both(call.spec, where, groups.are_forced())
+        as_operator = decide.takes_operator_of_both(call.spec, where, groups.are_forced())
     else:
         call = groups.decided_now(call, x, shard.group_size, where)
-    if in_operator or call.way.passes == "one":
+    if as_operator or call.way.passes == "one":
         is_learned = isinstance(num_tokens, Tensor) and num_tokens.requires_grad and torch.is_grad_enabled()
         divisor = None if reduction == "none" else 1.0 if is_learned else _divisor(x, chosen, class_weights)
-        of_labels = None if class_weights is None else class_weights.of_labels
-        made_of = groups.Terms(divisor, chosen.z_loss_weight, chosen.label_smoothing, of_labels)
-        if in_operator:
-            loss = in_graph.loss(x, made_of, call, chosen)
+        weight_N = None if class_weights is None else class_weights.of_labels
+        terms_of_loss = groups.Terms(divisor, chosen.z_loss_weight, chosen.label_smoothing, weight_N)
+        if as_operator:
+            loss = in_graph.loss(x, terms_of_loss, call, chosen)
         else:
-            loss = groups.loss(x, made_of, call, expected, grad_weight_out)
+            loss = groups.loss(x, terms_of_loss, call, expected, grad_weight_out)
         if is_learned:  # autograd divides, and num_tokens gets its gradient
             return loss / _divisor(x, chosen, class_weights)
         return loss.view(target.shape) if reduction == "none" else loss
@@ -238,23 +249,23 @@ def linear_cross_entropy(
 
 
 def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> str:
-    """Return one sentence about how ``linear_cross_entropy`` goes with the same arguments: the way, its budget, and why.
+    """Describe in one sentence how ``linear_cross_entropy`` would compute a call with these arguments.
 
-    Nothing is computed or communicated. Tensors may be on "meta", which stands for a GPU. Gradients count as wanted by
-    ``requires_grad``, as in the call itself.
+    Nothing is computed or communicated. Tensors may be on "meta", which stands for a GPU. ``requires_grad`` of the tensors
+    says which gradients are wanted.
 
     Args:
         input: [..., D] hidden states.
         linear_weight: [V_r, D] this rank's rows of the head weight.
-        target: [...] labels.
-        options: The same as for ``linear_cross_entropy``.
+        target: [...] labels. Their values are not read.
+        options: Keyword arguments of ``linear_cross_entropy``.
 
     Returns:
-        A sentence such as "exact, one pass in 3 groups of 2,816 tokens, 2,100 MiB; the filter is off because exact is faster
-        at these sizes". The number of MiB is the memory budget.
+        The backend, the passes, the memory budget in MiB, and reasons. For example "exact, one pass in 3 groups of 2,816
+        tokens, 2,100 MiB; the filter is off because exact is faster at these sizes".
 
     Raises:
-        ValueError, TypeError: As ``linear_cross_entropy``, but for labels' values, which are not read.
+        ValueError, TypeError: Arguments that ``linear_cross_entropy`` would refuse.
     """
     given = inspect.signature(linear_cross_entropy).bind(input, linear_weight, target, **options)
     given.apply_defaults()
@@ -266,25 +277,15 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
 
 
 class _Prepared(NamedTuple):
-    """The arguments of a call, checked.
+    """The checked arguments of a call."""
 
-    Attributes:
-        x: The operands, with labels in place of ids.
-        shard: Which rows of the vocabulary are here.
-        options: The options.
-        call: What the operator is told; its way is not decided yet.
-        where: What the way follows from.
-        scale: Scale of the logits: a number, or a tensor that a compiled graph does not read.
-        expected: [N] expected weights, or None.
-    """
-
-    x: Operands
+    x: Operands  # with the labels as its ids
     shard: VocabShard
     options: Options
-    call: Call
+    call: Call  # its way is not decided yet
     where: Where
-    scale: float | Tensor
-    expected: Tensor | None
+    scale: float | Tensor  # logit_scale; a tensor inside a compiled graph, which does not read it
+    expected: Tensor | None  # [N] expected weights
 
 
 def _prepare(
@@ -292,8 +293,8 @@ def _prepare(
     shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None,
     on_meta: bool = False, **given: Any,
 ) -> _Prepared:  # fmt: skip
-    """Check the arguments of ``linear_cross_entropy``; with ``on_meta`` tensors may all be without values."""
-    # A compiled graph reads no tensor: the scale is then a factor of every token, which the filter does not know.
+    """Check the arguments of ``linear_cross_entropy``. With ``on_meta`` all tensors may be on "meta"."""
+    # A compiled graph reads no tensor, so the scale becomes a per-token factor. The filter supports no such factors.
     logit_scale, unread = given["logit_scale"], None
     if isinstance(logit_scale, Tensor) and logit_scale.dim() == 0 and given["grad_filter"] is None:
         unread = logit_scale.detach() if torch.compiler.is_compiling() else None
@@ -318,7 +319,7 @@ def _prepare(
         x = terms.with_factors(x, unread, 1.0, target.shape, chosen.ignore_index)
     call = operands.call_of(x, _spec(x, weight, shard, chosen), shard, chosen)
     expected = _checked_expectation(expected_weights, target, chosen)
-    # Factors of tokens, a z-loss whose weight a graph does not read, and classes' own parts of a uniform term.
+    # These terms of the loss are computed outside of the operator, by autograd.
     outside = unread is not None or isinstance(chosen.z_loss_weight, Tensor)
     outside = outside or (weight is not None and chosen.label_smoothing != 0)
     returns_more = bool(chosen.return_aux) or outside
@@ -328,7 +329,10 @@ def _prepare(
 
 
 def _check_no_tokens(options: Options, x: Operands) -> None:
-    """Raise ValueError if there are labels, and 0 tokens by a tensor; a graph reads neither, and reading waits for a GPU."""
+    """Raise ValueError if num_tokens is a tensor that holds 0, but not all labels are ignored.
+
+    Skipped inside a compiled graph and on a GPU, where reading a value would wait for the device.
+    """
     divisor = options.num_tokens
     if not isinstance(divisor, Tensor) or torch.compiler.is_compiling() or not (divisor.is_cpu and x.ids.is_cpu):
         return
@@ -337,7 +341,7 @@ def _check_no_tokens(options: Options, x: Operands) -> None:
 
 
 def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options) -> Spec:
-    # The mean of nll is taken by the operator itself, so that its launches can be replayed.
+    # The operator computes a plain mean itself, so that its launches can be replayed too.
     plain = options.label_smoothing == 0 and not options.has_z_loss and class_weights is None
     want = Want(
         grad=torch.is_grad_enabled() and x.requires_grad,
@@ -354,14 +358,14 @@ def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options:
 
 
 def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Options) -> Tensor | None:
-    """Return expected weights in one dimension; None: there are none."""
+    """Return the expected weights as [N], or None if they are no tensor."""
     if not isinstance(expected, Tensor):
         return None
     checks.tensors({"expected_weights": expected}, on_meta=True)
     if expected.is_complex():
         raise TypeError(f"expected_weights must be real numbers, got {expected.dtype}")
     if options.reduction != "none":
-        raise ValueError(f'expected_weights is of a loss for each token; reduction is "{options.reduction}"')
+        raise ValueError(f'expected_weights needs reduction="none"; reduction is "{options.reduction}"')
     if expected.shape != target.shape or expected.device != target.device:
         raise ValueError(
             f"expected_weights must be {tuple(target.shape)} on {target.device} as target, "
@@ -371,7 +375,7 @@ def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Optio
 
 
 def _output(loss: Tensor, found: Outputs, z_loss: Tensor, target: Tensor, spec: Spec) -> LinearCrossEntropyOutput:
-    """Give the outputs target's shape, leave out those that are not wanted, and compare the label's logit with the largest."""
+    """Return the requested outputs in target's shape, with ``label_is_max`` computed from the two logits."""
 
     def shaped(values: Tensor) -> Tensor:
         return values.view(target.shape)
@@ -396,7 +400,7 @@ def _output(loss: Tensor, found: Outputs, z_loss: Tensor, target: Tensor, spec: 
 
 
 def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:
-    """Return the divisor of "mean". A tensor that holds 0 counts as 1, so that the mean of nothing is 0."""
+    """Return the divisor of a reduced loss. A tensor that holds 0 counts as 1, so that the mean of no tokens is 0."""
     divisor = options.num_tokens
     if options.reduction == "sum":
         return 1.0
@@ -408,10 +412,10 @@ def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | 
 
 
 def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: bool = False) -> None:
-    """Raise unless these can be weights of so many classes."""
+    """Raise unless ``weight`` is a [vocab_size] tensor of floats that requires no gradient."""
     checks.tensors({name: weight}, on_meta)
     if weight.requires_grad:
-        raise TypeError(f"{name} has no gradient here: pass class weights that require none")
+        raise TypeError(f"{name} gets no gradient: pass class weights that do not require one")
     if weight.dtype not in (*DTYPES, torch.float64):
         raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {weight.dtype}")
     if weight.shape != (vocab_size,):
@@ -419,7 +423,7 @@ def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: boo
 
 
 def _check_weighted(weight: Tensor, input: Tensor, options: Options, buffer: Tensor | None) -> None:
-    """Raise unless class weights go with the other arguments."""
+    """Raise if class weights are on another device than input, or exclude another argument."""
     if weight.device != input.device:
         raise ValueError(f"input is on {input.device}, weight on {weight.device}")
     others = {
@@ -430,4 +434,4 @@ def _check_weighted(weight: Tensor, input: Tensor, options: Options, buffer: Ten
     }
     refused = [name for name, given in others.items() if given and options.label_smoothing != 0]
     if refused:
-        raise ValueError(f"weight with label_smoothing does not go with {', '.join(refused)}")
+        raise ValueError(f"weight with label_smoothing cannot be combined with {', '.join(refused)}")

@@ -1,6 +1,6 @@
-"""The communication of the loss: every collective it makes.
+"""All collectives of the public functions.
 
-Letters: T ranks of the group, K statistics, N tokens.
+Dimensions: T ranks of the group, K statistics, N tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -14,26 +14,23 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cce_dist.kernels.launch.tape import recorded
 
-# torch 2.13 renamed the two; the old names warn there
+# torch 2.13 renamed these functions, and warns if the old names are used.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def resolve(group_name: Any) -> dist.ProcessGroup | None:
-    """The group of that name; the empty name is "not split"."""
+    """Return the process group of a name, or None for the empty name, which means that nothing is split."""
     return recorded(_resolve_process_group, group_name) if group_name else None
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """Ranks of a group; 1 where the vocabulary is not split."""
+    """Return the number of ranks of a group; 1 for None."""
     return 1 if group is None else group.size()
 
 
 def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-gather every rank's statistics: the one collective of forward, 4 K N bytes from each rank. -> [T, K, N].
-
-    A group of one rank has nothing to gather.
-    """
+    """All-gather every rank's statistics, 4 K N bytes from each rank. [K, N] -> [T, K, N]. One rank sends nothing."""
     if group is None or group.size() == 1:
         return stats_KN.view(1, *stats_KN.shape)
     return recorded(_all_gather, stats_KN, group).view(group.size(), *stats_KN.shape)
@@ -45,14 +42,14 @@ def gather_sequence(local_hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class SequenceGather:
-    """All-gather the ranks' slices of dim 0, [N/T, D] -> [N, D], while this rank works on the slice that it has.
+    """All-gather the ranks' slices of dim 0, [N/T, D] -> [N, D], while this rank works on its own slice.
 
-    Starts at once, on the communication stream, after what the current stream has been given; ``wait`` makes the current
-    stream, not the host, wait for the whole. Slice and whole are held until then, so that no memory changes hands between.
+    The constructor starts the gather on the communication stream, after the work queued on the current stream. ``wait`` makes
+    the current stream, not the host, wait for the result. Both tensors are held until then, so that their memory is not reused.
 
     Attributes:
         local: This rank's slice.
-        here: Its rows in the whole.
+        here: The rows of this rank's slice in the result.
     """
 
     def __init__(self, local_hidden: Tensor, group: dist.ProcessGroup) -> None:
@@ -69,14 +66,14 @@ class SequenceGather:
 
 
 def _all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' tensors, concatenated on dim 0 in rank order."""
+    """Concatenate the ranks' tensors on dim 0, in rank order."""
     whole = local.new_empty((local.shape[0] * group.size(), *local.shape[1:]))
     _all_gather_into(whole, local.contiguous(), group=group)
     return whole
 
 
 class OwnSlice(torch.autograd.Function):
-    """This rank's slice of dim 0 of what all ranks computed alike. Backward gathers what each rank has for its own slice."""
+    """Return this rank's slice of dim 0 of a replicated tensor. Backward all-gathers the gradients of the slices."""
 
     @staticmethod
     def forward(ctx, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -89,7 +86,7 @@ class OwnSlice(torch.autograd.Function):
 
 
 class ScatterSum(torch.autograd.Function):
-    """The sum over ranks of [N, D], of which each keeps its slice of dim 0, [N/T, D]. Backward gathers the slices."""
+    """Reduce-scatter a tensor over ranks, [N, D] -> [N/T, D]. Backward all-gathers the gradients of the slices."""
 
     @staticmethod
     def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -104,23 +101,23 @@ class ScatterSum(torch.autograd.Function):
 
 
 class HiddenGradSum:
-    """Sum d_hidden over the group, started as soon as rows of it are final, behind what is still to be computed.
+    """Sum d_hidden over the group, overlapped with the computation of further rows.
 
-    One collective, of N D elements: an all-reduce, or with sequence parallelism a reduce-scatter that leaves this rank's slice.
-    Where only ``rows`` tokens at a time become final, one for each of those: all-reduces, or with sequence parallelism a reduce
-    of each slice to its owner (a reduce-scatter would need a part of every slice, and tokens are finished in their order).
-    The arguments decide which rows those are, so ranks agree on them however much each has to compute.
+    If all rows become final together, one collective sums N D elements: an all-reduce, or with sequence parallelism a
+    reduce-scatter that leaves this rank's slice. If ``rows`` tokens become final at a time, there is one collective per chunk:
+    an all-reduce, or with sequence parallelism a reduce of each slice to its owner, because tokens are finished in order and a
+    reduce-scatter would need a part of every slice. The chunks follow from the arguments alone, so all ranks agree on them.
 
-    ``start`` takes the first rows of d_hidden, all that are final, and at last the whole. It returns at once: the sums run on
-    the communication stream, after what the current stream has been given. ``wait`` makes the current stream, not the host,
-    wait, and gives the result in d_hidden's dtype. Tensors that the communication stream reads are held until then.
+    Call ``start`` with all rows of d_hidden that are final so far, at last with all N rows. It returns at once; the collectives
+    run on the communication stream, after the work queued on the current stream. ``wait`` makes the current stream, not the
+    host, wait, and returns the result in d_hidden's dtype. Tensors that the communication stream reads are held until then.
 
     Args:
         group: The ranks; None: nothing is summed.
-        scatter: Leave this rank's slice.
-        dtype: Of the sum; None: d_hidden's.
+        scatter: Whether to return this rank's slice only.
+        dtype: Dtype of the sum; None: d_hidden's dtype.
         num_tokens: N.
-        rows: Tokens that become final at a time, the same on every rank; None: all.
+        rows: Number of tokens that become final at a time, identical on every rank; None: all.
     """
 
     def __init__(
@@ -144,7 +141,7 @@ class HiddenGradSum:
         self.result: Tensor | None = None
 
     def start(self, d_hidden: Tensor) -> None:
-        self._finish()  # the sum of the previous group of tokens; its memory is free then
+        self._finish()  # frees the memory of the previous chunk
         if not self.scatter:
             self.result = d_hidden
         while self.ranges and self.ranges[0].stop <= d_hidden.shape[0]:
@@ -177,12 +174,12 @@ class HiddenGradSum:
 
     def wait(self) -> Tensor:
         self._finish()
-        assert self.result is not None and not self.ranges, "wait() before the whole of d_hidden was there"
+        assert self.result is not None and not self.ranges, "wait() was called before start() had all rows of d_hidden"
         return self.result
 
 
 class SumOverRanks(torch.autograd.Function):
-    """All-reduce of what each rank adds to a result that all ranks then use alike: its gradient is the same on each."""
+    """All-reduce a tensor whose sum all ranks use alike, so that the gradient is the same on every rank."""
 
     @staticmethod
     def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -194,18 +191,15 @@ class SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce a few numbers, in place."""
+    """All-reduce a tensor in place, and return it."""
     dist.all_reduce(part, group=group)
     return part
 
 
 def largest(number: int, group: Any, named: bool) -> int:
-    """The largest of the ranks' numbers, by a group that serves the CPU.
+    """Return the maximum of the ranks' numbers. ``group`` must support CPU tensors.
 
-    Args:
-        number: This rank's.
-        group: The ranks.
-        named: Wait at a barrier of gloo's before, which names the ranks that do not come within the group's time-out.
+    With ``named``, wait at gloo's monitored barrier first: its error names the ranks that did not arrive in time.
     """
     if named:
         group.monitored_barrier(wait_all_ranks=True)
@@ -214,7 +208,7 @@ def largest(number: int, group: Any, named: bool) -> int:
     return int(found)
 
 
-num_exchanges = 0  # how many calls of ``assert_ranks_agree`` began
+num_exchanges = 0  # number of calls of ``assert_ranks_agree``
 
 
 def assert_ranks_agree(
@@ -225,23 +219,23 @@ def assert_ranks_agree(
     vocab_size: int,
     error: Exception | None = None,
 ) -> None:
-    """Raise on every rank if a rank has an error, if their facts differ, or if their rows do not tile the vocabulary.
+    """Raise on every rank if a rank passes an error, if facts differ, or if rows do not tile the vocabulary.
 
-    A collective of its own, made under CCE_DIST_DEBUG=1, and on a CPU for the ids of a teacher that is split.
+    This is a collective. It runs with CCE_DIST_DEBUG=1, and on CPUs for the ``teacher_ids`` of a split teacher.
 
     Raises:
-        ValueError, TypeError, IndexError: A rank's error.
-        RuntimeError: Names the first fact that differs and each rank's value of it, or the gap; or a rank's other error.
+        ValueError, TypeError, IndexError: A rank's error of this type.
+        RuntimeError: A rank's error of another type, the first fact that differs with each rank's value, or a gap.
     """
     global num_exchanges
     num_exchanges += 1
     calls: list = [None] * group.size()
-    told = None if error is None else (type(error).__name__, str(error))
-    dist.all_gather_object(calls, ({"function": function, **facts}, rows, told), group=group)
-    for rank, (_, _, told) in enumerate(calls):
-        if told is not None:
+    failure = None if error is None else (type(error).__name__, str(error))
+    dist.all_gather_object(calls, ({"function": function, **facts}, rows, failure), group=group)
+    for rank, (_, _, failure) in enumerate(calls):
+        if failure is not None:
             kinds = {kind.__name__: kind for kind in (ValueError, TypeError, IndexError)}
-            raise kinds.get(told[0], RuntimeError)(f"{function}: rank {rank} of the group: {told[1]}")
+            raise kinds.get(failure[0], RuntimeError)(f"{function}: rank {rank} of the group: {failure[1]}")
     for name in ("function", *facts):
         values = [call[0].get(name) for call in calls]
         if any(value != values[0] for value in values):

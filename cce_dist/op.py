@@ -1,8 +1,8 @@
 """The two torch.library operators behind loss and log-probabilities: one shard's arithmetic, merged over the group.
 
-They are opaque to torch.compile (fakes give the shapes) and differentiable once. All options travel as the plain values of a
-``Call``. ``_run_forward`` and ``_run_backward`` are the algorithm: a backend (``kernels/backends.py``) does the shard's
-arithmetic, ``merge`` the communication.
+They are opaque to torch.compile (fakes give the shapes) and differentiable once. A ``Call`` passes all options as plain values.
+``_run_forward`` and ``_run_backward`` are the algorithm: a backend (``kernels/backends.py``) does the shard's arithmetic, and
+``merge`` the communication.
 """
 
 from __future__ import annotations
@@ -30,49 +30,39 @@ from cce_dist.shard import even_rows
 
 
 class Saved(NamedTuple):
-    """What backward needs of forward beside the operands; a list of tensors between the two.
+    """What forward saves for backward besides the operands. Operators pass it on as a list of tensors."""
 
-    Attributes:
-        max: [N] fp32, as in ``Softmax`` over the whole vocabulary; the next two likewise.
-        log_sum: [N].
-        entropy: [N], where it is wanted.
-        ids: [N] as in ``Operands``.
-        count: [] how many labels there are, with the mean.
-        ids_NI: Several ids of each token.
-        target_NI: Their logits.
-        of_backend: What the backend saves.
-    """
-
-    max: Tensor
-    log_sum: Tensor
-    entropy: Tensor | None
-    ids: Tensor
-    count: Tensor | None
-    ids_NI: Tensor | None
-    target_NI: Tensor | None
-    of_backend: list[Tensor]
+    max: Tensor  # [N] fp32, as in ``Softmax`` over the whole vocabulary
+    log_sum: Tensor  # [N] fp32, as in ``Softmax``
+    entropy: Tensor | None  # [N] fp32 if wanted
+    ids: Tensor  # [N] as in ``Operands``
+    count: Tensor | None  # [] number of labels that are not ignored, with the mean
+    ids_NI: Tensor | None  # with several ids per token
+    target_NI: Tensor | None  # logits of ids_NI
+    of_backend: list[Tensor]  # what the backend saves
 
     def listed(self) -> list[Tensor]:
         return [*(tensor for tensor in self[:-1] if tensor is not None), *self.of_backend]
 
     @classmethod
     def of(cls, tensors: list[Tensor], spec: Spec) -> Saved:
-        """Name the tensors of a list; the task says which of them there are."""
+        """Rebuild the record from its list. ``spec`` says which tensors exist."""
         rest = iter(tensors)
-        there = (True, True, spec.want.entropy, True, spec.want.mean, spec.several, spec.several)
-        return cls(*(next(rest) if it_is else None for it_is in there), list(rest))  # type: ignore[arg-type]
+        exists = (True, True, spec.want.entropy, True, spec.want.mean, spec.several, spec.several)
+        return cls(*(next(rest) if present else None for present in exists), list(rest))  # type: ignore[arg-type]
 
 
 def _run_forward(
     hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, grad_weight_out: Tensor | None, call: Call
 ) -> tuple[Any, ...]:
-    """Per-token statistics of the whole vocabulary, 0 where the label is ignored, NaN where it is outside the vocabulary.
+    """Compute per-token statistics over the whole vocabulary: 0 for ignored labels, NaN for labels outside the vocabulary.
 
-    ``labels`` are [N], or [N, I]: several ids of each token. ``head`` are the tensors of ``Head`` that ``call`` names.
+    Args:
+        head: The tensors of ``Head`` that ``call`` names.
+        labels: [N], or [N, I] with several ids per token.
 
     Returns:
-        The losses of ``Outputs``, None where not wanted, the list of its other tensors that are wanted, and the list of
-        ``Saved``.
+        The losses of ``Outputs`` (None if not wanted), a list of its other wanted tensors, and ``Saved`` as a list.
     """
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     call = decided(call, hidden, labels.shape[0], merge.size_of(group))
@@ -86,12 +76,12 @@ def _run_forward(
     with without_autocast(hidden.device.type):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
         flat_labels, order, cells = labels if labels.dim() == 1 else labels.view(-1), None, None
-        given = flat_labels, spec.ignore_index, spec.vocab_size
         if spec.several:
-            ids = backend.label_ids(*given)
+            ids = backend.label_ids(flat_labels, spec.ignore_index, spec.vocab_size)
         else:
-            ids, order = backend.ordered_ids(*given)
-        if call.debug or not labels.is_cuda:  # reading labels waits for a GPU; there the token's loss is NaN instead
+            ids, order = backend.ordered_ids(flat_labels, spec.ignore_index, spec.vocab_size)
+        # Reading labels would wait for a GPU. There the token's loss is NaN instead.
+        if call.debug or not labels.is_cuda:
             error = label_error(call.argument, flat_labels, ids, spec.vocab_size, spec.ignore_index)
             if error:
                 raise IndexError(error)
@@ -124,12 +114,12 @@ def _start_gather(hidden: Tensor, group: Any) -> merge.SequenceGather | None:
 
 
 def operands_of(hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec) -> Operands:
-    """Return the operands of a shard; ``head`` are the tensors of ``Head`` that the task names."""
+    """Return the operands of a shard. ``head`` has the tensors that ``spec`` names."""
     return _with_ids(Operands.of(hidden, weight, ids, spec.logits, **spec.logits.named(head)), ids)
 
 
 def _with_ids(x: Operands, ids: Tensor) -> Operands:
-    """Put ids in place of labels. An ignored token's factors may be anything, so they become 1."""
+    """Replace labels by ids, and the factors of ignored tokens, which may hold anything, by 1."""
     if x.head.factors is not None:
         factors = torch.where(ids[:, None] >= 0, x.head.factors, 1.0)
         x = x._replace(head=x.head._replace(factors=factors))
@@ -139,9 +129,10 @@ def _with_ids(x: Operands, ids: Tensor) -> Operands:
 def _statistics_on_arrival(
     arriving: merge.SequenceGather, backend: Backend, x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor]
 ) -> tuple[Operands, Tensor, list[Tensor]]:
-    """Sequence parallelism: the statistics of the slice that is here while the others arrive, then of those.
+    """With sequence parallelism, compute this rank's slice while the other slices arrive, and then the other slices.
 
-    Where something is kept of every token for backward, all go together instead. The operands returned have all tokens.
+    If the backend keeps something of every token for backward, wait and compute all tokens together. The returned operands
+    have the hidden states of all tokens.
     """
     saved = backend.saved_of_slices(x, spec)
     if saved is None:
@@ -164,7 +155,7 @@ def _run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, head: list[Tensor], saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dE, dC, and the head's gradients as rows; None for what is not wanted (or went into ``grad_weight_out``)."""
+    """Return d_hidden, d_weight, and the head's gradients as rows; None if not wanted, or added to ``grad_weight_out``."""
     layout, group = call.layout, merge.resolve(call.layout.group_name)
     max_N, log_sum_N, entropy_N, ids, count, ids_NI, target_NI, saved = Saved.of(saved, call.spec)
     call = decided(call, hidden, ids.shape[0], merge.size_of(group))
@@ -173,7 +164,7 @@ def _run_backward(
     of_mean = None if count is None or d_mean is None else (d_mean, count)
     cells = None
     if ids_NI is not None and target_NI is not None:
-        # The log-sum-exp gets the sum of all ids' gradients; cells hold the gradient of each id.
+        # A token's log-sum-exp gets the sum of the gradients of its ids. Cells hold the gradient of each id.
         cells, d_sum = cell_gradients(d_losses[0], target_NI, ids_NI)
         d_losses = [None, d_sum if d_losses[1] is None else d_sum + d_losses[1], *d_losses[2:]]
     want_hidden, want_weight, *want_head = want
@@ -202,19 +193,19 @@ def _run_backward(
 
 
 def sum_group_of(layout: Layout, group: Any) -> Any:
-    """The ranks that d_hidden is summed over, or None."""
+    """Return the group that d_hidden is summed over, or None."""
     return group if group is not None and layout.sums(group.size()) else None
 
 
 def decided(call: Call, hidden: Tensor, num_tokens: int, num_ranks: int, where: Where | None = None) -> Call:
-    """Return the call with its way, and with the budget and ``alone`` in its spec; unchanged if it has a way.
+    """Decide the way of a call, unless it has one, and return the call with way, memory budget and ``alone``.
 
     Args:
         call: The call.
         hidden: Hidden states; under sequence parallelism this rank's slice.
-        num_tokens: Tokens of the whole call.
+        num_tokens: Number of tokens of all slices.
         num_ranks: Size of the vocabulary-parallel group.
-        where: What the way follows from. None: forward knows nothing of the upstream gradient.
+        where: Further facts for the decision. None: forward knows nothing about the upstream gradient.
     """
     if call.way.backend:
         return call
@@ -258,11 +249,11 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     return nll, *losses, empty() if want.mean else empty(0), others, saved.listed()
 
 
-_forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
+_replayed_forward, _replayed_backward = replayed(_run_forward), replayed(_run_backward)
 _OPERATOR = Operator(
-    "linear_cross_entropy (or linear_log_probs)",  # in messages of what both have
-    _forward_again,
-    _backward_again,
+    "linear_cross_entropy (or linear_log_probs)",
+    _replayed_forward,
+    _replayed_backward,
     "forward",
     "backward",
     "Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor? grad_weight_out",
@@ -275,7 +266,7 @@ _forward, _backward = _OPERATOR.register(_forward_fake)
 
 
 def forward(x: Operands, grad_weight_out: Tensor | None, call: Call, numbers: Tensor | None = None) -> Outputs:
-    """The operator as the loss calls it; see ``_run_forward``. ``x.ids`` are the labels; ``numbers`` is of ``numbers_of``."""
+    """Call the operator. ``x.ids`` are the labels; ``numbers`` comes from ``numbers_of``. See ``_run_forward``."""
     tensors = (x.hidden, x.weight, [*x.head.tensors.values()], x.ids, grad_weight_out)
     found = _OPERATOR.apply(*tensors, call=call, needs_grad=call.spec.want.grad, numbers=numbers)
     return Outputs.of(found, call.spec.want)

@@ -1,4 +1,4 @@
-"""The tensors of a call, whichever function is called: checked against each other and the shard, and laid out for kernels."""
+"""Check the tensors of a public function against each other and the shard, and lay them out for the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import checks
-from cce_dist.call import DTYPES, Call, Layout, LogProbOptions, Options, stand_in
+from cce_dist.call import DTYPES, Call, Layout, LogProbOptions, Options, concrete
 from cce_dist.decide import choose_backend
 from cce_dist.kernels import Operands, ShardLogits, Spec
 from cce_dist.shard import VocabShard, local_rows
@@ -22,10 +22,10 @@ def prepare(
     input: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, buffer: Tensor | None, shard: VocabShard | None,
     logit_scale: float, options: Options | LogProbOptions, on_meta: bool = False,
 ) -> tuple[Operands, VocabShard]:  # fmt: skip
-    """Check the tensors, cast them as autocast asks, and return them as kernels take them, and the shard.
+    """Check the tensors, apply autocast, and return the operands of the kernels and the shard.
 
     Args:
-        labels: One id of each token, or with ``linear_log_probs`` several.
+        labels: One id per token; ``linear_log_probs`` also takes several.
         buffer: ``grad_weight_out``.
         on_meta: Whether all tensors may be on "meta".
     """
@@ -39,7 +39,7 @@ def prepare(
         check_buffer(buffer, head.weight)
     several = labels.dim() >= max(1, input.dim()) and labels.shape[-1] > 1
     ids = labels.long()
-    if ids.dim() != 1 + several:  # a view costs the host as much as all of these checks, and autograd one more step
+    if ids.dim() != 1 + several:  # a view takes the host as long as all of these checks, and autograd one more node
         ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
     hidden, weight, tensors = head.operands()
     logits = logits_of(head.shard, logit_scale, options.softcap, tensors)
@@ -47,24 +47,21 @@ def prepare(
 
 
 def logits_of(shard: VocabShard, logit_scale: float, softcap: float | None, tensors: Iterable[str]) -> ShardLogits:
-    """Return how logits come from hidden states on a shard, as plain values; ``tensors`` names the tensors of ``Head``."""
-    softcap = 0.0 if softcap is None else stand_in(softcap)
-    return ShardLogits(shard.start, shard.num_valid, stand_in(logit_scale), softcap, " ".join(tensors))
+    """Return the plain values that define a shard's logits. ``tensors`` are names of tensors in ``kernels.Head``."""
+    softcap = 0.0 if softcap is None else concrete(softcap)
+    return ShardLogits(shard.start, shard.num_valid, concrete(logit_scale), softcap, " ".join(tensors))
 
 
 class LocalHead(NamedTuple):
-    """The tensors of one head on this rank: [..., D], [V_r, D] and [V_r], and which rows of the vocabulary those are."""
+    """The tensors of one head on this rank, and their shard."""
 
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    input: Tensor  # [..., D]
+    weight: Tensor  # [V_r, D]
+    bias: Tensor | None  # [V_r]
     shard: VocabShard
 
     def operands(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return hidden states [N, D], the weight, and the tensors of ``kernels.Head`` by name.
-
-        Kernels take addresses, not strides, so all are made contiguous here.
-        """
+        """Return hidden states [N, D], the weight, and the tensors of ``kernels.Head`` by name, all contiguous."""
         hidden = self.input if self.input.dim() == 2 else self.input.reshape(-1, self.input.shape[-1])
         tensors = {} if self.bias is None else {"bias": self.bias.contiguous()}
         return hidden.contiguous(), self.weight.contiguous(), tensors
@@ -74,7 +71,7 @@ def head_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None, on_meta: bool = False,
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> LocalHead:  # fmt: skip
-    """Return the rows that are here, cast as autocast asks; raise unless dtypes, devices and sizes fit each other."""
+    """Return the local tensors of a head, cast by autocast. Raise unless dtypes, devices and sizes fit each other."""
     checks.tensors({"input": input, "linear_weight": weight}, on_meta, linear_bias=bias)
     weight, bias, shard = local_rows(weight, bias, shard)
     autocast_type = "cuda" if input.is_meta else input.device.type
@@ -109,7 +106,7 @@ def _whole(num_rows: int) -> VocabShard:
 
 
 def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options | LogProbOptions) -> Call:
-    """Return what the operator is told of a call."""
+    """Return the ``Call`` of a public function, with the backend chosen."""
     forced, debug = environment()
     backend = choose_backend(options.backend, forced, device_type(x.hidden), x.hidden.dtype)
     return Call(spec, Layout.of(shard, options), backend, debug, options.labels)
@@ -121,16 +118,16 @@ def device_type(tensor: Tensor) -> str:
 
 @torch.compiler.assume_constant_result
 def environment() -> tuple[str, bool]:
-    """CCE_DIST_BACKEND and CCE_DIST_DEBUG."""
+    """Return the environment variable CCE_DIST_BACKEND, and whether CCE_DIST_DEBUG is set."""
     return os.environ.get("CCE_DIST_BACKEND", "auto"), os.environ.get("CCE_DIST_DEBUG", "0") not in ("", "0")
 
 
 def _needs_local(name: str) -> str:
-    return f"{name} is a DTensor: pass its local tensor (to_local()); sequence_parallel says if it is a slice"
+    return f"{name} is a DTensor: pass its local tensor (to_local()), with sequence_parallel=True if it is a slice of dim 0"
 
 
 def _check_labels(labels: Tensor, head: LocalHead, options: Options | LogProbOptions) -> None:
-    """Raise unless these are ids of the head's tokens, or with ``linear_log_probs`` several of each."""
+    """Raise unless labels are integers on input's device, [...] or, with ``linear_log_probs``, [..., K]."""
     name, input = options.labels, head.input
     if isinstance(labels, DTensor):
         raise TypeError(_needs_local(name))
@@ -148,19 +145,19 @@ def _check_labels(labels: Tensor, head: LocalHead, options: Options | LogProbOpt
 
 
 def shape_of_tokens(head: LocalHead, sequence_parallel: bool) -> tuple[int, ...]:
-    """The leading dimensions of all tokens of the group."""
+    """Return the leading dimensions of input; with sequence parallelism of all ranks' slices together."""
     shape = tuple(head.input.shape[:-1])
     if not sequence_parallel:
         return shape
     if not shape:
-        raise ValueError("sequence_parallel needs an input with a dim 0 to split, got one vector")
+        raise ValueError("sequence_parallel needs an input with a dim 0 to split, got a single vector")
     return (shape[0] * head.shard.group_size, *shape[1:])
 
 
 def check_shape(
     name: str, tensor: Tensor, tokens: tuple[int, ...], wanted: str, head: LocalHead, sequence_parallel: bool
 ) -> None:
-    """Raise unless a tensor has the tokens' shape; ``wanted`` says so."""
+    """Raise unless a tensor has the shape ``tokens``. ``wanted`` describes the allowed shapes in the message."""
     if tuple(tensor.shape) != tokens:
         whole = f" ({head.shard.group_size} slices of dim 0)" if sequence_parallel else ""
         raise ValueError(

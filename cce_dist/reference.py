@@ -1,6 +1,7 @@
-"""The loss, its filter, log-probabilities and divergences, dense: the specification, and the oracle of every test. Any dtype.
+"""Dense versions of the loss, its filter, log-probabilities and divergences: the specification, and what tests compare with.
 
-Everything is written for clarity on the whole vocabulary of one process; nothing is shared with the code it checks.
+They take any dtype and one process with the whole vocabulary. Clarity counts, not speed. They share no code with the code under
+test.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def logits(
     logit_scale: float | Tensor = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """[..., V] logits in at least fp32; the product itself is rounded to input's dtype, as an eager model does it."""
+    """Return logits, [..., V], in at least fp32. The matrix product is rounded to input's dtype, as in an eager model."""
     u = F.linear(input, linear_weight, linear_bias)
     u = (u if u.dtype == torch.float64 else u.float()) * logit_scale
     return u if softcap is None else softcap * torch.tanh(u / softcap)
@@ -37,7 +38,7 @@ def linear_cross_entropy(
     reduction: str = "mean", label_smoothing: float = 0.0, logit_scale: float | Tensor = 1.0, softcap: float | None = None,
     z_loss_weight: float = 0.0, num_tokens: float | Tensor | None = None, weight: Tensor | None = None,
 ) -> LinearCrossEntropyOutput:  # fmt: skip
-    """``cce_dist.linear_cross_entropy`` with the whole weight [V, D] and all logits in memory; always the aux outputs."""
+    """Compute ``cce_dist.linear_cross_entropy`` from all logits, with all outputs of ``return_aux``."""
     z = logits(input, linear_weight, linear_bias, logit_scale, softcap)
     return _loss_of(z, target, ignore_index, reduction, label_smoothing, z_loss_weight, num_tokens, weight)
 
@@ -78,13 +79,13 @@ def linear_log_probs(
     logit_scale: float | Tensor = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, top_k: int = 1,
     kept: KeptIds | None = None,
 ) -> LogProbs:  # fmt: skip
-    """``cce_dist.linear_log_probs`` with the whole weight [V, D] and all logits in memory; always all outputs."""
+    """Compute ``cce_dist.linear_log_probs`` from all logits, with all outputs."""
     scale, temperature = (x.unsqueeze(-1) if isinstance(x, Tensor) else x for x in (logit_scale, temperature))
     z = logits(input, linear_weight, linear_bias, scale, softcap) / temperature
     several = ids if ids.dim() == input.dim() else ids.unsqueeze(-1)
     counts = several != ignore_index
     if kept is not None:
-        return _of_kept(z, ids, counts, kept)
+        return _log_probs_of_lists(z, ids, counts, kept)
     log_p = z.log_softmax(-1)
     of_ids = torch.where(counts, log_p.gather(-1, several.long().clamp(min=0)), 0.0).view(ids.shape)
     entropy = -(log_p.exp() * log_p).nan_to_num(0.0, 0.0, 0.0).sum(-1)
@@ -100,8 +101,8 @@ def linear_log_probs(
     return LogProbs(of_ids, lse, entropy, squares, max_logit, argmax, top_log_probs, top_ids)
 
 
-def _of_kept(z: Tensor, ids: Tensor, counts: Tensor, kept: KeptIds) -> LogProbs:
-    """Log-probability of each id, log-sum-exp and entropy over the lists, a token after another; then what has no gradient."""
+def _log_probs_of_lists(z: Tensor, ids: Tensor, counts: Tensor, kept: KeptIds) -> LogProbs:
+    """Compute the outputs of ``kept`` and ``kept_mass``, one token at a time."""
     offsets, labels = kept.offsets.tolist(), ids.flatten().tolist()
     rows = [z.new_zeros(5, 0)]
     for number, (row, live) in enumerate(zip(z.view(-1, z.shape[-1]), counts.flatten().tolist(), strict=True)):
@@ -125,7 +126,7 @@ def linear_kl_divergence(
     teacher_softcap: float | None = None, linear_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``cce_dist.linear_kl_divergence`` with whole weights and all logits of both heads in memory, [...]."""
+    """Compute ``cce_dist.linear_kl_divergence`` from all logits of both heads, [...]."""
     log_p = logits(input, linear_weight, linear_bias, logit_scale, softcap).log_softmax(-1)
     log_t = logits(teacher_input, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap).log_softmax(-1)
 
@@ -145,12 +146,12 @@ def filtered_gradients(
     *, linear_bias: Tensor | None = None, label_smoothing: float = 0.0, softcap: float | None = None,
     z_loss_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dE [N, D] and dC [V, D] as ``GradFilter`` defines them, from the dense gradient of every logit; dC's column sums [V].
+    """Return dE [N, D], dC [V, D] and the bias gradient [V] under a ``GradFilter``, from the dense gradient of every logit.
 
     Args:
         input: [N, D].
-        upstream: [N] gradient that reaches each token's loss.
-        starts: First vocabulary id of each shard: the compensation is a shard's own.
+        upstream: [N] upstream gradient of each token's loss.
+        starts: First vocabulary id of each shard. Each shard compensates for its own dropped elements.
     """
     with torch.enable_grad():
         bias = None if linear_bias is None else linear_bias.detach()
@@ -164,14 +165,14 @@ def filtered_gradients(
     is_label = (F.one_hot(target.clamp(min=0), z.shape[1]) * valid).bool()
     rest = -(1 - label_smoothing) * upstream * is_label - label_smoothing / z.shape[1] * upstream
     softmax_part = d_logits - rest
-    # Where the label's coefficient is 0, the softmax's coefficient takes its place: its sum over the vocabulary.
+    # If the label's coefficient is 0, compare with the softmax's coefficient, the sum over the vocabulary.
     at_label = (1 - label_smoothing) * upstream
     size = torch.where(at_label != 0, at_label, softmax_part.sum(1, keepdim=True)).abs()
     kept = (softmax_part.abs() >= grad_filter.eps * size) | is_label
     dropped = softmax_part.masked_fill(kept, 0.0) * slope
     filtered = d_logits * slope - dropped
     for_hidden, for_weight, own_rows = filtered.clone(), filtered.clone(), torch.zeros_like(linear_weight)
-    usual = softmax_part.sum(1).square().sum()  # a token's d_hidden is about as long as its coefficient times a row
+    usual = softmax_part.sum(1).square().sum()  # the norm of d_hidden is about the coefficient times a row's norm
     if grad_filter.compensate:
         hidden, weight = (x.detach().to(dropped.dtype) for x in (input.masked_fill(~valid, 0.0), linear_weight))
         for start, stop in zip(starts, [*starts[1:], z.shape[1]], strict=True):
@@ -214,14 +215,14 @@ def _correction(
     reweighting: Tensor | None = None,
     usual: Tensor | None = None,
 ) -> Tensor:
-    """Return a sparse matrix, of ``size`` columns of ``difference``, that estimates ``difference @ operand`` in its place.
+    """Return a matrix whose product with ``operand`` estimates ``difference @ operand``, from ``size`` sampled columns.
 
-    The columns are sampled by ``share``. Row sums stay 0, and the estimate is shrunk by the part of its square that is noise;
-    where less than a quarter would be left it is 0.
+    The columns are sampled with probability ``share``. The rows of the result sum to 0. The estimate is shrunk by the fraction
+    of its square that is noise, and is 0 if less than a quarter would remain.
 
     Args:
-        reweighting: Each row's mass times its hidden state less the mean. With it a linear model is taken from 64 of 1,024 rows
-            of ``operand``, times the factor that minimises the expected error, and the sample estimates the rest.
+        reweighting: Each row's mass times its centered hidden state. With it, 64 of 1,024 rows of ``operand`` give a control
+            variate that is linear in the operand, scaled to minimise the expected error. The sample estimates the remainder.
         usual: Mean square of the product's rows relative to ``operand``'s rows. A correction below 4e-6 of it is left out.
     """
     center = share @ operand
@@ -254,19 +255,20 @@ def _correction(
 
 
 def _estimate(difference: Tensor, share: Tensor, operand: Tensor, size: int) -> Tensor:
-    """Return the product of ``difference`` and ``operand`` as sampled columns estimate it, with row sums of 0."""
+    """Estimate ``difference @ operand`` from ``size`` sampled columns, with ``operand`` centered."""
     columns = _sampled(share, size)
     return difference[:, columns] / (size * share[columns]) @ (operand[columns] - share @ operand)
 
 
 def _shrinkage(estimate: Tensor, share: Tensor, weight: Tensor, center: Tensor) -> Tensor:
-    """Return what dC gets where the sample finds nothing: a multiple of each column's own row less the mean, times its share.
+    """Return the correction of dC if the sampled one is 0: a factor times each column's share of its centered row.
 
     The covariance of the tokens' hidden states is shrunk to a multiple of the identity. Least squares give the factor.
 
     Args:
-        estimate: Of what the rank-1 matrix leaves of dC, [V, D].
-        center: What shares multiply in dC. A factor that adds less than 2**-10 of its square is 0.
+        estimate: [V, D] sampled estimate of dC minus its rank-1 part.
+        center: [D] vector that shares multiply in the rank-1 part. If the correction's square is below 2**-10 of the square of
+            ``center``, the factor is 0.
     """
     centered = weight - share @ weight
     squares = centered.square().sum(1)
@@ -278,12 +280,12 @@ def _shrinkage(estimate: Tensor, share: Tensor, weight: Tensor, center: Tensor) 
 
 
 def _sampled(share: Tensor, size: int) -> Tensor:
-    """Draw ``size`` places by their share, at equal steps."""
+    """Draw ``size`` indices with probability ``share`` by systematic sampling."""
     end = (share * 2**40).long().cumsum(0)
     places = (2 * torch.arange(size, device=share.device) + 1) * (end[-1] // (2 * size))
     return torch.searchsorted(end, places, right=True).clamp(max=len(share) - 1)
 
 
 def _at(columns: Tensor, terms: Tensor, share: Tensor) -> Tensor:
-    """Put terms at their columns, and take their row sums off by share."""
+    """Scatter terms to their columns, and subtract ``share`` times their row sums."""
     return (-terms.sum(1, keepdim=True) * share).index_add_(1, columns, terms)

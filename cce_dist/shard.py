@@ -1,4 +1,4 @@
-"""VocabShard: which rows of the vocabulary this rank holds, and with whom it shares the rest."""
+"""VocabShard: the rows of the vocabulary on this rank, and the process group that holds all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cce_dist.checks import integer, kind
 
 
 def even_rows(vocab_size: int, rank: int, size: int, multiple_of: int = 1) -> tuple[int, int]:
-    """First row and end of shard ``rank`` of ``size``, as ``VocabShard.even`` splits: before there is a group, too."""
+    """Return start and stop of shard ``rank`` of ``size``, as ``VocabShard.even`` splits, without a process group."""
     rows = -(-vocab_size // (size * multiple_of)) * multiple_of
     start, stop = rank * rows, (rank + 1) * rows
     if multiple_of == 1:
@@ -26,28 +26,29 @@ def even_rows(vocab_size: int, rank: int, size: int, multiple_of: int = 1) -> tu
 class VocabShard:
     """Rows [start, stop) of a vocabulary of ``vocab_size`` ids, split over the ranks of ``group``.
 
-    The shards of a group's ranks tile the vocabulary; they may differ in size, and be empty. Rows at or past
-    ``vocab_size`` are padding: their logits count as -inf and their gradient is exactly 0.
+    The shards of a group tile the vocabulary. They may differ in size, and a shard may be empty. Rows at or past
+    ``vocab_size`` are padding: their logits count as -inf and their gradient is 0.
 
-    A copy keeps the group. A file keeps the numbers: a shard of several ranks that was loaded from one has to be given a group
-    (``with_group``) before its first use.
+    Copying keeps the group. Pickling drops it: call ``with_group`` on a loaded shard of several ranks before you use it.
 
     Args:
         start: First id of this rank's rows.
-        stop: One past the last id; the local weight has ``stop - start`` rows.
-        vocab_size: Logical size of the whole vocabulary.
-        group: The vocabulary-parallel group. None means that the vocabulary is not split (never "the world").
+        stop: One past the last id. The local weight has ``stop - start`` rows.
+        vocab_size: Size of the whole vocabulary, without padding.
+        group: The vocabulary-parallel process group. None means that the vocabulary is not split; it never means the default
+            group.
 
     Raises:
-        ValueError: The range is no range, rows of an unsplit vocabulary are missing, or this rank is not in the group.
-        TypeError: No integer, or no process group.
+        ValueError: ``0 <= start <= stop`` does not hold, rows are missing although group is None, or this rank is not a member
+            of group.
+        TypeError: A number is not an integer, or group is not a process group.
     """
 
     start: int
     stop: int
     vocab_size: int
     group: dist.ProcessGroup | None = None
-    # read off the group once, so that a compiled graph sees plain values
+    # Read from the group once, so that a compiled graph sees plain values.
     group_name: str = field(default="", init=False, repr=False)
     group_size: int = field(default=1, init=False, repr=False)
 
@@ -60,7 +61,7 @@ class VocabShard:
             if self.start != 0 or self.stop < self.vocab_size:
                 raise ValueError(
                     f"rows [{self.start}, {self.stop}) of a vocabulary of {self.vocab_size} without a group: "
-                    "the other rows are nowhere; pass the process group that holds them"
+                    "pass the process group that holds the other rows"
                 )
             return
         _check_member(self.group)
@@ -74,10 +75,10 @@ class VocabShard:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "group": None, "group_name": ""}  # as a file holds it
+        return {**self.__dict__, "group": None, "group_name": ""}  # a process group cannot be pickled
 
     def with_group(self, group: dist.ProcessGroup | None) -> VocabShard:
-        """Return the same rows in another group."""
+        """Return a shard with these rows and another process group."""
         return VocabShard(self.start, self.stop, self.vocab_size, group)
 
     @property
@@ -91,7 +92,7 @@ class VocabShard:
         return max(0, min(self.stop, self.vocab_size) - self.start)
 
     def check_group(self) -> None:
-        """Raise RuntimeError if the group was left behind in another process."""
+        """Raise RuntimeError if the shard was unpickled without its process group."""
         if self.group is None and self.group_size > 1:
             raise RuntimeError(
                 f"this VocabShard, one of {self.group_size}, was loaded without its process group: "
@@ -99,7 +100,7 @@ class VocabShard:
             )
 
     def check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Raise ValueError unless weight [V_r, D] and bias [V_r] have this shard's rows; see ``check_group``."""
+        """Raise unless weight [V_r, D] and bias [V_r] have ``num_rows`` rows and the group is there."""
         self.check_group()
         rows = weight.shape[0]
         if self.num_rows != rows:
@@ -109,16 +110,16 @@ class VocabShard:
 
     @classmethod
     def even(cls, vocab_size: int, group: dist.ProcessGroup | None, multiple_of: int = 1) -> VocabShard:
-        """Split a vocabulary evenly over a group.
+        """Return this rank's shard of a vocabulary that is split evenly over a group.
 
-        With ``multiple_of=1`` nothing is padded and the split is DTensor's (ceil-sized shards, the last ones smaller or
-        empty). With a larger ``multiple_of`` every rank holds the same number of rows, that multiple, as in Megatron;
+        With ``multiple_of=1`` the split is DTensor's: shards of ``ceil(vocab_size / ranks)`` rows, no padding, and the last
+        shards smaller or empty. With a larger ``multiple_of`` every rank holds the same number of rows, as in Megatron, and
         the last shards end in padding.
 
         Args:
-            vocab_size: Logical size of the vocabulary.
-            group: The vocabulary-parallel group, or None for a vocabulary that is not split.
-            multiple_of: Every shard's rows are a multiple of this.
+            vocab_size: Size of the whole vocabulary, without padding.
+            group: The vocabulary-parallel process group, or None for a vocabulary that is not split.
+            multiple_of: Number that divides every shard's number of rows.
         """
         integer("vocab_size", vocab_size, 1)
         integer("multiple_of", multiple_of, 1)
@@ -129,13 +130,13 @@ class VocabShard:
 
     @classmethod
     def from_dtensor(cls, weight: DTensor) -> VocabShard:
-        """Read the shard off a weight that is sharded on dim 0 over one mesh dimension (and replicated over others).
+        """Return the shard of a DTensor that is sharded on dim 0 over one mesh dimension and replicated over all others.
 
-        That mesh dimension is taken to be the vocabulary-parallel one. A DTensor does not say whether FSDP2 made it: read
-        inside the forward of the module that FSDP2 wraps, the weight is gathered and this holds; outside it is not.
+        The sharded mesh dimension is taken to be the vocabulary-parallel one. With FSDP2, read the weight inside the forward of
+        the wrapped module, where it is gathered: a DTensor does not say which of its mesh dimensions belong to FSDP2.
 
         Args:
-            weight: [V, D] DTensor; its local tensor is the ``linear_weight`` of this rank.
+            weight: [V, D] head weight. Its local tensor has this rank's rows.
 
         Raises:
             ValueError: The weight is sharded over several mesh dimensions, or not on dim 0.
@@ -156,7 +157,7 @@ class VocabShard:
 
 
 def _check_member(group: Any) -> None:
-    """Raise unless this is a process group that this rank is in."""
+    """Raise unless ``group`` is a process group with this rank as a member."""
     member = group is not dist.GroupMember.NON_GROUP_MEMBER
     if member:
         kind("group", group, dist.ProcessGroup)
@@ -165,7 +166,7 @@ def _check_member(group: Any) -> None:
 
 
 def group_of(name: str, mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of a mesh's last dimension; ValueError on a rank that is not in the mesh."""
+    """Return the process group of a mesh's last dimension. Raise ValueError on a rank outside the mesh."""
     if mesh.get_coordinate() is None:
         raise ValueError(f"this rank ({dist.get_rank()}) is not a member of {name}, {mesh}")
     return mesh.get_group(mesh.ndim - 1)
@@ -174,7 +175,7 @@ def group_of(name: str, mesh: DeviceMesh) -> dist.ProcessGroup:
 def local_rows(
     weight: torch.Tensor, bias: torch.Tensor | None, shard: VocabShard | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, VocabShard]:
-    """The rows of weight and bias that are here and the shard that they are, for plain tensors or DTensors."""
+    """Return the local tensors of weight and bias and their shard, for plain tensors or DTensors."""
     if weight.dim() != 2:
         flat = (
             ": a weight that ZeRO-3 or FSDP1 has freed? It is whole only in the forward of the module that owns it "
@@ -189,7 +190,7 @@ def local_rows(
         bias = bias.to_local()
     if isinstance(weight, DTensor):
         if shard is not None:
-            raise ValueError("linear_weight is a DTensor, which says itself how it is sharded: leave shard out")
+            raise ValueError("linear_weight is a DTensor, whose placements give the shard: leave shard out")
         return weight.to_local(), bias, VocabShard.from_dtensor(weight)
     if shard is None:
         if weight.shape[0] == 0:

@@ -1,4 +1,4 @@
-"""What stands around the operator: the gradient of a learnable scale, each token's own scale, and the weights of classes."""
+"""Parts of the loss outside of the operator: gradient of a learnable scale, per-token scales, class weights."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ def learn_scale(
     group: dist.ProcessGroup | None,
     hidden_is_part: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return hidden states and bias as they are, but such that backward gives ``scale`` its gradient.
+    """Return hidden states and bias unchanged, connected to ``scale`` so that backward computes its gradient.
 
-    The logits depend on scale times (hidden @ weight.T + bias), so that scale times its gradient is the sum over tokens of
-    hidden . d_hidden, plus bias . d_bias: no pass over the vocabulary, and d_hidden is computed anyway. It is as exact as
-    d_hidden, which is rounded to hidden's dtype.
+    The logits are a function of scale * (hidden @ weight.T + bias). Hence scale * d_scale = sum(hidden * d_hidden) +
+    sum(bias * d_bias), which needs no pass over the vocabulary. It is as exact as d_hidden, which is rounded to hidden's dtype.
 
     Args:
-        value: What scale holds; not 0. Inside a compiled graph a tensor, which is not read.
-        hidden_is_part: d_hidden is this rank's part of the sum, or its slice, so that the ranks' products are summed.
+        value: The value of scale, not 0; a tensor inside a compiled graph, which does not read it.
+        hidden_is_part: Whether d_hidden is this rank's part or slice, so that the products must be summed over ranks.
     """
     if not isinstance(value, Tensor) and value == 0.0:
-        raise ValueError("logit_scale is 0 and learnable: its gradient is taken from dE, which is 0 then")
+        raise ValueError("logit_scale is 0 and learnable: its gradient would be taken from dE, which is then 0")
     hidden, bias = _LearnScale.apply(scale, hidden, bias, value, group, hidden_is_part)  # type: ignore[misc]
     return hidden, bias
 
@@ -50,16 +49,16 @@ class _LearnScale(torch.autograd.Function):
     def backward(ctx, *grads):
         d_hidden, d_bias = grads
         hidden, bias = ctx.saved_tensors
-        alike, part = (0.0, _dot(hidden, d_hidden)) if ctx.hidden_is_part else (_dot(hidden, d_hidden), 0.0)
+        replicated, part = (0.0, _dot(hidden, d_hidden)) if ctx.hidden_is_part else (_dot(hidden, d_hidden), 0.0)
         part = part + (0.0 if bias is None else _dot(bias, d_bias))
         if ctx.group is not None and isinstance(part, Tensor):
             part = merge.sum_over_ranks(part, ctx.group)
-        d_scale = (alike + part) / ctx.value
+        d_scale = (replicated + part) / ctx.value
         return d_scale.to(ctx.dtype), d_hidden, d_bias, None, None, None
 
 
 def _dot(x: Tensor, d_x: Tensor | None) -> Tensor:
-    """Sum of x times its gradient; where the gradient is 0, x may hold anything."""
+    """Return the sum of x times its gradient. Where the gradient is 0, x may hold anything."""
     if d_x is None:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return torch.where(d_x == 0, 0.0, widened(x) * widened(d_x)).sum()
@@ -68,10 +67,14 @@ def _dot(x: Tensor, d_x: Tensor | None) -> Tensor:
 def with_factors(
     x: Operands, logit_scale: float | Tensor, temperature: float | Tensor, tokens: torch.Size, ignore_index: int
 ) -> Operands:
-    """Return the operands with each token's factors before and after the softcap, NaN where the argument is no number."""
+    """Return the operands with per-token factors before and after the softcap. An invalid factor becomes NaN.
+
+    Raises:
+        ValueError: A factor of a token that counts is invalid (on a CPU, or with CCE_DIST_DEBUG=1).
+    """
     counts = x.ids != ignore_index
     counts = counts.any(1) if counts.dim() == 2 else counts
-    # Reading waits for a GPU.
+    # Reading values would wait for a GPU.
     readable = not torch.compiler.is_compiling() and (environment()[1] or not x.ids.is_cuda)
     numbers = []
     for name, value in (("logit_scale", logit_scale), ("temperature", temperature)):
@@ -92,10 +95,10 @@ def with_factors(
 
 
 def _of_tokens(name: str, value: float | Tensor, x: Operands, tokens: torch.Size) -> Tensor:
-    """One float64 number for each token. [...] or [] -> [N]."""
+    """Return one float64 number per token. [...] or [] -> [N]."""
     like = torch.empty(0, dtype=torch.float64, device=x.ids.device)
     if not isinstance(value, Tensor):
-        # A graph adds a symbol to a tensor, and is made for one number where it fills a tensor with that.
+        # new_full would compile one graph per value of a symbol; an addition keeps the symbol.
         return like.new_zeros(x.num_tokens) + value if is_symbol(value) else like.new_full((x.num_tokens,), value)
     if value.dim() and value.device != x.ids.device:
         raise ValueError(f"input is on {x.ids.device}, {name} on {value.device}")
@@ -117,7 +120,7 @@ class ClassWeights:
         self.of_labels = torch.where(self.counted, self.weight[x.ids.clamp(0, shard.vocab_size - 1)], 0.0)
 
     def weigh(self, loss: Tensor, lse: Tensor, smoothing: float, scale: float | Tensor) -> Tensor:
-        """Return the losses times ``of_labels``, and the uniform term of label smoothing: each class by its own weight. [N]."""
+        """Multiply the losses by the labels' weights, and add the weighted uniform term of label smoothing. [N] -> [N]."""
         loss = loss * self.of_labels
         if smoothing == 0:
             return loss
@@ -125,10 +128,10 @@ class ClassWeights:
         return loss + smoothing * torch.where(self.counted, uniform_nll, 0.0)
 
     def _sum_of_products(self) -> Tensor:
-        """Sum each token's logits, without scale and softcap, times the weights of their classes. -> [N] fp32.
+        """Return each token's sum of products times class weights, before scale and softcap. -> [N] fp32.
 
-        sum_j w_j (weight_j . hidden + bias_j) = (sum_j w_j weight_j) . hidden + sum_j w_j bias_j: one vector for all tokens.
-        Its D + 1 numbers are summed over the group.
+        sum_j w_j (weight_j . hidden + bias_j) = (sum_j w_j weight_j) . hidden + sum_j w_j bias_j. The vector and the number,
+        D + 1 numbers in all, serve all tokens, and are summed over the group.
         """
         x, here = self.x, slice(0, self.shard.num_valid)
         with torch.autocast(x.hidden.device.type, enabled=False):
@@ -138,6 +141,6 @@ class ClassWeights:
             if self.shard.group is not None:
                 vector = merge.SumOverRanks.apply(vector, self.shard.group)
             assert isinstance(vector, Tensor)
-            # Hidden states of tokens that do not count may hold anything, and 0 times infinity is not 0.
+            # Hidden states of ignored tokens may hold anything, and 0 * inf is not 0.
             hidden = widened(x.hidden).masked_fill(~self.counted[:, None], 0.0)
             return hidden @ vector[:-1] + vector[-1]

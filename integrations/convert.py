@@ -104,6 +104,9 @@ def _shard_over(model: nn.Module, head: Any, mesh: DeviceMesh | None, equal_toke
 def revert(model: Any) -> Any:
     """Undo ``convert``, and return the model.
 
+    Args:
+        model: A converted model.
+
     Raises:
         ValueError: The head's class was changed again since, by FSDP2 say, or its weight is split by ``shard_over``.
         TypeError: ``model`` is no ``nn.Module``.
@@ -123,7 +126,10 @@ def require(model: Any) -> None:
     """Raise unless this model's loss comes from hidden states.
 
     Before the first forward in training this can tell only whether a head was converted, after one whether the head was asked
-    for its loss, too. ``model`` may be wrapped, by DDP, FSDP, DeepSpeed or PEFT.
+    for its loss, too.
+
+    Args:
+        model: The model. It may be wrapped by DDP, FSDP, DeepSpeed or PEFT.
 
     Raises:
         RuntimeError: No head is converted; or forwards in training have ended, and other code computed the loss of all of them.

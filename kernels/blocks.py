@@ -77,7 +77,8 @@ class Described(TensorDescriptor):
         kind: The part of it that Triton compiles for.
     """
 
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    __eq__: Any = object.__eq__  # two are equal if they are one
+    __hash__: Any = object.__hash__
 
     def __init__(self, memory: Memory, shape: Any, strides: Any, block_shape: list[int]) -> None:
         """Make a descriptor without the checks of Triton: ``has_tma`` has looked at its alignment."""

@@ -33,8 +33,8 @@ def _deterministic() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     for module in (op, divergence_op):  # A test may replace what another's calls of the same shapes did.
-        module._forward_again.forget()
-        module._backward_again.forget()
+        module._replayed_forward.forget()
+        module._replayed_backward.forget()
     yield
     torch.use_deterministic_algorithms(False)  # a training run leaves them on
 

@@ -1,7 +1,6 @@
 """Write the table of docs/kernels.md from the source: `python tests/kernel_table.py` replaces it, and test_docs.py holds it.
 
-Names come from the kernels' declarations, outputs from their pointer comments. With a launch left out a test of that file fails
-(or its process ends) in the interpreter.
+With a launch left out a test of that file fails (or its process ends) in the interpreter.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/kernels.md"
-HEAD = "| file | its kernels, and what each writes | test |\n|---|---|---|\n"
+HEAD = "| file | kernels | test |\n|---|---|---|\n"
 # The tests of a kernel, by the first of these that its file's path begins with.
 TESTS = {
     "cells": "core/test_log_probs.py",
@@ -28,20 +27,18 @@ TESTS = {
 
 
 def table() -> str:
-    """Return a row of each file: its kernels in order, each with what it writes, and their test."""
+    """Return a row of each file: its kernels in order, and their test."""
     rows = []
     for path in sorted((ROOT / "kernels").rglob("*.py"), key=lambda p: (len(p.parts), p)):
         source, kernels = path.read_text(), []
         for node in ast.parse(source).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
-                text = ast.get_source_segment(source, node) or ""
                 assert len(re.findall(rf"\b{node.name}\b", source)) > 1, f"{path} does not launch {node.name}"
-                out = re.findall(r"^    (\w+?)(?:_ptr)?,  # (?:in, )?out", text, re.MULTILINE)
-                kernels.append(f"`{node.name}`: {', '.join(out)}" if out else f"`{node.name}`")
+                kernels.append(f"`{node.name}`")
         if kernels:
             file = path.relative_to(ROOT / "kernels").as_posix()
             test = next(test for path, test in TESTS.items() if file.startswith(path))
-            rows.append(f"| `{file}` | {'; '.join(kernels)} | `tests/{test}` |\n")
+            rows.append(f"| `{file}` | {', '.join(kernels)} | `tests/{test}` |\n")
     return HEAD + "".join(rows)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import agree, checks, merge
-from cce_dist.call import Layout, Options, checked, numbers_of, stand_in
+from cce_dist.call import Layout, Options, checked, concrete, numbers_of
 from cce_dist.decide import choose_backend
 from cce_dist.divergence import op as divergence_op
 from cce_dist.divergence.op import PUBLIC_NAME, DivergenceCall
@@ -56,76 +56,81 @@ def linear_kl_divergence(
     workspace_bytes: int | None = None,
     grad_weight_out: Tensor | None = None,
 ) -> Tensor:
-    """Divergence of a student's head from a teacher's over the whole vocabulary, from hidden states, without any logits.
+    """Compute the divergence between a student's and a teacher's head from hidden states, without the logits of either.
 
     Each head's logits are computed as in ``linear_cross_entropy``: ``softcap * tanh(u / softcap)`` with
     ``u = logit_scale * (input @ linear_weight.T + linear_bias)``. With t the teacher's softmax, p the student's, and
-    ``m = beta * t + (1 - beta) * p``, the divergence of a token is, in nats,
+    ``m = beta * t + (1 - beta) * p``, the divergence of a token, in nats and over the whole vocabulary, is
 
         "forward"   KL(t || p): the student covers what the teacher says
         "reverse"   KL(p || t): the student says nothing that the teacher would not
         "jsd"       beta * KL(t || m) + (1 - beta) * KL(p || m), as generalized knowledge distillation (GKD) and TRL define it
 
-    The teacher gets no gradient: teacher tensors that require one are taken as detached. A temperature tau is
-    ``logit_scale=1 / tau, teacher_logit_scale=1 / tau``; the factor tau**2 that some put before the loss is the caller's.
+    The teacher's tensors are detached. For a temperature tau pass ``logit_scale=1 / tau, teacher_logit_scale=1 / tau``; if your
+    loss has a factor tau**2, multiply by it yourself.
 
     Args:
-        input: [..., D] the student's hidden states, fp32, bf16 or fp16 (under autocast: cast as ``F.linear`` would).
-        linear_weight: [V_r, D] this rank's rows of the student's head, input's dtype; or a DTensor sharded on dim 0.
-        teacher_input: [..., D_t] the teacher's hidden states of the same tokens, input's dtype; D_t need not be D.
-        teacher_weight: [V_rt, D_t] this rank's rows of the teacher's head, input's dtype; or a DTensor sharded on dim 0.
+        input: [..., D] hidden states of the student in fp32, bf16 or fp16. Autocast casts hidden states and weights as it does
+            for ``F.linear``.
+        linear_weight: [V_r, D] this rank's rows of the student's head, in input's dtype; or a DTensor sharded on dim 0.
+        teacher_input: [..., D_t] hidden states of the teacher for the same tokens, in input's dtype. D_t may differ from D.
+        teacher_weight: [V_rt, D_t] this rank's rows of the teacher's head, in input's dtype; or a DTensor sharded on dim 0.
         kind: "forward", "reverse" or "jsd".
-        beta: The teacher's part of the mixture, in (0, 1); for "jsd" alone. TRL's beta of 0 is "forward", of 1 is "reverse".
-        logit_scale: Multiplies the student's logits. It has no gradient here.
-        teacher_logit_scale: Multiplies the teacher's.
+        beta: Weight of the teacher in the mixture m, in (0, 1). Only "jsd" uses it. TRL's beta of 0 is "forward", 1 is
+            "reverse".
+        logit_scale: Factor of the student's logits before the softcap. It must not require a gradient.
+        teacher_logit_scale: Factor of the teacher's logits before the softcap. It must not require a gradient.
         softcap: Positive bound of the student's logits, or None.
-        teacher_softcap: Likewise of the teacher's.
-        linear_bias: [V_r] bias of the student's rows, or a DTensor split as linear_weight is.
-        teacher_bias: [V_rt] bias of the teacher's rows, likewise.
-        mask: [...] bool: the tokens that count (a response mask). None: all. Others have divergence 0 and gradient 0, and their
-            hidden states may hold anything. Weights of tokens are no mask: multiply what reduction="none" returns.
-        reduction: "none" ([...]), "sum", or "mean" over the tokens that count. If none does, the mean is 0.
-        shard: Which rows of the vocabulary ``linear_weight`` is; None means all of them.
-        teacher_shard: Which rows ``teacher_weight`` is; None means the ids of shard. The rows that are part of the vocabulary
-            cover the same ids in both heads, on each rank; padding behind them may differ. It counts as logit -inf, never 0.
-            So heads of 151,936 and 152,064 rows that share 151,936 ids are told apart by
-            ``teacher_shard=VocabShard(0, 152064, 151936)``.
-        teacher_ids: [V] int64 or int32: the teacher's id of each of the student's V ids, the same on every rank. For a draft
-            vocabulary, a part of the teacher's: the teacher's softmax is then over these ids alone. None: the same ids.
-            teacher_shard is of the teacher's own vocabulary then, None if all of it is on each rank. A teacher that is split
-            must have the rows of this rank's ids on this rank: sort the ids, and cut shard where teacher_shard is cut. Each
-            call copies these rows, [V_r, D_t]: a loop may copy a fixed teacher's rows once, and leave this out.
-        sequence_parallel: input and teacher_input are this rank's slices of dim 0 (slices in group-rank order), mask is whole.
-        workspace_bytes: As in ``linear_cross_entropy``, for both heads' hidden states, logits and exponentials.
+        teacher_softcap: Positive bound of the teacher's logits, or None.
+        linear_bias: [V_r] bias of the student's rows, or a DTensor split like linear_weight.
+        teacher_bias: [V_rt] bias of the teacher's rows, or a DTensor split like teacher_weight.
+        mask: [...] bool, True for tokens that count, such as a response mask. None counts all tokens. Other tokens have
+            divergence 0 and gradient 0, and their hidden states may hold anything. For token weights multiply the result of
+            ``reduction="none"``.
+        reduction: "none" ([...]), "sum", or "mean" over the tokens that count. If no token counts, the mean is 0.
+        shard: Which rows of the vocabulary linear_weight holds, and the process group. None means all rows.
+        teacher_shard: Which rows teacher_weight holds. None means shard. On each rank the rows of both heads must cover the
+            same ids, apart from padding, which counts as logit -inf. For example, a student of 151,936 rows and a teacher of
+            152,064 that share 151,936 ids need ``teacher_shard=VocabShard(0, 152064, 151936)``.
+        teacher_ids: [V] int64 or int32, for a student whose vocabulary is a part of the teacher's, such as a draft model:
+            the teacher's id of each of the student's V ids. Identical on every rank, no id twice. The teacher's softmax is then
+            over these ids alone, and teacher_shard describes the teacher's own vocabulary (None: all rows on each rank). If
+            the teacher is split, each rank must hold the teacher's rows of its own student ids: sort teacher_ids, and cut shard
+            where teacher_shard is cut. Each call copies these rows, [V_r, D_t]; for a fixed teacher copy them once yourself
+            and leave teacher_ids out. None means that both heads have the same ids.
+        sequence_parallel: Whether input and teacher_input are this rank's slices of dim 0, in the order of group ranks. mask
+            stays whole.
+        workspace_bytes: As in ``linear_cross_entropy``, for hidden states, logits and exponentials of both heads.
         input_grad, reduce_dtype, backend, grad_weight_out: As in ``linear_cross_entropy``.
 
     Returns:
-        The divergence, fp32: [...] for "none", else 0-d. The same bits on every rank of the group, and in every run. It is
-        0 for equal heads, and its rounding may be below 0 for nearly equal ones. +inf where one head rules out (logit -inf)
-        what the other allows, as the definition has it.
+        The divergence in fp32: [...] for "none", else 0-d. Results are bitwise identical on every rank of the group and in
+        every run. Equal heads give 0; nearly equal heads may give a value slightly below 0 by rounding. The divergence is +inf
+        if one head has logit -inf where its definition needs a positive probability.
 
     Sharding:
-        Hidden states and mask are replicated over the group (or, with sequence_parallel, the hidden states split on dim 0);
-        both weights and biases are split on dim 0, over the same group. The result is replicated; dC and dbias stay with their
-        rows; dE is replicated (or its slice), or partial with ``input_grad="partial"``. Padding rows get gradient exactly 0.
+        Hidden states and mask are replicated over the group (with sequence_parallel, hidden states are split on dim 0). Both
+        weights and biases are split on dim 0 over one group. The result is replicated. dC and the bias gradient are split
+        like the weight. dE is replicated, or split with sequence_parallel, or partial with ``input_grad="partial"``. Padding
+        rows get gradient 0.
 
     Communication:
-        Forward: one all-gather of 5 fp32 numbers per token; for "jsd" one more, of 2. (One would do for the value, and backward
-        needs KL(p || m) by itself.) Backward: one all-reduce of dE in reduce_dtype, or a reduce-scatter with
-        sequence_parallel, behind the last of dC, as in ``linear_cross_entropy``. Sequence parallelism all-gathers both heads'
-        hidden states in forward and in backward. The teacher's weight never travels.
+        Forward: one all-gather of 5 fp32 numbers per token, and one more of 2 for "jsd". Backward: one all-reduce of dE in
+        reduce_dtype, or a reduce-scatter with sequence_parallel, overlapped with dC as in ``linear_cross_entropy``.
+        sequence_parallel all-gathers both heads' hidden states in forward and in backward. Weights are never sent.
 
     Cost:
-        Forward computes each head's logits once ("jsd": twice), backward once more, and two products give dE and dC: 6 products
-        for heads of one size ("jsd": 8). Columns whose exponentials are kept are not computed again in backward: with all of
-        them there are 4 products ("jsd": 6).
+        For heads of one size, 6 matrix products ("jsd": 8): forward computes the logits of both heads once ("jsd": twice),
+        backward computes them again, and dE and dC take one product each. If all exponentials are kept for backward, 4
+        products ("jsd": 6).
 
     Raises:
-        ValueError, TypeError: Shapes, dtypes, devices, options or shards do not fit; before any kernel or collective. One of
-            teacher_ids is on another rank, or stands twice (CPU, or CCE_DIST_DEBUG=1; on a GPU the result is NaN instead). If
-            the teacher is split, ranks on CPUs exchange what is wrong, so that all raise.
-        IndexError: One of teacher_ids is outside of the teacher's vocabulary (likewise).
-        RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
+        ValueError, TypeError: Shapes, dtypes, devices, options or shards do not fit. Raised before any kernel or collective.
+        ValueError: teacher_ids has an id twice, or one whose row is on another rank (on a CPU, or with CCE_DIST_DEBUG=1; on a
+            GPU the result is NaN instead). With a split teacher on CPUs, all ranks raise what one rank finds.
+        IndexError: One of teacher_ids is outside the teacher's vocabulary. Checked in the same cases.
+        RuntimeError: For double backward, forward-mode derivatives, torch.func and vmap; or if ranks disagree
+            (with CCE_DIST_DEBUG=1).
 
     Source:
         On-Policy Distillation of Language Models (Agarwal et al., 2023) for the divergences; Online normalizer calculation for
@@ -153,13 +158,13 @@ def linear_kl_divergence(
     if grad_weight_out is not None:
         checks.tensors({"grad_weight_out": grad_weight_out})
         check_buffer(grad_weight_out, student.weight)
-    of_teacher = _of_teacher(_options, logit_scale=teacher_logit_scale, softcap=teacher_softcap)
+    teacher_options = _of_teacher(_options, logit_scale=teacher_logit_scale, softcap=teacher_softcap)
     (hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head) = student.operands(), teacher.operands()
     spec = Divergence(
         logits_of(student.shard, options.logit_scale, options.softcap, head),
-        logits_of(teacher.shard, of_teacher.logit_scale, of_teacher.softcap, teacher_head),
+        logits_of(teacher.shard, teacher_options.logit_scale, teacher_options.softcap, teacher_head),
         kind,
-        stand_in(beta),
+        concrete(beta),
         options.workspace_bytes,
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student[:3]),
     )
@@ -174,7 +179,7 @@ def linear_kl_divergence(
     value = divergence_op.forward(
         hidden, weight, [*head.values()], mask.reshape(-1), teacher_hidden, teacher_weight, [*teacher_head.values()],
         grad_weight_out, call=call,
-        numbers=numbers_of(options.logit_scale, options.softcap, of_teacher.logit_scale, of_teacher.softcap, beta),
+        numbers=numbers_of(options.logit_scale, options.softcap, teacher_options.logit_scale, teacher_options.softcap, beta),
     )  # fmt: skip
     if reduction == "none":
         return value.view(mask.shape)
@@ -183,12 +188,12 @@ def linear_kl_divergence(
 
 def _options(logit_scale: float | Tensor, **others: Any) -> Options:
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad:
-        raise TypeError("logit_scale has no gradient here: pass a number, or a tensor that requires none")
+        raise TypeError("logit_scale gets no gradient: pass a number, or a tensor that does not require one")
     return checked(Options, logit_scale=logit_scale, **others)
 
 
 def _of_teacher(check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a check of the student's arguments with the teacher's, whose names its messages then have."""
+    """Call ``check`` with the teacher's arguments, and name these in its error messages."""
     try:
         return check(*arguments, **options)
     except (TypeError, ValueError) as error:
@@ -213,8 +218,8 @@ def _heads(student: Any, teacher: Any, teacher_ids: Any, debug: bool) -> tuple[L
     if teacher_ids is None and shard is None and isinstance(weight, Tensor) and not isinstance(weight, DTensor):
         if weight.dim() == 2 and weight.shape[0] != student.shard.num_rows:
             raise ValueError(
-                f"teacher_weight has {weight.shape[0]} rows, linear_weight {student.shard.num_rows}: teacher_shard "
-                "says which of the teacher's are part of the vocabulary"
+                f"teacher_weight has {weight.shape[0]} rows, linear_weight {student.shard.num_rows}: pass teacher_shard "
+                "to say which of the teacher's rows are part of the vocabulary"
             )
         shard = student.shard
     input, weight, bias, shard = _of_teacher(head_of, input, weight, bias, shard)
@@ -237,7 +242,7 @@ def _heads(student: Any, teacher: Any, teacher_ids: Any, debug: bool) -> tuple[L
 
 
 def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -> LocalHead:
-    """Return the teacher's rows of the ids that the student has on this rank, copied; ``shard`` is the student's."""
+    """Copy the teacher's rows of the student's ids on this rank. ``shard`` is the student's."""
     checks.tensors({"teacher_ids": ids})
     if isinstance(ids, DTensor) or ids.dtype not in (torch.int64, torch.int32) or ids.shape != (shard.vocab_size,):
         raise ValueError(
@@ -250,7 +255,7 @@ def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -
     group = shard.group if own.group is None else own.group
     ids = ids.long()
     known = (ids >= 0) & (ids < own.vocab_size)
-    # An id that stands twice is good in its last place alone.
+    # If an id is listed twice, only its last place is valid.
     slots, places = torch.where(known, ids, own.vocab_size), torch.arange(len(ids), device=ids.device)
     last = places.new_zeros(own.vocab_size + 1).scatter_reduce_(0, slots, places, "amax")
     rows = ids - own.start
@@ -258,7 +263,8 @@ def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -
     good = known & (last[slots] == places) & (~mine | ((rows >= 0) & (rows < own.num_valid)))
     if not torch.compiler.is_compiling() and (debug or not ids.is_cuda):  # reading waits for a GPU
         error = None if good.all() else _wrong_id(ids, int((~good).nonzero()[0]), own)
-        if own.group is not None and not debug:  # a row may be missing on this rank alone; debugging tells of any error
+        # A row may be missing on this rank alone. With CCE_DIST_DEBUG=1 the other ranks learn of it elsewhere.
+        if own.group is not None and not debug:
             merge.assert_ranks_agree(PUBLIC_NAME, {}, (0, 0), own.group, 0, error)
         if error is not None:
             raise error
@@ -273,26 +279,28 @@ def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -
 
 
 def _wrong_id(ids: Tensor, place: int, own: VocabShard) -> Exception:
-    """Return what is wrong with one of the ids of a teacher who has these rows."""
+    """Return the error for the invalid id at ``place``. ``own`` is the teacher's shard."""
     found = f"teacher_ids[{place}] is {int(ids[place])}"
     if not 0 <= ids[place] < own.vocab_size:
         return IndexError(f"{found}: not in [0, {own.vocab_size}), the teacher's vocabulary")
     if (ids == ids[place]).sum() > 1:
-        return ValueError(f"{found}, which is there twice: each id of the student needs an id of its own (no offsets)")
+        return ValueError(
+            f"{found}, which is there twice: pass a different id of the teacher for each id of the student"
+        )
     return ValueError(
-        f"{found}, a row of another rank, this one has [{own.start}, {own.stop}) of the teacher's: sort teacher_ids and "
+        f"{found}, a row of another rank, this one has the teacher's rows [{own.start}, {own.stop}): sort teacher_ids and "
         "cut shard where teacher_shard is cut, or have the whole teacher_weight on each rank"
     )
 
 
 def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
-    """Raise ValueError unless the rows that are part of the vocabulary cover the same ids, in the same group."""
+    """Raise ValueError unless both shards have one group and cover the same ids, apart from padding."""
     if shard.vocab_size != teacher.vocab_size:
         raise ValueError(
-            f"shard is of a vocabulary of {shard.vocab_size} ids, teacher_shard of one of {teacher.vocab_size}"
+            f"shard has a vocabulary of {shard.vocab_size} ids, teacher_shard a vocabulary of {teacher.vocab_size}"
         )
     if shard.group_name != teacher.group_name:
-        raise ValueError("teacher_shard is not of shard's process group: both heads are split over the same ranks")
+        raise ValueError("teacher_shard and shard have different process groups: split both heads over the same ranks")
     ids, teachers = ((x.start, x.start + x.num_valid) if x.num_valid else (0, 0) for x in (shard, teacher))
     if ids != teachers:
         raise ValueError(
@@ -302,7 +310,7 @@ def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
 
 
 def _mask(mask: Tensor | None, student: LocalHead, sequence_parallel: bool) -> Tensor:
-    """Check the mask, or make the one that counts every token. -> the whole's shape, bool."""
+    """Return the checked mask, or a mask of all tokens. bool, of the shape of all tokens."""
     tokens = shape_of_tokens(student, sequence_parallel)
     if mask is None:
         return torch.ones(tokens, dtype=torch.bool, device=student.input.device)
@@ -318,14 +326,14 @@ def _mask(mask: Tensor | None, student: LocalHead, sequence_parallel: bool) -> T
 
 
 def _check_ranks(
-    student: LocalHead, teacher: LocalHead, alike: dict[str, Tensor | None], options: Options, call: DivergenceCall
+    student: LocalHead, teacher: LocalHead, tensors: dict[str, Tensor | None], options: Options, call: DivergenceCall
 ) -> None:
-    """Raise RuntimeError on every rank if the ranks were called differently, or if shards leave a gap."""
+    """Raise RuntimeError on every rank if the ranks' arguments differ or their shards leave a gap."""
     shard = student.shard
     assert shard.group is not None
     facts = agree.facts_of(*student[:3]) | dict(zip(TEACHER, agree.facts_of(*teacher[:3]).values(), strict=False))
     facts |= {"vocab_size": shard.vocab_size} | options._asdict()
     facts |= {"kind": call.spec.kind, "beta": call.spec.beta, "backend": call.backend}
     facts |= {"teacher_logit_scale": call.spec.teacher.logit_scale, "teacher_softcap": call.spec.teacher.softcap}
-    facts |= {name: None if x is None else agree.digest(x) for name, x in alike.items()}
+    facts |= {name: None if x is None else agree.digest(x) for name, x in tensors.items()}
     merge.assert_ranks_agree(PUBLIC_NAME, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)

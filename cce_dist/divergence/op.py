@@ -1,6 +1,6 @@
 """The two torch.library operators behind ``linear_kl_divergence``: one shard's arithmetic for two heads, merged over the group.
 
-``_run_forward`` and ``_run_backward`` are the algorithm, step by step, as ``op.py`` has it for the loss.
+``_run_forward`` and ``_run_backward`` are the algorithm, structured like ``op.py`` for the loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DivergenceCall(NamedTuple):
     way: Way = Way()
 
     def with_numbers(self, numbers: Tensor) -> DivergenceCall:
-        """Return the call with numbers in place of stand-ins: scale and softcap of the student, of the teacher, then beta."""
+        """Replace placeholders by ``numbers``: the student's scale and softcap, the teacher's scale and softcap, beta."""
         *pairs, beta = numbers.tolist()
         student, teacher = self.spec.student, self.spec.teacher
         student = student._replace(logit_scale=pairs[0], softcap=pairs[1])
@@ -45,7 +45,7 @@ class DivergenceCall(NamedTuple):
 
 
 def _backend(call: DivergenceCall) -> ModuleType:
-    """The backend's arithmetic for two heads; the one on Triton is imported by its first use."""
+    """Return the backend's module for two heads. Triton's module is imported at its first use."""
     if call.backend == "torch":
         return dense_heads
     from cce_dist.kernels.divergence import kernels as divergence
@@ -54,11 +54,11 @@ def _backend(call: DivergenceCall) -> ModuleType:
 
 
 def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
-    """The divergence of each token, [N] fp32, 0 where it is not counted; the rows of ``Pair``, [5, N], and what is kept.
+    """Return per-token divergences, [N] fp32, 0 for tokens that do not count; and a list of what backward needs.
 
     Args:
         given: hidden, weight and head of the student; mask, [N] bool; hidden, weight and head of the teacher; then
-            ``grad_weight_out``, which backward alone needs, and the call. A head is the list of its tensors.
+            ``grad_weight_out``, which only backward uses, and the call. A head is a list of tensors.
     """
     *operands, _, call = given
     backend, group = _backend(call), merge.resolve(call.layout.group_name)
@@ -70,7 +70,7 @@ def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
         pair = heads.pair_of(merged_5N, spec)
         value = pair.offset
         if spec.kind == "jsd":
-            # The mixture needs both log-sum-exps of the whole vocabulary, so it is summed in a second pass.
+            # The mixture needs both log-sum-exps over the whole vocabulary, so a second pass sums it.
             of_teacher, of_student = merge.gather_stats(backend.mixture_sums(x, pair, kept, spec), group).sum(0)
             value = spec.beta * of_teacher + (1 - spec.beta) * of_student
             pair = pair._replace(offset=of_student)
@@ -82,7 +82,7 @@ def _gathered(
     hidden: Tensor, weight: Tensor, head: list[Tensor], mask: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
     teacher_head: list[Tensor], *, call: DivergenceCall,
 ) -> Heads:  # fmt: skip
-    """The operands of both heads with all tokens; both gathers are under way together."""
+    """Return the operands of both heads, after gathering the hidden states of both at the same time."""
     group, spec = merge.resolve(call.layout.group_name), call.spec
     if call.layout.sequence_parallel and group is not None:
         arriving = [recorded(merge.SequenceGather, slice_, group) for slice_ in (hidden, teacher_hidden)]
@@ -92,7 +92,7 @@ def _gathered(
 
 
 def _heads(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, spec: Divergence) -> Heads:
-    """The operands of both heads from hidden states, weight and the head's tensors of each."""
+    """Return the operands of both heads. Each head comes as hidden states, weight and a list of further tensors."""
     of_heads = zip((student, teacher), (spec.student, spec.teacher), strict=True)
     return Heads(
         *(Operands.of(hidden, weight, ids, logits, **logits.named(head)) for (hidden, weight, head), logits in of_heads)
@@ -100,11 +100,13 @@ def _heads(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, spec
 
 
 def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dE, dC, and the student's head's gradients as rows; None for what is not wanted, or is in ``grad_weight_out``.
+    """Return the student's d_hidden, d_weight, and the gradients of its further tensors as rows.
+
+    A gradient is None if it is not wanted, or was added to ``grad_weight_out``.
 
     Args:
-        d_values: The gradient of each token's divergence.
-        given: The operands of forward; what it saved; ``grad_weight_out``; which gradients are wanted; the call.
+        d_values: The upstream gradient of each token's divergence.
+        given: The operands of forward; what forward saved; ``grad_weight_out``; which gradients are wanted; the call.
     """
     *operands, saved, grad_weight_out, want, call = given
     want_hidden, want_weight, *want_head = want
@@ -130,10 +132,10 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor | 
 
 
 def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
-    """Return the call with its way, and with the memory budget in its spec; unchanged if it has a way.
+    """Decide the way of a call, unless it has one, and return the call with way and memory budget.
 
     Args:
-        operands: As ``_gathered`` takes them. Hidden states may be slices.
+        operands: The arguments of ``_gathered``.
     """
     if call.way.backend:
         return call
@@ -149,19 +151,19 @@ def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
 def _forward_fake(hidden, weight, head, mask, teacher_hidden, teacher_weight, teacher_head, _, *flat):
     call, num_tokens = build(DivergenceCall, iter(flat)), mask.shape[0]
     ids = mask.new_empty(num_tokens, dtype=torch.int64)
-    # With sequence parallelism the hidden states of all tokens have these sizes.
-    every, every_teachers = (x.new_empty(num_tokens, x.shape[1]) for x in (hidden, teacher_hidden))
-    x = _heads((every, weight, head), (every_teachers, teacher_weight, teacher_head), ids, call.spec)
+    # Under sequence parallelism the arguments are slices; the operands have all tokens.
+    whole, whole_teacher = (x.new_empty(num_tokens, x.shape[1]) for x in (hidden, teacher_hidden))
+    x = _heads((whole, weight, head), (whole_teacher, teacher_weight, teacher_head), ids, call.spec)
     spec = decided(call, hidden, weight, head, mask, teacher_hidden).spec
     pair_5N = hidden.new_empty((5, num_tokens), dtype=torch.float32)
     return torch.empty_like(pair_5N[0]), [pair_5N, *_backend(call).saved_like(x, spec)]
 
 
-_forward_again, _backward_again = replayed(_run_forward), replayed(_run_backward)
+_replayed_forward, _replayed_backward = replayed(_run_forward), replayed(_run_backward)
 _OPERATOR = Operator(
     PUBLIC_NAME,
-    _forward_again,
-    _backward_again,
+    _replayed_forward,
+    _replayed_backward,
     "divergence",
     "divergence_backward",
     "Tensor hidden, Tensor weight, Tensor[] head, Tensor mask, "
@@ -175,7 +177,7 @@ _OPERATOR.register(_forward_fake)
 
 
 def forward(*tensors: Any, call: DivergenceCall, numbers: Tensor | None) -> Tensor:
-    """The operator as the public function calls it; see ``_run_forward``. Returns the divergence of each token, [N]."""
+    """Call the operator for the arguments of ``_run_forward``, and return the divergence of each token, [N]."""
     if not torch.compiler.is_compiling():
         call = decided(call, *tensors)
     hidden, weight, head, *_ = tensors

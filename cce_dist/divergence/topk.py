@@ -1,4 +1,4 @@
-"""topk_kl_divergence: KL from a teacher of whom some log-probabilities a token are known; algebra on ``linear_log_probs``."""
+"""topk_kl_divergence: KL divergence on K ids per token, computed from the results of ``linear_log_probs``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cce_dist.shard import VocabShard
 
 KINDS = ("forward", "reverse")
 OUTSIDE = ("renormalise", "tail", "drop")
-LEAST_TAIL = 2.0**-24  # smallest probability outside the set that 1 - sum can show in fp32
+MIN_TAIL = 2.0**-24  # smallest nonzero 1 - sum of probabilities in fp32
 
 
 @agree.errors_reach_all_ranks
@@ -42,18 +42,18 @@ def topk_kl_divergence(
     workspace_bytes: int | None = None,
     grad_weight_out: Tensor | None = None,
 ) -> Tensor:
-    """KL between a teacher and a student's head on K ids of each token, from hidden states, without the logits.
+    """Compute the KL divergence between a teacher and a student's head on K ids per token, without holding the logits.
 
-    The ids are a set S that somebody chose: the teacher's K most likely ids, for the forward KL of an offline teacher; or the
-    student's, for the reverse KL of on-policy distillation, from ``linear_log_probs(..., top_k=K)`` without gradient, at which
-    the teacher is then asked. With t_k and p_k the probabilities of the ids, both over the whole vocabulary, ``outside`` says
-    what becomes of the rest, in nats:
+    The K ids of a token are a set S that you choose. For the forward KL to an offline teacher, take the teacher's K most likely
+    ids. For the reverse KL of on-policy distillation, take the student's K most likely ids from
+    ``linear_log_probs(..., top_k=K)`` under ``torch.no_grad()``, and ask the teacher for their log-probabilities. With t_k and
+    p_k the teacher's and the student's probabilities over the whole vocabulary, ``outside`` says how ids outside S count:
 
-        "renormalise"   t'_k = t_k / sum_S t and p'_k = p_k / sum_S p; the KL of t' and p'
-        "tail"          the rest is one more outcome, t_0 = 1 - sum_S t and p_0 = 1 - sum_S p; the KL of K + 1 outcomes
-        "drop"          the sum over S alone, of t_k and p_k as they are: no divergence, it may be below 0
+        "renormalise"   the KL of t'_k = t_k / sum_S t and p'_k = p_k / sum_S p
+        "tail"          the KL of K + 1 outcomes; the additional one is t_0 = 1 - sum_S t and p_0 = 1 - sum_S p
+        "drop"          the sum over S of the KL's terms; not a divergence, it may be below 0
 
-    and the gradient of the student's log p_k, from which the head's gradients follow, is
+    The gradient with respect to the student's log p_k is
 
         ================  ==========================  ================================================
         outside           forward, KL(t || p)         reverse, KL(p || t)
@@ -63,41 +63,43 @@ def topk_kl_divergence(
         "drop"            - t_k                       p_k (log p_k - log t_k + 1)
         ================  ==========================  ================================================
 
-    NeMo-RL's ``zero_outside_topk=False`` and ModelOpt's top-k loss are "renormalise". verl's ``forward_kl_topk`` is "drop" with
-    "forward", before its clamps.
+    NeMo-RL's ``zero_outside_topk=False`` and ModelOpt's top-k loss are "renormalise". verl's ``forward_kl_topk``, without its
+    clamps, is "drop" with "forward".
 
     Args:
-        input: [..., D] hidden states, as in ``linear_log_probs``.
-        linear_weight: [V_r, D] this rank's rows of the head weight.
-        teacher_ids: [..., K] int64 or int32 ids in the whole vocabulary; the same on every rank of the group. An id stands in a
-            token's row once.
-        teacher_log_probs: [..., K] the teacher's log-probabilities of them, of its softmax over the whole vocabulary at the
-            teacher's own temperature; a floating-point dtype. They may have been rounded to 16 bits. They have no gradient:
-            taken as detached. -inf is a t_k of 0.
+        input: [..., D] hidden states of the student in fp32, bf16 or fp16.
+        linear_weight: [V_r, D] this rank's rows of the student's head, in input's dtype; or a DTensor sharded on dim 0.
+        teacher_ids: [..., K] int64 or int32 ids in the whole vocabulary, K > 0. Identical on every rank of the group. No id
+            twice for a token.
+        teacher_log_probs: [..., K] log-probabilities of teacher_ids, in nats, over the teacher's whole vocabulary and at the
+            teacher's own temperature, in a floating-point dtype. They may have been rounded to 16 bits, and are detached. -inf
+            stands for a probability of 0.
         kind: "forward", KL(t || p), or "reverse", KL(p || t).
         outside: "renormalise", "tail" or "drop".
-        linear_bias, logit_scale, softcap, temperature: Of the student's logits, as in ``linear_log_probs``.
-        ignore_index: Entries of teacher_ids with this value are not in S: rows of fewer than K ids. A token without any does
-            not count. None means -100.
-        mask: [...] bool: the tokens that count. None: all that have an id. Others have divergence 0 and gradient 0.
-        reduction: "none" ([...]), "sum", or "mean" over the tokens that count. If none does, the mean is 0.
+        linear_bias, logit_scale, softcap, temperature: The student's, as in ``linear_log_probs``.
+        ignore_index: Entries of teacher_ids with this value are not in S; use it to pad tokens with fewer than K ids. A token
+            with an empty S does not count. None means -100.
+        mask: [...] bool, True for tokens that count. None counts all tokens with an id. Other tokens have divergence 0 and
+            gradient 0.
+        reduction: "none" ([...]), "sum", or "mean" over the tokens that count. If no token counts, the mean is 0.
         shard, sequence_parallel, input_grad, reduce_dtype, backend, workspace_bytes, grad_weight_out: As in
-            ``linear_log_probs``. With sequence_parallel teacher_ids, teacher_log_probs and mask are whole.
+            ``linear_log_probs``. With sequence_parallel, teacher_ids, teacher_log_probs and mask stay whole.
 
     Returns:
-        The divergence, fp32: [...] for "none", else 0-d. The same bits on every rank of the group, and in every run. Where S
-        holds nearly all of a softmax, a tail is a difference to 1 in fp32: at least 2**-24, and as coarse; a tail at that floor
-        has no gradient.
+        The divergence in nats and fp32: [...] for "none", else 0-d. Results are bitwise identical on every rank of the group
+        and in every run. A tail is a difference to 1 in fp32: its error is about 2**-24. It is at least 2**-24, and at this
+        minimum it has no gradient.
 
     Sharding, Communication:
-        As in ``linear_log_probs``, with K ids.
+        As in ``linear_log_probs`` with K ids.
 
     Raises:
-        ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit; before any kernel or collective. A token
-            has a log-probability above 0, probabilities whose sum is above 1, or an id twice (CPU, or CCE_DIST_DEBUG=1; on
-            a GPU that token's divergence is NaN instead).
-        IndexError: An id outside the vocabulary, as in ``linear_log_probs``, which calls it ``ids``.
-        RuntimeError: Double backward, forward mode, torch.func, vmap; ranks that disagree (CCE_DIST_DEBUG=1).
+        ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit. Raised before any kernel or collective.
+        ValueError: A token has a log-probability above 0, probabilities that sum to more than 1, or an id twice (on a CPU, or
+            with CCE_DIST_DEBUG=1; on a GPU the token's divergence is NaN instead).
+        IndexError: An id is outside the vocabulary, as in ``linear_log_probs``. The message calls teacher_ids ``ids``.
+        RuntimeError: For double backward, forward-mode derivatives, torch.func and vmap; or if ranks disagree
+            (with CCE_DIST_DEBUG=1).
     """
     checks.choice("kind", kind, KINDS)
     checks.choice("outside", outside, OUTSIDE)
@@ -144,14 +146,14 @@ def _check(input: Tensor, ids: Tensor, log_probs: Tensor, mask: Tensor | None) -
 
 
 def _impossible_tokens(ids: Tensor, log_t: Tensor, in_set: Tensor) -> Tensor:
-    """Return which tokens have ids and log-probabilities that no softmax can have, [...] bool.
+    """Return a mask of the tokens whose log-probabilities or ids cannot come from a softmax, [...] bool.
 
     Raises:
-        ValueError: There is such a token, and reading it does not wait for a GPU (or CCE_DIST_DEBUG=1).
+        ValueError: A token is impossible (on a CPU, or with CCE_DIST_DEBUG=1).
     """
-    slack = max(1e-3, 4 * torch.finfo(log_t.dtype).eps)  # a softmax is not exact in the dtype that it is computed in
+    slack = max(1e-3, 4 * torch.finfo(log_t.dtype).eps)  # rounding of the teacher's softmax in its own dtype
     log_t = torch.where(in_set, log_t.double(), -torch.inf)
-    # The least sum before log-probabilities were rounded to bf16, from which they may have come to another dtype.
+    # Log-probabilities of any dtype may have been rounded to bf16 before. This is the smallest sum that they can stand for.
     least_sum = torch.pow(math.exp(1 + torch.finfo(torch.bfloat16).eps / 2), log_t).sum(-1)
     apart = -1 - torch.arange(ids.shape[-1], device=ids.device)
     in_order = torch.where(in_set, ids.long(), apart).sort(-1).values
@@ -168,20 +170,20 @@ def _impossible_tokens(ids: Tensor, log_t: Tensor, in_set: Tensor) -> Tensor:
 
 
 def _outcomes(log_q: Tensor, in_set: Tensor, outside: str) -> Tensor:
-    """Log-probabilities of the outcomes that are compared, [..., K] or with a tail [..., K + 1]; -inf out of the set."""
+    """Return log-probabilities of the compared outcomes, [..., K], or [..., K + 1] with a tail; -inf outside the set."""
     log_q = torch.where(in_set, log_q, -torch.inf)
     if outside == "drop":
         return log_q
-    # A token without ids has a sum of -inf, whose difference to itself would be NaN.
+    # A token with an empty set has log_sum -inf, and -inf - (-inf) would be NaN.
     log_sum = log_q.logsumexp(-1, keepdim=True).masked_fill(~in_set.any(-1, keepdim=True), 0.0)
     if outside == "renormalise":
         return log_q - log_sum
-    tail = -torch.expm1(log_sum.clamp(max=-LEAST_TAIL))
+    tail = -torch.expm1(log_sum.clamp(max=-MIN_TAIL))
     return torch.cat((log_q, tail.log()), -1)
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Sum of a (log a - log b); nothing where a is 0, in the gradient too."""
-    here = log_a.exp() != 0  # NaN stays
-    log_a, log_b = torch.where(here, log_a, 0.0), torch.where(here, log_b, 0.0)
-    return (torch.where(here, log_a.exp(), 0.0) * (log_a - log_b)).sum(-1)
+    """Sum a * (log a - log b) over the last dimension. Terms with a = 0 add nothing to the sum and to its gradient."""
+    nonzero = log_a.exp() != 0  # True for NaN, which stays in the sum
+    log_a, log_b = torch.where(nonzero, log_a, 0.0), torch.where(nonzero, log_b, 0.0)
+    return (torch.where(nonzero, log_a.exp(), 0.0) * (log_a - log_b)).sum(-1)

@@ -725,7 +725,10 @@ def a_loss_that_is_not_ours_is_told() -> None:
     model(**inputs, labels=labels)
     cce.require([model])
     model.output_layer.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="the head has the forward hook"):
+    model(**inputs, labels=labels)
+    cce.require([model])
+    model.output_layer.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="the head has the hook"):
         model(**inputs, labels=labels)
 
 

@@ -122,8 +122,8 @@ def test_launches_share_descriptors_of_memory(monkeypatch: pytest.MonkeyPatch) -
     del cases
     assert alive() is None
     with direct.launching(print):  # in whose hands memory is not enough
-        descriptor: Any = operand(matrices[0], 8, 8, True)
-        assert descriptor.base is matrices[0]
+        found: Any = operand(matrices[0], 8, 8, True)
+        assert found.base is matrices[0]
 
 
 @needs_gpu

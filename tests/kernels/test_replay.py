@@ -105,7 +105,7 @@ def replaying() -> Iterator[list[replay.Shared]]:
     def interpreted(tape: Tape, kernel: Any, compiled: Any, grid: Any, args: Any, kwargs: Any) -> None:
         launched(tape, kernel, compiled if GPU else Interpreted(kernel, args, kwargs), grid, args, kwargs)
 
-    functions = [f for module in (op, divergence_op) for f in (module._forward_again, module._backward_again)]
+    functions = [f for module in (op, divergence_op) for f in (module._replayed_forward, module._replayed_backward)]
     functions.append(groups._finish)
     with (
         mock.patch.object(replay.Shared, "__call__", counted),
