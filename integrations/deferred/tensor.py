@@ -60,7 +60,7 @@ class TensorLogits(DeferredLogits):
         self._added: Tensor | None = None  # a bias [V]
         # Logits that are derived from these share what follows.
         self._head_trains, self._adapters = head.training, peft.adapters(head)
-        self._weights = peft.weights(head)
+        self._weights: list[Any] = peft.weights(head)
         self._head_versions, self._hidden_versions = Versions(*self._weights), Versions(hidden)
         self._last_training = task.last_training
         self._looks: list[Versions] = []
@@ -217,7 +217,8 @@ class TensorLogits(DeferredLogits):
                 return head
             if peft.is_lora(type(head)):
                 raise ChangedError("the head's weight or an adapter was replaced")
-        return _AsCalled(*self._weights, head.cce_task)
+        weight, bias = self._weights
+        return _AsCalled(weight, bias, self._task)
 
     def _check(self) -> None:
         """Raise ChangedError if something that the logits are computed from has changed since the head was called."""
