@@ -166,7 +166,7 @@ def _give_back(model: nn.Module) -> None:
 
 
 def _taken_heads(model: nn.Module) -> list[Any]:
-    """Return the heads that an engine has taken over, without those of ``cce_dist.convert``."""
+    """Return the heads that an engine has taken over; heads that ``cce_dist.convert`` has taken over are left out."""
     return [module for module in model.modules() if isinstance(module, Head) and isinstance(module.cce_task, Task)]
 
 
