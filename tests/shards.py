@@ -7,9 +7,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.jit import KernelInterface
 
 from cce_dist.kernels import ShardLogits
+from cce_dist.kernels.launch import direct
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -41,6 +41,6 @@ def nan_memory() -> Iterator[None]:
 def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave all launches of kernels out; what they would have written is zeros."""
     monkeypatch.undo()  # of NaN in what is not initialised
-    monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *_, **__: None)
+    monkeypatch.setattr(direct.Kernel, "__getitem__", lambda *_: lambda *_, **__: None)
     monkeypatch.setattr(torch, "empty", torch.zeros)  # labels and indices are looked at
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)

@@ -16,7 +16,6 @@ import torch
 from shards import DEVICE, GPU, Problem, launch_nothing, nan_memory, needs_gpu
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from triton.runtime.jit import KernelInterface
 
 from cce_dist import GradFilter, op
 from cce_dist.call import Call, Layout, flat
@@ -38,6 +37,7 @@ from cce_dist.kernels import (
 )
 from cce_dist.kernels import dense as dense_backend
 from cce_dist.kernels.dry_run import Live
+from cce_dist.kernels.launch import direct
 from cce_dist.tools.verify.check import assert_no_worse
 
 KEPT_IN = torch.bfloat16 if GPU else torch.float32
@@ -676,7 +676,7 @@ def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPa
 
         return record
 
-    monkeypatch.setattr(KernelInterface, "__getitem__", launch)
+    monkeypatch.setattr(direct.Kernel, "__getitem__", launch)
     monkeypatch.setattr(exact, "columns_kept", lambda *_: 0)
     for num_tokens in (1024, 1000, 30000):
         seen.append({})
