@@ -549,7 +549,7 @@ class Seen(NamedTuple):
         hidden = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16, device=DEVICE)
         weight, labels = hidden[:3000].clone(), torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
         buffer = torch.zeros_like(weight, dtype=torch.float32) if into else None
-        call, peaks = flat(Call(spec, backend="triton")), []
+        call, peaks = (*flat(Call(spec, backend="triton")), None), []
         with Live() as live:
             losses = op._forward(hidden, weight, [], labels, buffer, *call)
             kept = sum(x.nbytes for x in tree_leaves(losses))
