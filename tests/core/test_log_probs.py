@@ -271,7 +271,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(temperature=torch.zeros(N)), ValueError, r"temperature\[0\] .* positive"),
     (dict(temperature=torch.ones(N + 1)), ValueError, "temperature must be"),
     (dict(temperature=torch.ones(N).long()), TypeError, "temperature must be"),
-    (dict(temperature=torch.ones(N, requires_grad=True)), TypeError, "temperature has no gradient"),
+    (dict(temperature=torch.ones(N, requires_grad=True)), TypeError, "temperature gets no gradient"),
     (dict(logit_scale=torch.full((N,), torch.inf)), ValueError, r"logit_scale\[0\] .* finite"),
     (dict(top_k=-1), ValueError, "top_k must be"),
     (dict(top_k=1025), ValueError, "top_k must be at most 1024"),
