@@ -7,6 +7,7 @@ Reading order: ``logits`` (what all deferred logits can do), ``tensor`` (those t
 (subclasses of the classes of a head and its model), ``find`` (the head of a model), ``task`` (when it defers, and its loss).
 """
 
+from cce_dist.integrations.deferred import task, tensor
 from cce_dist.integrations.deferred.find import check_class, checked, find_head, innermost
 from cce_dist.integrations.deferred.logits import DeferredLogits, NotComputedError
 from cce_dist.integrations.deferred.taken import Head, Watched, give_back, subclass, take, watch
@@ -29,5 +30,7 @@ __all__ = [
     "innermost",
     "subclass",
     "take",
+    "task",
+    "tensor",
     "watch",
 ]
