@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import merge
+from cce_dist.autograd import refuse_transforms
 from cce_dist.call import Call, LogProbOptions, Options
 from cce_dist.kernels import OUTSIDE, Operands
 from cce_dist.kernels.dense import label_ids
@@ -74,6 +75,7 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         before = merge.num_exchanges
         try:
+            refuse_transforms(function.__name__)  # before an argument is read, which a batched one does not allow
             return function(*args, **kwargs)
         except Exception as error:
             group = _group_of(args, kwargs) if environment()[1] else None

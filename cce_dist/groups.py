@@ -35,8 +35,8 @@ from cce_dist.kernels.memory import Groups
 from cce_dist.kernels.precision import accumulator, widened
 from cce_dist.op import decided, operands_of, sum_group_of
 
-# Relative to the largest expected weight: the minimum, which stands for 0, and the tolerance for rounding.
-MIN_WEIGHT, ROUNDING = 2.0**-40, 2.0**-20
+# The minimum of expected weights, relative to the largest; it stands for 0.
+MIN_WEIGHT = 2.0**-40
 _FORCED: Groups | None = None
 
 
@@ -114,14 +114,16 @@ def loss(x: Operands, terms: Terms, call: Call, expected_N: Tensor | None = None
         grad_weight_out: Buffer that backward adds d_weight to.
     """
     if terms.divisor is not None:
-        terms = terms._replace(divisor=on_device(terms.divisor, x.hidden.device))
+        terms = terms._replace(divisor=on_device(terms.divisor, x.hidden))
     given = x.ids, grad_weight_out, terms, expected_N, call
     return _InGroups.apply(given, x.hidden, x.weight, *x.head.tensors.values())  # type: ignore[return-value]
 
 
-def on_device(divisor: float | Tensor, device: torch.device) -> Tensor:
-    """Return a divisor as a 0-d tensor on ``device``."""
-    return divisor.to(device) if isinstance(divisor, Tensor) else torch.full((), float(divisor), device=device)
+def on_device(divisor: float | Tensor, hidden: Tensor) -> Tensor:
+    """Return a divisor as a 0-d tensor on the device of ``hidden``; a number in the dtype of its losses."""
+    if isinstance(divisor, Tensor):
+        return divisor.to(hidden.device)
+    return torch.full((), float(divisor), dtype=accumulator(hidden.dtype), device=hidden.device)
 
 
 class _ForwardGradients(NamedTuple):
@@ -199,7 +201,8 @@ def _common_factor(upstream_N: Tensor, gradients: _ForwardGradients) -> tuple[Te
     largest = size_N.argmax(0, keepdim=True)
     factor = upstream_N.index_select(0, largest) / gradients.expected_N.index_select(0, largest)
     # An upstream gradient of 0 matches a weight of MIN_WEIGHT. NaN and infinity match nothing.
-    tolerance_N = torch.where(upstream_N == 0, 2 * MIN_WEIGHT, ROUNDING * size_N)
+    rounding = 8 * torch.finfo(upstream_N.dtype).eps
+    tolerance_N = torch.where(upstream_N == 0, 2 * MIN_WEIGHT, rounding * size_N)
     close_N = (upstream_N - factor * gradients.expected_N).abs() <= factor.abs() * tolerance_N
     differs = ~torch.where(has_label_N, close_N, True).all()
     return torch.where(differs, 0.0, factor).view(()), differs
@@ -252,17 +255,18 @@ def times(values: Tensor, factor: Tensor) -> Tensor:
     return torch.where((values == 0) | (factor == 0), 0.0, widened(values) * factor)
 
 
-def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tensor | None) -> Tensor:
-    """Return the upstream gradients, [N] fp32, that forward computes the gradients for."""
+def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tensor | None, hidden: Tensor) -> Tensor:
+    """Return the upstream gradients, [N] in the dtype of the losses, that forward computes the gradients for."""
+    dtype = accumulator(hidden.dtype)
     if divisor is not None:
-        return (1.0 / on_device(divisor, ids_N.device).float()).expand(len(ids_N))
+        return (1.0 / on_device(divisor, hidden).to(dtype)).expand(len(ids_N))
     if expected_N is None:
-        return torch.ones((), device=ids_N.device).expand(len(ids_N))
+        return torch.ones((), dtype=dtype, device=ids_N.device).expand(len(ids_N))
     expected_N = expected_N.double().nan_to_num(0.0, 0.0, 0.0)  # float64 and int64 weights may overflow fp32
     expected_N = torch.where(ids_N >= 0, expected_N, 0.0)
     largest = expected_N.abs().amax() if len(ids_N) else expected_N.sum()
     # If all weights are 0, expect equal upstream gradients.
-    expected_N = torch.where(largest > 0, expected_N / largest, 1.0).float()
+    expected_N = torch.where(largest > 0, expected_N / largest, 1.0).to(dtype)
     # Backward divides by the expected gradient of a token, so it must not be 0.
     return torch.where(expected_N.abs() < MIN_WEIGHT, MIN_WEIGHT, expected_N)
 
@@ -292,7 +296,9 @@ def run(
         d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
         has_low = call.way.groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
         low = weight.new_empty(weight.shape, dtype=torch.int8) if has_low else None
-        gradients = _ForwardGradients(d_hidden, None, None, ids, expectation(expected_N, ids, terms.divisor), softmax)
+        gradients = _ForwardGradients(
+            d_hidden, None, None, ids, expectation(expected_N, ids, terms.divisor, hidden), softmax
+        )
         sum_group = sum_group_of(layout, group)
         hidden_sum = None
         if sum_group is not None and gradients.hidden is not None:

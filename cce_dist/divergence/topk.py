@@ -158,14 +158,14 @@ def _impossible_tokens(ids: Tensor, log_t: Tensor, in_set: Tensor) -> Tensor:
     apart = -1 - torch.arange(ids.shape[-1], device=ids.device)
     in_order = torch.where(in_set, ids.long(), apart).sort(-1).values
     found = {
-        "has a log-probability above 0": (log_t > slack).any(-1),
-        "has probabilities whose sum is above 1": least_sum > 1 + slack,
-        "has an id twice": (in_order[..., 1:] == in_order[..., :-1]).any(-1),
+        "teacher_log_probs has a log-probability above 0": (log_t > slack).any(-1),
+        "teacher_log_probs has probabilities whose sum is above 1": least_sum > 1 + slack,
+        "teacher_ids has an id twice": (in_order[..., 1:] == in_order[..., :-1]).any(-1),
     }
     if not torch.compiler.is_compiling() and (environment()[1] or not ids.is_cuda):
         for what, tokens in found.items():
             if tokens.any():
-                raise ValueError(f"the teacher's token {int(tokens.flatten().nonzero()[0])} (flattened) {what}")
+                raise ValueError(f"{what} at token {int(tokens.flatten().nonzero()[0])} (flattened)")
     return torch.stack(list(found.values())).any(0)
 
 

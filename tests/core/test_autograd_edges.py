@@ -58,6 +58,7 @@ DERIVATIVES: dict[str, Callable[[Any, Tensor], Any]] = {
     "func-grad": lambda loss, x: torch.func.grad(loss)(x.detach()),
     "func-vjp": lambda loss, x: torch.func.vjp(loss, x.detach())[1](torch.tensor(1.0)),
     "vmap": lambda loss, x: torch.func.vmap(loss)(torch.stack((x, x))),
+    "vmap-of-an-option": lambda loss, x: torch.func.vmap(lambda n: loss(x, num_tokens=n))(torch.tensor([3.0, 4.0])),
     "hessian": lambda loss, x: torch.autograd.functional.hessian(loss, x),
     "vhp": lambda loss, x: torch.autograd.functional.vhp(loss, x, torch.ones_like(x)),
     "autograd-jvp": lambda loss, x: torch.autograd.functional.jvp(loss, x, torch.ones_like(x)),
@@ -74,7 +75,7 @@ def test_a_derivative_that_is_not_there_is_refused(data, ask, rows):
     """Catches zeros or None where the documentation promises an error, and a text of torch's that does not name us."""
     hidden, weight, target = data
     with groups.of_rows(rows), pytest.raises(RuntimeError, match="linear_cross_entropy") as caught:
-        ask(lambda x: linear_cross_entropy(x, weight, target), hidden)
+        ask(lambda x, **options: linear_cross_entropy(x, weight, target, **options), hidden)
     assert "\n" not in str(caught.value)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist import GradFilter, linear_cross_entropy, linear_log_probs
+from cce_dist import GradFilter, groups, linear_cross_entropy, linear_log_probs
 
 if hasattr(F, "linear_cross_entropy"):
     from torch.testing._internal.common_methods_invocations import op_db
@@ -77,10 +77,35 @@ def test_float64_is_served_by_the_loss_on_the_torch_backend_alone() -> None:
         linear_log_probs(hidden, weight, labels)
 
 
-def test_float64_in_a_graph() -> None:
-    """Catches a fake that promises fp32."""
-    hidden, weight, labels = torch.randn(6, 4).double(), torch.randn(9, 4).double().requires_grad_(), torch.arange(6)
-    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(
-        values(compiled, hidden, weight, labels), values(linear_cross_entropy, hidden, weight, labels)
+@pytest.mark.parametrize("rows", [None, 4])
+@pytest.mark.parametrize("divisor", [None, 7])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_float64_in_groups_and_in_a_graph(rows: int | None, divisor: int | None, is_compiled: bool) -> None:
+    """Catches a fake that promises fp32, and the reciprocal of a divisor in fp32, which is off by 3e-8."""
+    hidden, weight, labels = torch.randn(6, 4).double(), torch.randn(9, 4).double(), torch.arange(6)
+    x, w = hidden.requires_grad_(), weight.requires_grad_()
+    ours = (
+        torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+        if is_compiled
+        else linear_cross_entropy
     )
+    with groups.of_rows(rows):
+        loss = ours(x, w, labels, num_tokens=divisor)
+    wanted = F.cross_entropy(x @ w.T, labels, reduction="sum") / (divisor or 6)
+    for got, truth in zip(
+        (loss, *torch.autograd.grad(loss, (x, w))), (wanted, *torch.autograd.grad(wanted, (x, w))), strict=True
+    ):
+        torch.testing.assert_close(got, truth, rtol=1e-12, atol=1e-13)
+
+
+def test_float64_upstream_gradients_that_differ_in_the_ninth_digit() -> None:
+    """Catches fp32's rounding as the measure of a common factor, and expected weights in fp32."""
+    x, w = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 4), (9, 4)))
+    labels, upstream = torch.arange(6), torch.linspace(1, 2, 6, dtype=torch.float64)
+    apart = 1 + 1e-9 * torch.arange(6).double()
+    wanted = torch.autograd.grad(F.cross_entropy(x @ w.T, labels, reduction="none"), (x, w), upstream * apart)
+    for expected in (upstream, upstream * apart):
+        with groups.of_rows(4):
+            loss = linear_cross_entropy(x, w, labels, reduction="none", expected_weights=expected)
+        for got, truth in zip(torch.autograd.grad(loss, (x, w), upstream * apart), wanted, strict=True):
+            torch.testing.assert_close(got, truth, rtol=1e-12, atol=1e-13)

@@ -177,9 +177,9 @@ BAD = [
     (dict(teacher_log_probs=torch.zeros(N, K + 1)), ValueError, "teacher_log_probs must be .9, 6"),
     (dict(teacher_log_probs=torch.zeros(N, K).int()), TypeError, "floating-point dtype"),
     (dict(teacher_ids=torch.zeros(N).long()), ValueError, r"teacher_ids must be \[\.\.\., K\]"),
-    (dict(teacher_ids=torch.zeros(N, K).long()), ValueError, r"token 0 .* an id twice"),
-    (dict(teacher_log_probs=torch.ones(N, K)), ValueError, r"token 0 .* above 0"),
-    (dict(teacher_log_probs=-torch.ones(N, K)), ValueError, r"token 0 .* sum is above 1"),
+    (dict(teacher_ids=torch.zeros(N, K).long()), ValueError, r"teacher_ids has an id twice at token 0 "),
+    (dict(teacher_log_probs=torch.ones(N, K)), ValueError, r"teacher_log_probs has .* above 0 at token 0 "),
+    (dict(teacher_log_probs=-torch.ones(N, K)), ValueError, r"teacher_log_probs has .* sum is above 1 at token 0 "),
     (dict(mask=torch.ones(N)), TypeError, "mask must be bool"),
     (dict(mask=torch.ones(N, K, dtype=torch.bool)), ValueError, r"mask must be \(9,\)"),
 ]
