@@ -183,7 +183,13 @@ def _is_gathered(head: nn.Module) -> bool:
 def check_hooks(head: nn.Module, gathered: bool) -> None:
     """Raise if a hook of another package would be given the loss, or its gradient, in place of logits."""
     every = torch_module
-    hooks = _of_others((*head._backward_hooks.values(), *every._global_backward_hooks.values()))
+    backward = (
+        head._backward_hooks,
+        head._backward_pre_hooks,
+        every._global_backward_hooks,
+        every._global_backward_pre_hooks,
+    )
+    hooks = _of_others([hook for registered in backward for hook in registered.values()])
     if gathered:
         hooks += _of_others(head._forward_hooks.values())
         hooks += _of_others(every._global_forward_hooks.values(), (*HOOKS_OF, "torch.utils."))

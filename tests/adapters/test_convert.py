@@ -513,11 +513,18 @@ def test_hooks_on_the_head_get_hidden_states_and_logits(train: bool, everywhere:
         torch.testing.assert_close(ours["logits"] + 0, stock["logits"])
 
 
-def test_a_hook_for_the_gradient_of_logits_is_refused() -> None:
+@pytest.mark.parametrize("name", ["full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_hook_for_the_gradient_of_logits_is_refused(everywhere: bool, name: str) -> None:
+    """Catches a kind of hook that nobody looks for: it would get the gradient of the loss, or never run."""
     _, ours = pair()
-    ours.lm_head.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"the head has the hook .* of test_convert, which"):
-        ours(batch(), labels=batch())
+    owner, register = (torch.nn.modules.module, "register_module_") if everywhere else (ours.lm_head, "register_")
+    hook = getattr(owner, register + name)(lambda *_: None)
+    try:
+        with pytest.raises(ValueError, match=r"the head has the hook .* of test_convert, which"):
+            ours(batch(), labels=batch())
+    finally:
+        hook.remove()
 
 
 class CallsForward(Model):
