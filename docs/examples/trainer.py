@@ -35,5 +35,6 @@ with tempfile.TemporaryDirectory() as folder:
     trainer.train()
 
 cce_dist.require(model)  # raises unless the loss came from hidden states
-losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-print(f"loss {float(losses[0]):.2f} -> {float(losses[-1]):.2f}")
+for entry in trainer.state.log_history:
+    if "loss" in entry:
+        print(f"step {entry['step']}: loss {float(entry['loss']):.2f}")
