@@ -162,7 +162,8 @@ def _give_back(model: nn.Module) -> None:
     if pipeline.is_pipeline(model):
         pipeline.give_back(model)
     for layer in split_layers(model):
-        layer.rows.group = None
+        if layer.rows.joined_by_engine:
+            layer.rows.group = None
 
 
 def _taken_heads(model: nn.Module) -> list[Any]:
@@ -240,6 +241,7 @@ def _loss_of_either(whole: Callable, local: Callable, logits: Any, *args: Any, *
 def _join(engine: Any, group: dist.ProcessGroup | None) -> None:
     for layer in split_layers(engine.module):
         layer.rows.join(group)
+        layer.rows.joined_by_engine = True
 
 
 def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:

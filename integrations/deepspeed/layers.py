@@ -130,6 +130,7 @@ class Rows:
         self.start, self.stop = even_rows(vocab_size, tp_rank, tp_size)
         self.vocab_size, self.tp_rank, self.tp_size = vocab_size, tp_rank, tp_size
         self.count, self.group = self.stop - self.start, None
+        self.joined_by_engine = False  # else by the user's own code, which knows when to leave the group
 
     def mark(self, module: nn.Module) -> None:
         """Mark the parameters as shards. Without the mark DeepSpeed clips by a norm that lacks the shards of ranks past 0."""

@@ -12,7 +12,7 @@ from cce_dist.tools.bench.records import Errors, Row
 
 @pytest.mark.slow
 def test_bench_starts_its_ranks_and_says_what_they_send(tmp_path, capfd, printing_ranks):
-    methods = ["cce-dist", "cce-dist-sp", "torch-loss-parallel", "megatron-sp"]
+    methods = ["cce-dist", "cce-dist-sp", "megatron-sp"]
     command = ["bench", "--shapes", "toy", "--tokens", "32", "--repeats", "2", "--device", "cpu", "--tp", "2"]
     assert cli.main([*command, "--methods", *methods, "--out", str(tmp_path)]) == 0
     output = capfd.readouterr().out
@@ -20,7 +20,7 @@ def test_bench_starts_its_ranks_and_says_what_they_send(tmp_path, capfd, printin
     assert "Not here: megatron-sp (needs a GPU)" in output
     [case] = json.loads((tmp_path / "bench.json").read_text())["cases"]
     assert [row["name"] for row in case["rows"]] == methods
-    for row in case["rows"][:3]:
+    for row in case["rows"][:2]:
         assert not row["problem"] and len(row["total"]["seconds"]) == 2 and 0 < row["errors"]["d_weight"] < 2e-2
     statistics = ["all_gather", 32 * 2 * 3 * 4, 1, None, None]  # T x K x N in fp32; a CPU has no times
     d_hidden = ["all_reduce", 32 * 256 * 2, 1, None, None]  # in bf16; gloo makes its reduce-scatter of one
