@@ -629,16 +629,17 @@ def _check_refusals() -> None:
     torch.manual_seed(2)
     p = draw(Case(vocab_size=40), torch.float32)
     shard, other = (VocabShard(*split(40, 4)[group.rank()], 40, group) for split in (even, uneven))
-    heads = (p.hidden, p.weight[shard.start : shard.stop], p.teacher, p.teacher_weight[other.start : other.stop])
+    hidden, weight, teacher, teacher_weight = (x.cpu() for x in (p.hidden, p.weight, p.teacher, p.teacher_weight))
+    rows = slice(shard.start, shard.stop)
+    heads = (hidden, weight[rows], teacher, teacher_weight[other.start : other.stop])
     with pytest.raises(ValueError, match="both heads' rows must cover the same ids"):
         any_call(*heads, shard=shard, teacher_shard=other)
     with pytest.raises(ValueError, match="a row of another rank, this one has"):
         any_call(*heads, shard=shard, teacher_shard=other, teacher_ids=torch.arange(40).flip(0))
     with pytest.raises(ValueError, match="process group"):
-        any_call(*heads[:3], p.teacher_weight, shard=shard, teacher_shard=VocabShard(0, 40, 40))
+        any_call(*heads[:3], teacher_weight, shard=shard, teacher_shard=VocabShard(0, 40, 40))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CCE_DIST_DEBUG", "1")
-        teacher_weight = p.teacher_weight[shard.start : shard.stop]
-        any_call(*heads[:3], teacher_weight, shard=shard)
+        any_call(*heads[:3], teacher_weight[rows], shard=shard)
         with pytest.raises(RuntimeError, match="linear_kl_divergence: the ranks of the group disagree on kind"):
-            any_call(*heads[:3], teacher_weight, shard=shard, kind="reverse" if group.rank() else "forward")
+            any_call(*heads[:3], teacher_weight[rows], shard=shard, kind="reverse" if group.rank() else "forward")
