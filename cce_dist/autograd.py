@@ -1,7 +1,7 @@
 """An operator that is differentiable once: what it saves for backward, and which derivatives it refuses.
 
 torch.library serves torch.compile, dispatch modes and tensor subclasses. Ordinary calls skip it through ``_Eager``, which saves
-half a millisecond of host time per step. Launches are replayed if possible (``kernels/launch/replay.py``).
+half a millisecond of host time per step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
 from torch.autograd import forward_ad
 
-from cce_dist import merge
 from cce_dist.call import build, flat, schema
-from cce_dist.kernels.launch import replay
-from cce_dist.kernels.launch.replay import Replayed
 from cce_dist.kernels.precision import accumulator
 
 
@@ -193,19 +190,6 @@ def head_gradients(d_head_KV: Tensor | None, head: Sequence[Tensor], want: Seque
 
 
 _LIBRARIES: list[torch.library.Library] = []  # operators live as long as these
-
-
-def replayed(function: Callable[..., Any]) -> Replayed:
-    """Wrap an operator's forward or backward, so that launches are replayed. The call must be the last argument."""
-    return Replayed(function, _replayable)
-
-
-def _replayable(call: Any) -> tuple | None:
-    """Return the rank and group size that a replayed call depends on. None: the call is not replayed."""
-    if call.backend != "triton" or getattr(call, "debug", False) or not replay.available():
-        return None
-    group = merge.resolve(call.layout.group_name)
-    return () if group is None else (group.rank(), group.size())
 
 
 class _Eager(torch.autograd.Function):

@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 
 from cce_dist import checks, decide, merge
 from cce_dist.agree import label_error
-from cce_dist.autograd import differentiable_once, is_unobserved, refuse_transforms, replayed, without_autocast
+from cce_dist.autograd import differentiable_once, is_unobserved, refuse_transforms, without_autocast
 from cce_dist.call import Call
 from cce_dist.decide import Where
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
@@ -310,7 +310,7 @@ def run(
             of_part = [tensor if tensor is None else tensor[part] for tensor in of_part]
             tensors = hidden[part], weight, head, ids[part], of_part, [gradients.weight, low]
             numbers = [terms.z_loss_weight, terms.label_smoothing]
-            d_weight, d_bias = _finish(*tensors, numbers, wanted[1:], call_of_group)
+            d_weight, d_bias = _finished(*tensors, numbers, wanted[1:], call_of_group)
             if gradients.weight is None and wanted[1]:  # later groups add to this tensor
                 gradients = gradients._replace(weight=d_weight)
             if spec.logits.named(wanted[2:]).get("bias", False):
@@ -365,6 +365,3 @@ def _finished(
     _, new_d_weight, d_bias = backend.gradients(x, Softmax(max_N, log_sum_N), coef_4N, saved, grads, spec)
     nothing = hidden.new_empty(0)
     return nothing if new_d_weight is None else new_d_weight, nothing if d_bias is None else d_bias
-
-
-_finish = replayed(_finished)

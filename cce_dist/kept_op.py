@@ -1,7 +1,4 @@
-"""The two torch.library operators behind ``linear_log_probs(..., kept=...)``: a shard's arithmetic, merged over the group.
-
-Their three launches are not replayed, because the shapes of the lists change with every batch.
-"""
+"""The two torch.library operators behind ``linear_log_probs(..., kept=...)``: a shard's arithmetic, merged over the group."""
 
 from __future__ import annotations
 

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from cce_dist.kernels.launch.tape import recorded
-
 # torch 2.13 renamed these functions, and warns if the old names are used.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -21,7 +19,7 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 def resolve(group_name: Any) -> dist.ProcessGroup | None:
     """Return the process group of a name, or None for the empty name, which means that nothing is split."""
-    return recorded(_resolve_process_group, group_name) if group_name else None
+    return _resolve_process_group(group_name) if group_name else None
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
@@ -33,7 +31,7 @@ def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """All-gather every rank's statistics, 4 K N bytes from each rank. [K, N] -> [T, K, N]. One rank sends nothing."""
     if group is None or group.size() == 1:
         return stats_KN.view(1, *stats_KN.shape)
-    return recorded(_all_gather, stats_KN, group).view(group.size(), *stats_KN.shape)
+    return _all_gather(stats_KN, group).view(group.size(), *stats_KN.shape)
 
 
 def gather_sequence(local_hidden: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -8,7 +8,6 @@ They are opaque to torch.compile (fakes give the shapes) and differentiable once
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +15,13 @@ from torch import Tensor
 
 from cce_dist import decide, merge
 from cce_dist.agree import label_error
-from cce_dist.autograd import Operator, head_rows, replayed, without_autocast
+from cce_dist.autograd import Operator, head_rows, without_autocast
 from cce_dist.call import Call, Layout, build
 from cce_dist.decide import Where
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
-from cce_dist.kernels.launch.tape import recorded
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.precision import accumulator
 from cce_dist.shard import even_rows
@@ -110,7 +108,7 @@ def _run_forward(
 
 
 def _start_gather(hidden: Tensor, group: Any) -> merge.SequenceGather | None:
-    return None if group is None else recorded(merge.SequenceGather, hidden, group)
+    return None if group is None else merge.SequenceGather(hidden, group)
 
 
 def operands_of(hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec) -> Operands:
@@ -136,7 +134,7 @@ def _statistics_on_arrival(
     """
     saved = backend.saved_of_slices(x, spec)
     if saved is None:
-        x = x._replace(hidden=recorded(merge.SequenceGather.wait, arriving))
+        x = x._replace(hidden=arriving.wait())
         return x, *backend.statistics(x, spec, merge_bound)
     keep_nothing = spec._replace(want=spec.want._replace(grad=False))
 
@@ -146,7 +144,7 @@ def _statistics_on_arrival(
     here = arriving.here
     before, after = slice(0, here.start), slice(here.stop, x.num_tokens)
     local_KN = of(here, arriving.local)
-    hidden = recorded(merge.SequenceGather.wait, arriving)
+    hidden = arriving.wait()
     stats_KN = torch.cat((of(before, hidden[before]), local_KN, of(after, hidden[after])), 1)
     return x._replace(hidden=hidden), stats_KN, saved
 
@@ -178,17 +176,17 @@ def _run_backward(
         hidden_sum = start_sum = None
         if sum_group is not None:
             sequence = layout.sequence_parallel
-            hidden_sum = recorded(merge.HiddenGradSum, sum_group, sequence, reduce_dtype, ids.numel(), rows)
-            start_sum = partial(recorded, merge.HiddenGradSum.start, hidden_sum)
+            hidden_sum = merge.HiddenGradSum(sum_group, sequence, reduce_dtype, ids.numel(), rows)
+            start_sum = hidden_sum.start
         if arriving is not None:
-            x = x._replace(hidden=recorded(merge.SequenceGather.wait, arriving))
+            x = x._replace(hidden=arriving.wait())
 
         softmax = Softmax(max_N, log_sum_N, None if d_losses[-1] is None else entropy_N)
         want_bias = spec.logits.named(want_head).get("bias", False)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
         d_hidden, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
         if hidden_sum is not None and want_hidden:
-            d_hidden = recorded(merge.HiddenGradSum.wait, hidden_sum)
+            d_hidden = hidden_sum.wait()
         return d_hidden, d_weight, head_rows(spec.logits.listed(bias=d_bias), want_head)
 
 
@@ -249,11 +247,10 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     return nll, *losses, empty() if want.mean else empty(0), others, saved.listed()
 
 
-_replayed_forward, _replayed_backward = replayed(_run_forward), replayed(_run_backward)
 _OPERATOR = Operator(
     "linear_cross_entropy (or linear_log_probs)",
-    _replayed_forward,
-    _replayed_backward,
+    _run_forward,
+    _run_backward,
     "forward",
     "backward",
     "Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor? grad_weight_out",

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist.kernels.launch.direct import Kernel, current, passes_triton_by
+from cce_dist.kernels.direct import Kernel, current, passes_triton_by
 from cce_dist.kernels.tiles import interpreted, major_of
 
 

@@ -29,8 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from cce_dist.kernels import FAR_SOFTCAP, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, named
-from cce_dist.kernels.launch.direct import launches_are_replaced, launching
-from cce_dist.kernels.launch.tape import add_bounded
+from cce_dist.kernels.direct import launches_are_replaced, launching
 from cce_dist.kernels.memory import Groups, Sizes, low_bytes
 from cce_dist.kernels.planned import Planned, planned
 
@@ -206,7 +205,9 @@ def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor 
     call = id(backend), x.weight.device, options, x.num_tokens.bit_length(), tensors
     if call in _COMPILED:
         return
-    add_bounded(_COMPILED, call, None, MOST_KINDS)
+    _COMPILED[call] = None
+    if len(_COMPILED) > MOST_KINDS:
+        _COMPILED.popitem(last=False)
     if launches_are_replaced():  # whoever replaces them compiles the kernels
         return
     try:

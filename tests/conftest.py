@@ -13,8 +13,6 @@ if not torch.cuda.is_available():
 
 from preload import preload
 
-from cce_dist import op
-from cce_dist.divergence import op as divergence_op
 from cce_dist.tools import ranks
 from cce_dist.tools.ranks import Pool
 
@@ -32,9 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _deterministic() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    for module in (op, divergence_op):  # A test may replace what another's calls of the same shapes did.
-        module._replayed_forward.forget()
-        module._replayed_backward.forget()
     yield
     torch.use_deterministic_algorithms(False)  # a training run leaves them on
 

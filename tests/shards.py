@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import ShardLogits
-from cce_dist.kernels.launch import direct
+from cce_dist.kernels import ShardLogits, direct
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

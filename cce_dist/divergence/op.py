@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -13,14 +12,13 @@ import torch
 from torch import Tensor
 
 from cce_dist import merge
-from cce_dist.autograd import Operator, head_rows, replayed, without_autocast
+from cce_dist.autograd import Operator, head_rows, without_autocast
 from cce_dist.call import Layout, build
 from cce_dist.decide import Way, Where, decide_heads
 from cce_dist.kernels import IGNORED, Grads, Operands
 from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.kernels.divergence import heads
 from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, sizes_of
-from cce_dist.kernels.launch.tape import recorded
 from cce_dist.shard import even_rows
 
 PUBLIC_NAME = "linear_kl_divergence"
@@ -85,8 +83,8 @@ def _gathered(
     """Return the operands of both heads, after gathering the hidden states of both at the same time."""
     group, spec = merge.resolve(call.layout.group_name), call.spec
     if call.layout.sequence_parallel and group is not None:
-        arriving = [recorded(merge.SequenceGather, slice_, group) for slice_ in (hidden, teacher_hidden)]
-        hidden, teacher_hidden = (recorded(merge.SequenceGather.wait, gather) for gather in arriving)
+        arriving = [merge.SequenceGather(slice_, group) for slice_ in (hidden, teacher_hidden)]
+        hidden, teacher_hidden = (gather.wait() for gather in arriving)
     ids = torch.where(mask, 0, IGNORED)
     return _heads((hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head), ids, spec)
 
@@ -118,14 +116,14 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor | 
         x, spec, rows = _gathered(*operands, call=call), call.spec, call.way.ready_rows or None
         reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
         num_tokens = x.student.num_tokens
-        hidden_sum = recorded(merge.HiddenGradSum, sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
+        hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
         coef_N = d_values[0].masked_fill(x.student.ids < 0, 0.0)
-        start_sum = partial(recorded, merge.HiddenGradSum.start, hidden_sum)
+        start_sum = hidden_sum.start
         want_bias = spec.student.named(want_head).get("bias", False)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
         _, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, spec)
         return (
-            recorded(merge.HiddenGradSum.wait, hidden_sum) if want_hidden else None,
+            hidden_sum.wait() if want_hidden else None,
             d_weight,
             head_rows(spec.student.listed(bias=d_bias), want_head),
         )
@@ -159,11 +157,10 @@ def _forward_fake(hidden, weight, head, mask, teacher_hidden, teacher_weight, te
     return torch.empty_like(pair_5N[0]), [pair_5N, *_backend(call).saved_like(x, spec)]
 
 
-_replayed_forward, _replayed_backward = replayed(_run_forward), replayed(_run_backward)
 _OPERATOR = Operator(
     PUBLIC_NAME,
-    _replayed_forward,
-    _replayed_backward,
+    _run_forward,
+    _run_backward,
     "divergence",
     "divergence_backward",
     "Tensor hidden, Tensor weight, Tensor[] head, Tensor mask, "

@@ -273,7 +273,7 @@ def _on_one_gpu() -> None:
 @needs_gpu
 @pytest.mark.timeout(240)
 def test_it_is_the_same_in_bf16() -> None:
-    """Catches the same of the kernels and of replayed calls, and a gradient that is rounded to bf16 once more."""
+    """Catches the same of the kernels, and a gradient that is rounded to bf16 once more."""
     run_ranks(_on_one_gpu, 1, device="cuda")
 
 

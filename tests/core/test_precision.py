@@ -9,7 +9,6 @@ import torch
 from shards import DEVICE
 
 from cce_dist import linear_cross_entropy
-from cce_dist.kernels.launch import replay
 from cce_dist.kernels.precision import fp32_precision, ieee_products
 
 MATMUL = torch.backends.cuda.matmul
@@ -27,7 +26,7 @@ def _settings_stay() -> Iterator[None]:
 @pytest.mark.skipif(not hasattr(MATMUL, "fp32_precision"), reason="this torch has the older setting alone")
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.filterwarnings("ignore"))])
 def test_the_newer_setting_is_asked(backend: str) -> None:
-    """Catches: a call, its key for replays or the benchmark's truth that ask the older setting, which raises."""
+    """Catches: a call or the benchmark's truth that asks the older setting, which raises."""
     if backend == "triton":
         pytest.importorskip("triton")
     hidden, weight = torch.ones(4, 16, device=DEVICE, requires_grad=True), torch.ones(20, 16, device=DEVICE)
@@ -37,7 +36,6 @@ def test_the_newer_setting_is_asked(backend: str) -> None:
         with ieee_products():
             assert fp32_precision() == "ieee"
         assert fp32_precision() == wanted
-        replay._tensors_and_key((hidden, None), ())
         linear_cross_entropy(hidden, weight, torch.arange(4, device=DEVICE), backend=backend).backward()
 
 

@@ -201,7 +201,7 @@ def test_beside_kept_exponentials() -> None:
 
 
 def test_the_same_bits_in_every_run() -> None:
-    """Whatever order the lists have. Five calls: the third one is replayed on a GPU."""
+    """Whatever order the lists have. Five calls: later ones launch past Triton on a GPU."""
     num_tokens = 700 if GPU else 4
     hidden, weight = torch.randn(num_tokens, 16, device=DEVICE), torch.randn(V, 16, device=DEVICE)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)

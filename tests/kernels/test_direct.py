@@ -14,9 +14,8 @@ from shards import DEVICE, needs_gpu
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist import GradFilter, linear_cross_entropy
+from cce_dist.kernels import direct
 from cce_dist.kernels.blocks import Described, Memory, operand
-from cce_dist.kernels.launch import direct, replay, steps
-from cce_dist.kernels.launch.tape import Launch, Matrix, Place
 
 
 def _value(draw: random.Random) -> Any:
@@ -130,7 +129,6 @@ def test_launches_share_descriptors_of_memory(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("how", [None, GradFilter(always=True)], ids=["exact", "filtered"])
 def test_same_bits_as_by_triton(how: GradFilter | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes vary from call to call, as packed batches do. Catches: a kernel compiled for an alignment that is not there."""
-    monkeypatch.setattr(replay, "available", lambda: False)
     weight = (0.1 * torch.randn(4099, 256, device="cuda")).bfloat16().requires_grad_()
     for num_tokens in (64, 65, 96, 1, 128, 65, 64):
         hidden = torch.randn(num_tokens, 256, device="cuda").bfloat16().requires_grad_()
@@ -152,9 +150,9 @@ def test_an_unknown_launcher_is_left_alone(monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     available = direct.available.__wrapped__
     monkeypatch.setattr(direct, "available", available)
-    for switch, replays, wanted in (("1", True, True), ("0", False, True), ("triton", False, False)):
-        monkeypatch.setenv("CCE_DIST_REPLAY", switch)
-        assert (replay.available.__wrapped__(), direct._is_wanted.__wrapped__()) == (replays, wanted)
+    for switch, wanted in (("", True), ("triton", False)):
+        monkeypatch.setenv("CCE_DIST_LAUNCH", switch)
+        assert direct._is_wanted.__wrapped__() == wanted
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **kwargs: None)
     with caplog.at_level("WARNING", "cce_dist"):
         assert not available()
@@ -162,7 +160,7 @@ def test_an_unknown_launcher_is_left_alone(monkeypatch: pytest.MonkeyPatch, capl
 
 
 class Launcher:
-    """Triton 3.6's launcher of a kernel with tensor descriptors, as far as a replay knows it."""
+    """Triton 3.6's launcher of a kernel with tensor descriptors, as far as a launch past Triton knows it."""
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid, launch_pdl = False, True
@@ -226,18 +224,14 @@ def test_the_launcher_in_c_gets_what_triton_gives_it(launcher_and_seen: tuple[An
     launcher, seen = launcher_and_seen
     compiled = SimpleNamespace(run=launcher, function=7, packed_metadata=(4, 1, 0))
     matrices = [torch.zeros(16, 16, device=DEVICE) for _ in range(3)]
-    place = Place(0, 0, torch.float32, (16, 16), (16, 1))
-    values = [Matrix(TensorDescriptor.from_tensor(matrices[0], [8, 8]), place), place, 5]
-    values += [values[0], (place, 0.5), "ieee"]
-    call = SimpleNamespace(address=[0, 0], source=lambda place: (1, 0))
-    launch = steps._Launch(call, Launch(compiled, (1, 2, 3), values))  # pyright: ignore[reportArgumentType]
-    assert launch.run is not launcher
+    known = None
     for matrix in (matrices[0], matrices[1], matrices[0], matrices[2]):
-        call.address[1] = matrix.data_ptr()
-        launch(9)
-        described = TensorDescriptor.from_tensor(matrix, [8, 8])
-        launcher(1, 2, 3, 9, 7, (4, 1, 0), None, None, None, described, matrix.data_ptr(), 5, described,
-                 [matrix.data_ptr(), 0.5], "ieee")  # fmt: skip
+        given = described(matrix, 8), matrix, 5, described(matrix, 8), (matrix, 0.5)
+        known = known or direct._Known.of(compiled, "abcdef", given, {"f": "ieee"})
+        assert known.launcher.run is not launcher
+        known.launch((1, 2, 3), 9, direct.kinds(given)[1])
+        launcher(1, 2, 3, 9, 7, (4, 1, 0), None, None, None, given[0], matrix.data_ptr(), 5, given[3],
+                 (matrix.data_ptr(), 0.5), "ieee")  # fmt: skip
         assert seen[-1] == seen[-2]
 
 
@@ -249,9 +243,8 @@ def test_a_launcher_of_another_form_costs_a_line(caplog: pytest.LogCaptureFixtur
             self.launch(*args)
 
     compiled = SimpleNamespace(run=Other(print, ["first"]), function=7, packed_metadata=(4, 1, 0))
-    call = SimpleNamespace(address=[0, 0], source=lambda place: (1, 0))
     direct._say_once.cache_clear()
     for _ in range(3):
-        launch = steps._Launch(call, Launch(compiled, (1, 2, 3), [5]))  # pyright: ignore[reportArgumentType]
-        assert launch.run is compiled.run and launch.args == [1, 2, 3, 0, 7, (4, 1, 0), None, None, None, 5]
+        launcher = direct.launcher_of(compiled)
+        assert launcher.run is compiled.run and launcher.behind == [(4, 1, 0), None, None, None]
     assert caplog.text.count("another form") == 1

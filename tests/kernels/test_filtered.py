@@ -38,8 +38,8 @@ from cce_dist.kernels import (
     filter,
     memory,
 )
+from cce_dist.kernels.direct import launching
 from cce_dist.kernels.filter import bound, frequent, lists, sampling, shares
-from cce_dist.kernels.launch.direct import launching
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.tools.bench.loop import relative_error
 from cce_dist.tools.bench.problem import loss_of, reference_of, step

@@ -29,6 +29,7 @@ from cce_dist.kernels import (
     Softmax,
     Spec,
     Want,
+    direct,
     dry_run,
     exact,
     memory,
@@ -37,7 +38,6 @@ from cce_dist.kernels import (
 )
 from cce_dist.kernels import dense as dense_backend
 from cce_dist.kernels.dry_run import Live
-from cce_dist.kernels.launch import direct
 from cce_dist.tools.verify.check import assert_no_worse
 
 KEPT_IN = torch.bfloat16 if GPU else torch.float32

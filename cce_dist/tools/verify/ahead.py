@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from cce_dist.kernels.direct import launching
 from cce_dist.kernels.dry_run import num_threads
-from cce_dist.kernels.launch.direct import launching
 
 _LOG = logging.getLogger("cce_dist")
 Kernels = dict[Future, str]  # name of each kernel that compiles

@@ -90,7 +90,7 @@ def run_case(
         if not name.endswith(AGAIN):
             padding, ours, part = of_rank(name, ours, drawn.options, shard)
             errors += padding + function.judge(drawn, name, ours, part, baseline, truth)
-    runs = further_runs(device) if case.twice or device == "cuda" else 0
+    runs = 1 if case.twice or device == "cuda" else 0
     return errors + same_bits(first, run, runs, function.shared, group)
 
 
@@ -106,11 +106,6 @@ def shard_of(drawn: Drawn, group: dist.ProcessGroup | None) -> tuple[Bounds, Voc
     bounds = drawn.case.shards(vocab_size, ranks)
     start, stop = bounds[rank]
     return bounds, VocabShard(start, stop, vocab_size, group)
-
-
-def further_runs(device: str) -> int:
-    """Return how often to repeat a case. On a GPU the second run is recorded, and the third one replays the recording."""
-    return 2 if device == "cuda" else 1
 
 
 AGAIN = " of a second backward"

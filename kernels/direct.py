@@ -5,7 +5,7 @@ A key of our own takes less. It tells apart whatever Triton compiles apart, and 
 kernel. The first launch of a key is Triton's, which compiles. Later ones go to Triton's launcher in C.
 
 Launches go through Triton where its launcher is not the one known here, while somebody has hooks on launches, and with
-``CCE_DIST_REPLAY=triton``. A dry run takes a thread's launches for itself (``launching``).
+``CCE_DIST_LAUNCH=triton``. A dry run takes a thread's launches for itself (``launching``).
 """
 
 from __future__ import annotations
@@ -301,5 +301,5 @@ def _source_of_call(launcher: type) -> str:
 
 @lru_cache(maxsize=1)
 def _is_wanted() -> bool:
-    return os.environ.get("CCE_DIST_REPLAY", "1") != "triton" and available()
+    return os.environ.get("CCE_DIST_LAUNCH", "") != "triton" and available()
 
