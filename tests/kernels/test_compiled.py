@@ -28,7 +28,7 @@ OF_TWO_HEADS = {"_pair_sums_kernel", "_pair_gradients_kernel"}
 PRODUCTS = EXACT - {"_gather_targets_kernel", "_scale_kernel"} | {"_logits_kernel"}
 # Bytes that kernels may spill, by Triton's version and the device. On 100, whose tiles were not tuned, a whole row's logits are
 # in 16 warps.
-SPILLS: dict[str, dict[str, set]] = dict.fromkeys(("3.6", "3.7"), {"90": {("_lse_kernel", "28")}, "100": {("_choose_kernel", "16")}})
+SPILLS = {version: {"90": {("_lse_kernel", "28")}, "100": {("_choose_kernel", "16")}} for version in ("3.6", "3.7")}
 SHARED = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB that a program of a device can have
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("kernels", "tests/compile_for_gpu.py", "tests/pretend_gpu.py", "tests/kernels/test_compiled.py")
@@ -66,7 +66,7 @@ def test_every_kernel_compiles(target: str) -> None:
     names = {line.split()[0] for lines in steps.values() for line in lines}
     assert names >= EXACT | FILTERED | LOG_PROBS | OF_LISTS | OF_TWO_HEADS
     assert all(int(line.split()[-1]) <= SHARED[target] << 10 for lines in steps.values() for line in lines), said.stdout
-    known = SPILLS[version("triton")[:3]]  # a new Triton's are to be looked at and listed
+    known: dict[str, set] = SPILLS[version("triton")[:3]]  # a new Triton's are to be looked at and listed
     # Options spill: a softcap with a bias, with smoothing, or with factors of tokens.
     for name, lines in steps.items():
         if "options" not in name and name != "filtered":
