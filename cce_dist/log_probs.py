@@ -159,7 +159,10 @@ def linear_log_probs(
     call = operands.call_of(x, _spec(x, 1.0 if scale is None else scale, shard, options), shard, options)
     if options.batch_invariant and call.backend == "torch":
         raise ValueError("batch_invariant needs the Triton backend: sums of the torch backend depend on the batch")
-    numbers = numbers_of(1.0 if scale is None else scale, options.softcap)
+    numbers = numbers_of(*((1.0, 1.0) if scale is None else (logit_scale, temperature)), options.softcap)
+    if numbers is not None:
+        # Divided here: before 2.13, torch compiles anew for each value of a symbol that no operator takes by itself.
+        numbers = torch.stack((numbers[0] / numbers[1], numbers[2]))
     lists = {} if kept is None else {"kept.offsets": kept.offsets, "kept.ids": kept.ids}
     agree.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature} | lists, shard, options, call)
     if kept is not None:
