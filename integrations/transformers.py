@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cce_dist.integrations import deferred
+from cce_dist.integrations.deferred import task
 from cce_dist.integrations.options import SECTION
 from cce_dist.loss import LinearCrossEntropyOutput
 
@@ -24,7 +24,7 @@ SERVED = {"log_probs", "entropy", "is_top1"}  # what SFTTrainer asks for
 
 
 @dataclasses.dataclass(eq=False)
-class Task(deferred.Task):
+class Task(task.Task):
     """What the head of a model knows that TRL may train.
 
     Args:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of
 from cce_dist.integrations.deepspeed.loss import Options, Task
-from cce_dist.integrations.deferred import TensorLogits, check_class, take
+from cce_dist.integrations.deferred.find import check_class
+from cce_dist.integrations.deferred.taken import take
+from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.options import SECTION
 
 

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cce_dist.integrations import deferred
-from cce_dist.integrations.deferred import Head, argument, give_back, subclass, take
+from cce_dist.integrations.deferred import task as deferred
+from cce_dist.integrations.deferred.logits import DeferredLogits
+from cce_dist.integrations.deferred.taken import Head, give_back, subclass, take
+from cce_dist.integrations.deferred.task import argument
 from cce_dist.integrations.megatron.loss import Options, shard_of, vocab_parallel_loss, vocab_parallel_max
 
 FLAG = "cce"  # the value of cross_entropy_fusion_impl that means us
@@ -91,10 +93,10 @@ def require(model: Any) -> None:
             )
 
 
-class MegatronLogits(deferred.DeferredLogits):
+class MegatronLogits(DeferredLogits):
     """Deferred logits [s, b, V] or [s, b, V/tp]: they give their loss and, for the acceptance rate of MTP, their maximum."""
 
-    ANSWERED = deferred.DeferredLogits.ANSWERED | {torch.argmax: "argmax", torch.max: "max"}
+    ANSWERED = DeferredLogits.ANSWERED | {torch.argmax: "argmax", torch.max: "max"}
 
     def loss(self, labels: Tensor) -> Tensor:
         """Return the loss [b, s] of labels [b, s]; keep the ``LogProbs`` of the model's own labels in ``log_probs_of``."""
