@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from cce_dist import merge
 from cce_dist.call import Options, checked
 from cce_dist.checks import integer, kind, number, tensors
+from cce_dist.integrations import fsdp
 from cce_dist.loss import LinearCrossEntropyOutput, check_class_weights, linear_cross_entropy
 from cce_dist.operands import check_buffer
 from cce_dist.shard import VocabShard, group_of
@@ -98,9 +99,7 @@ class VocabParallelHead(nn.Module):
             group = group_of("mesh", mesh)
         self.shard, self.rows = VocabShard.even(vocab_size, group), None
         if shard_over is not None:
-            from cce_dist.integrations.fsdp import Rows
-
-            self.rows = Rows(shard_over, self.shard, equal_tokens)
+            self.rows = fsdp.Rows(shard_over, self.shard, equal_tokens)
         self.mesh, self.loss_options = mesh, loss_options
         self.logit_scale = None
         if isinstance(loss_options.get("logit_scale"), nn.Parameter):
@@ -201,7 +200,7 @@ class VocabParallelHead(nn.Module):
         return offset[0] + (self.shard.start if self.mesh is None else 0)
 
     def _new_parameter(self, local: Tensor) -> Tensor:
-        return local if self.mesh is None else _distribute(local, self.vocab_size, self.mesh)
+        return local if self.mesh is None else fsdp.distribute(local, self.vocab_size, self.mesh)
 
 
 def _check_kinds(mesh: Any, weight: Any, init_std: Any) -> None:
@@ -216,9 +215,7 @@ def _check_kinds(mesh: Any, weight: Any, init_std: Any) -> None:
 
 def _check_over(mesh: Any, given: dict[str, Any]) -> None:
     """Raise TypeError or ValueError unless a head can be split over data-parallel ranks, and nothing beside speaks of ranks."""
-    from cce_dist.integrations.fsdp import check_mesh
-
-    check_mesh(mesh)
+    fsdp.check_mesh(mesh)
     names = ("mesh", "group", "class_weights", "sequence_parallel", "input_grad", "grad_weight_out", "expected_weights")
     wrong = [name for name in names if given.get(name) is not None]
     if isinstance(given.get("logit_scale"), Tensor):
@@ -249,12 +246,6 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _distribute(local: Tensor, vocab_size: int, mesh: DeviceMesh) -> DTensor:
-    shape = torch.Size((vocab_size, *local.shape[1:]))
-    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=local.stride())
-
-
 def _distribute_entries(head: VocabParallelHead, state_dict: dict, prefix: str, local_metadata: dict) -> None:
     """Say in the state_dict which rows these are, so that a distributed checkpoint can split them anew."""
     head.shard.check_group()
@@ -266,7 +257,7 @@ def _distribute_entries(head: VocabParallelHead, state_dict: dict, prefix: str, 
         if isinstance(state_dict.get(key), DTensor):
             raise ValueError(f"{key} is split by FSDP2 too: make the head with mesh=, so that both splits can be saved")
         if key in state_dict:
-            state_dict[key] = _distribute(state_dict[key], head.vocab_size, mesh)
+            state_dict[key] = fsdp.distribute(state_dict[key], head.vocab_size, mesh)
 
 
 def _localize_entries(head: VocabParallelHead, state_dict: dict, prefix: str, *_) -> None:
@@ -281,4 +272,4 @@ def _localize_entries(head: VocabParallelHead, state_dict: dict, prefix: str, *_
         if entry.shape[0] == head.vocab_size != rows:
             entry = entry[head.shard.start : head.shard.stop]
         mesh = head.mesh if head.rows is None else head.rows.fsdp_mesh
-        state_dict[key] = entry if mesh is None else _distribute(entry, head.vocab_size, mesh)
+        state_dict[key] = entry if mesh is None else fsdp.distribute(entry, head.vocab_size, mesh)

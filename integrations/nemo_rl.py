@@ -117,10 +117,9 @@ PATCHES = (
 )
 
 
-def install(*, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False) -> None:
-    """Have NeMo-RL's Megatron workers take log-probabilities from hidden states: ``Patch.install``."""
-    options = {"backend": backend, "workspace_bytes": workspace_bytes, "batch_invariant": batch_invariant}
-    install_all(PATCHES, **options)
+def install(**options: Any) -> None:
+    """Have NeMo-RL's Megatron workers take log-probabilities from hidden states; ``options`` as in ``patching.install_all``."""
+    install_all(PATCHES, options)
 
 
 def uninstall() -> None:

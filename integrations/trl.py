@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,11 +33,10 @@ from cce_dist.integrations.deferred.taken import Head, give_back, take
 from cce_dist.integrations.deferred.task import Task
 from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.options import ScoreOptions
-from cce_dist.integrations.patching import Patch, Place, install_all, uninstall_all
+from cce_dist.integrations.patching import Patch, install_all, uninstall_all
 
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
 OUTPUTS = FIELDS[1:6]
-AUX = {"entropy": "entropy", "is_top1": "label_is_max"}  # outputs that the loss computes if they are named
 
 
 def _make(options: ScoreOptions) -> Callable:
@@ -69,33 +67,15 @@ PATCH = Patch(
     {"FusedCausalLMOutput": FIELDS},
 )
 ON_LOGITS = ("GKDTrainer", "GOLDTrainer")  # experimental SFTTrainers, which take nothing from hidden states
-PATCHES = (trl_distillation.PATCH, PATCH)
-TRAINER = Place("trl.trainer.sft_trainer", "SFTTrainer.__init__")
 
 
-def install(*, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False) -> None:
-    """Have TRL's trainers that are made from now on take their losses from hidden states: ``Patch.install``.
+def _refuse_others(_: ScoreOptions) -> Callable:
+    from trl.trainer.sft_trainer import SFTTrainer
 
-    DistillationTrainer's divergence is among them; the option batch_invariant is of log-probabilities alone. To make a
-    GKDTrainer or a GOLDTrainer is an error from now on: their divergences are of logits.
-    """
-    uninstall()
-    install_all(PATCHES, backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant)
-    try:
-        TRAINER.put(_refusing(importlib.import_module(TRAINER.module).SFTTrainer.__init__))
-    except Exception:
-        uninstall()
-        raise
+    original = SFTTrainer.__init__
 
-
-def uninstall() -> None:
-    """Undo ``install``; a trainer that was made before keeps what it has."""
-    uninstall_all((*PATCHES, TRAINER))
-
-
-def _refusing(original: Callable) -> Callable:
     @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in {base.__name__ for base in type(self).__mro__}.intersection(ON_LOGITS):
             raise ValueError(
                 f"cce_dist: TRL's {name} computes its divergence on logits: DistillationTrainer has the same from hidden "
@@ -103,7 +83,31 @@ def _refusing(original: Callable) -> Callable:
             )
         original(self, *args, **kwargs)
 
-    return init
+    return __init__
+
+
+PATCHES = (
+    trl_distillation.PATCH,
+    PATCH,
+    Patch("trl.trainer.sft_trainer", "SFTTrainer.__init__", "TRL 1.16", _refuse_others),
+)
+
+
+def install(**options: Any) -> None:
+    """Have TRL's trainers that are made from now on take their losses from hidden states.
+
+    DistillationTrainer's divergence is among them. Making a GKDTrainer or a GOLDTrainer, whose divergences take logits, is an
+    error from now on.
+
+    Args:
+        **options: As in ``patching.install_all``; ``batch_invariant`` is for log-probabilities only.
+    """
+    install_all(PATCHES, options)
+
+
+def uninstall() -> None:
+    """Undo ``install``; a trainer that was made before keeps what it has."""
+    uninstall_all(PATCHES)
 
 
 def _add_forward(model: Any, score: _Score) -> None:
@@ -194,66 +198,39 @@ class _Score:
         kind = hidden.device.type
         with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not self.in_fp32):
             hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden)
-            bias = peft.sum_of_biases(bias, added)
-            if self.options.batch_invariant:
-                results = self._invariant(hidden, weight, labels, bias, logit_scale, softcap)
-                return tuple(results[name] for name in OUTPUTS if name in self.outputs)
-            aux = {"nll", *(AUX[name] for name in self.outputs if name in AUX)}
-            call = functools.partial(
-                linear_cross_entropy,
-                hidden,
-                weight.to(hidden.dtype),
-                labels,
-                reduction="none",
-                return_aux=tuple(aux),
+            bias, weight = peft.sum_of_biases(bias, added), weight.to(hidden.dtype)
+            how: dict[str, Any] = dict(
                 linear_bias=None if bias is None else bias.to(hidden.dtype),
+                logit_scale=logit_scale,
+                softcap=softcap,
                 backend=self.options.backend,
                 workspace_bytes=self.options.workspace_bytes,
             )
-            # A loss that is all smoothing is lse - mean_j z_j.
-            smoothing = float("mean_logits" in self.outputs)
-            found: Any = call(logit_scale=logit_scale, softcap=softcap, label_smoothing=smoothing)
-            results = {
-                "log_probs": -found.nll,
-                "entropy": found.entropy,
-                "mean_logits": (found.lse - found.loss).detach(),
-            }
-            if "is_top1" in self.outputs:
-                results["is_top1"] = found.label_is_max.bool()
+            found: Any = linear_log_probs(
+                hidden,
+                weight,
+                labels,
+                entropy="entropy" in self.outputs,
+                sum_p_squared="log_sum_sq_probs" in self.outputs,
+                argmax="is_top1" in self.outputs,
+                batch_invariant=self.options.batch_invariant,
+                **how,
+            )
+            results = {"log_probs": found.log_probs, "entropy": found.entropy}
             if "log_sum_sq_probs" in self.outputs:
-                # sum_j p_j^2 = exp(lse(2 z) - 2 lse(z)), and the double of capped logits is one of twice the cap.
-                with torch.no_grad():
-                    double = call(logit_scale=2 * logit_scale, softcap=None if softcap is None else 2 * softcap)
-                results["log_sum_sq_probs"] = double.lse - 2 * found.lse.detach()
+                results["log_sum_sq_probs"] = found.sum_p_squared.log()
+            if "is_top1" in self.outputs:
+                results["is_top1"] = found.argmax == labels
+            if "mean_logits" in self.outputs:
+                results["mean_logits"] = _mean_logits(hidden, weight, labels, found.lse, how)
         return tuple(results[name] for name in OUTPUTS if name in self.outputs)
 
-    def _invariant(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        bias: Tensor | None,
-        logit_scale: float,
-        softcap: float | None,
-    ) -> dict[str, Any]:
-        found = linear_log_probs(
-            hidden,
-            weight.to(hidden.dtype),
-            labels,
-            linear_bias=None if bias is None else bias.to(hidden.dtype),
-            logit_scale=logit_scale,
-            softcap=softcap,
-            entropy="entropy" in self.outputs,
-            sum_p_squared="log_sum_sq_probs" in self.outputs,
-            argmax="is_top1" in self.outputs,
-            backend=self.options.backend,
-            workspace_bytes=self.options.workspace_bytes,
-            batch_invariant=True,
-        )
-        squares, best = found.sum_p_squared, found.argmax
-        return {
-            "log_probs": found.log_probs,
-            "entropy": found.entropy,
-            "log_sum_sq_probs": None if squares is None else squares.log(),
-            "is_top1": None if best is None else best == labels,
-        }
+
+@torch.no_grad()
+def _mean_logits(hidden: Tensor, weight: Tensor, labels: Tensor, lse: Tensor, how: dict[str, Any]) -> Tensor:
+    """Return the mean of each token's logits over the vocabulary, [N]. Only a softcap takes a pass over the vocabulary."""
+    if how["softcap"] is not None:  # a loss that is all smoothing is lse - mean_j z_j
+        return lse - linear_cross_entropy(hidden, weight, labels, reduction="none", label_smoothing=1.0, **how)
+    bias = how["linear_bias"]
+    means = (hidden * weight.mean(0, dtype=torch.float32)).sum(-1)  # a product of matrices would be autocast
+    return how["logit_scale"] * (means if bias is None else means + bias.float().mean())

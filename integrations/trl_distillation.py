@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import linear_kl_divergence, linear_log_probs
+from cce_dist.integrations.fsdp import computed_dtype
 from cce_dist.integrations.options import ScoreOptions
 from cce_dist.integrations.patching import Patch, say_once
 
 
 class Arguments(NamedTuple):
-    """Those of TRL's function: hidden states [B, S, D] and heads of both models, a mask [B, S], and how to compare them."""
+    """The arguments of TRL's function: hidden states [B, S, D] and heads of both models, a mask [B, S], and options."""
 
     student_hidden_states: Tensor
     teacher_hidden_states: Tensor
@@ -96,18 +97,13 @@ def _divergence(given: Arguments, how: dict[str, Any]) -> tuple[Tensor, Tensor, 
 
 
 def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Hidden states, and the whole head in their dtype: FSDP2 has it in parts, which are gathered here once."""
+    """Return hidden states, weight and bias in one dtype. FSDP2's DTensors are gathered, once for a loss."""
     if weight.numel() == 0 and not isinstance(weight, DTensor):
         raise ValueError(
             "cce_dist: ZeRO-3 has the head's weight in parts: distill with FSDP2 or ZeRO-2, or uninstall()"
         )
-    if isinstance(weight, DTensor):
-        weight = weight.full_tensor()
-    if isinstance(bias, DTensor):
-        bias = bias.full_tensor()
-    dtype = hidden.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    weight, bias = (x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, bias))
+    dtype = computed_dtype(hidden)
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 

@@ -108,18 +108,15 @@ MTP = (
 )
 
 
-def install(
-    *, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False, mtp: bool = False
-) -> None:
-    """Have verl's models take log-probabilities from hidden states: ``Patch.install``.
+def install(*, mtp: bool = False, **options: Any) -> None:
+    """Have verl's models take log-probabilities from hidden states.
 
     Args:
-        backend, workspace_bytes, batch_invariant: As in ``linear_log_probs``.
         mtp: Leave ``use_fused_kernels`` on in models of Megatron that predict several tokens, and are not trained to.
+        **options: As in ``patching.install_all``.
     """
     uninstall()
-    options = {"backend": backend, "workspace_bytes": workspace_bytes, "batch_invariant": batch_invariant}
-    install_all((PATCH, *(MTP if mtp else ())), **options)
+    install_all((PATCH, *(MTP if mtp else ())), options)
 
 
 def uninstall() -> None:
