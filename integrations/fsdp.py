@@ -265,17 +265,19 @@ class Rows:
         outside = (everyone < 0) | (everyone >= self.shard.vocab_size)
         if not ids.is_cuda and outside.any():
             raise IndexError(f"id {int(everyone[outside][0])} is outside the vocabulary of {self.shard.vocab_size}")
-        here = everyone - self.shard.start
-        elsewhere = (here < 0) | (here >= self.shard.num_rows)
-        if not len(weight):  # an empty shard still takes part
-            weight = F.pad(weight, (0, 0, 0, 1))
-        padding = None if padding_idx is None else padding_idx - self.shard.start
-        if padding is not None and not 0 <= padding < len(weight):
-            padding = None
-        found = F.embedding(here.masked_fill(elsewhere, 0), weight, padding)
         # Only one rank's summand is not zero, so the sum is exact in any dtype.
-        found = found.masked_fill(elsewhere[:, None], 0.0).masked_fill(outside[:, None], torch.nan)
+        found = looked_up(everyone, weight, self.shard.start, padding_idx).masked_fill(outside[:, None], torch.nan)
         return merge.ScatterSum.apply(found, self.group)[:count].view(*ids.shape, weight.shape[1])  # type: ignore[index]
+
+
+def looked_up(ids: Tensor, rows: Tensor, start: int, padding_idx: int | None = None) -> Tensor:
+    """Return the embeddings [..., D] of ids in the whole vocabulary from rows [V_r, D], 0 for ids of other ranks' rows."""
+    here = ids - start
+    elsewhere = (here < 0) | (here >= len(rows))
+    padding = None if padding_idx is None or not 0 <= padding_idx - start < len(rows) else padding_idx - start
+    if not len(rows):  # an empty shard takes part in backward, too
+        rows = F.pad(rows, (0, 0, 0, 1))
+    return F.embedding(here.masked_fill(elsewhere, 0), rows, padding).masked_fill(elsewhere[..., None], 0.0)
 
 
 def distribute(rows: Tensor, vocab_size: int, mesh: DeviceMesh) -> DTensor:

@@ -64,9 +64,7 @@ def _scores(options: ScoreOptions) -> Callable:
                 ignore_index=-1,
                 shard=shard,
                 sequence_parallel=slices,
-                backend=options.backend,
-                workspace_bytes=options.workspace_bytes,
-                batch_invariant=options.batch_invariant,
+                **options.call("batch_invariant"),
             )
             log_probs = found.log_probs.t()
             return log_probs[:, :-1] if packed is None else _unpacked(log_probs, packed, cp_group)

@@ -1,4 +1,4 @@
-"""Replace functions of other packages, and undo it: for the adapters of DeepSpeed, FSDP2, Megatron, TRL, verl and the others."""
+"""Replace functions of other packages, and undo it."""
 
 from __future__ import annotations
 

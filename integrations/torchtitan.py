@@ -139,11 +139,9 @@ class CCELoss(ChunkedLossWrapper):
             **call,
             reduction="sum" if count is None else "mean",
             num_tokens=count,
-            grad_filter=options.grad_filter,
             z_loss_weight=options.z_loss_weight if trains else 0.0,
             label_smoothing=options.label_smoothing if trains else 0.0,
-            backend=options.backend,
-            workspace_bytes=options.workspace_bytes,
+            **options.call("grad_filter"),
         )
 
 

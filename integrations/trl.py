@@ -153,13 +153,6 @@ def _add_forward(model: Any, score: _Score) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-class _Deferring(Task):
-    """The task of a head that defers every call."""
-
-    def deferring(self) -> bool:
-        return True
-
-
 @contextlib.contextmanager
 def _deferring(output: Any, options: ScoreOptions) -> Iterator[None]:
     """Let the head of a model defer, and be as before afterwards."""
@@ -169,7 +162,7 @@ def _deferring(output: Any, options: ScoreOptions) -> Iterator[None]:
             "call cce_dist.integrations.trl.install() alone"
         )
     head = checked(output, path="the output embedding")
-    take(head, _Deferring(options, VocabShard(0, head.out_features, head.out_features)))
+    take(head, Task(options, VocabShard.even(head.out_features, None), calls=[True]))
     try:
         yield
     finally:
@@ -203,8 +196,7 @@ class _Score:
                 linear_bias=None if bias is None else bias.to(hidden.dtype),
                 logit_scale=logit_scale,
                 softcap=softcap,
-                backend=self.options.backend,
-                workspace_bytes=self.options.workspace_bytes,
+                **self.options.call(),
             )
             found: Any = linear_log_probs(
                 hidden,

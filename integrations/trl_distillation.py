@@ -41,11 +41,9 @@ class Arguments(NamedTuple):
 
 
 def _make(options: ScoreOptions) -> Callable:
-    how = {"backend": options.backend, "workspace_bytes": options.workspace_bytes}
-
     def _chunked_divergence_loss(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         say_once("TRL's distillation comes from hidden states (linear_kl_divergence)")
-        return _divergence(Arguments(*args, **kwargs), how)
+        return _divergence(Arguments(*args, **kwargs), options.call())
 
     replacement: Any = _chunked_divergence_loss
     replacement.__signature__ = inspect.signature(Arguments)
@@ -102,9 +100,9 @@ def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
         raise ValueError(
             "cce_dist: ZeRO-3 has the head's weight in parts: distill with FSDP2 or ZeRO-2, or uninstall()"
         )
-    weight, bias = (x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, bias))
     dtype = computed_dtype(hidden)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    whole: list[Any] = [x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, bias)]
+    return hidden.to(dtype), *(None if x is None else x.to(dtype) for x in whole)  # type: ignore[return-value]
 
 
 PATCH = Patch("trl.trainer.distillation_trainer", "_chunked_divergence_loss", "TRL 1.16", _make)

@@ -57,9 +57,7 @@ def _make(options: ScoreOptions) -> Callable:
             entropy=True,
             shard=shard_of(weight.shape[0], dist_process_group, None),
             input_grad="partial" if was_gathered(hidden) else "summed",
-            backend=options.backend,
-            workspace_bytes=options.workspace_bytes,
-            batch_invariant=options.batch_invariant,
+            **options.call("batch_invariant"),
         )
         assert found.entropy is not None
         return found.log_probs, found.entropy

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import runpy
 import sys
 from pathlib import Path
 
 from cce_dist.integrations.deepspeed import engine
 from cce_dist.integrations.options import SECTION
+from cce_dist.integrations.patching import say_once
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -39,9 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     sys.argv = [str(args.script), *local_rank, *args.args]
     runpy.run_path(str(args.script), run_name="__main__")
     if engine.num_converted() == 0:
-        logging.getLogger("cce_dist").warning(
-            'cce_dist: no model was converted: no ds_config that reached deepspeed.initialize had "%s": {"enabled": true}',
-            SECTION,
+        say_once(
+            f'no model was converted: no ds_config that reached deepspeed.initialize had "{SECTION}": {{"enabled": true}}'
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from cce_dist.integrations.deferred.find import find_head, innermost
 from cce_dist.integrations.deferred.logits import DeferredLogits
 from cce_dist.integrations.deferred.taken import Head, Watched, give_back, take, watch
 from cce_dist.integrations.options import SECTION
-from cce_dist.integrations.patching import Place
+from cce_dist.integrations.patching import Place, say_once
 
 INITIALIZE = Place("deepspeed", "initialize")
 # Whether a call of deepspeed.initialize comes from ours, which has read the section.
@@ -137,11 +136,10 @@ def watch_engines() -> None:
 def _warn_of_section(config: Any) -> None:
     section = config.get(SECTION) if isinstance(config, dict) else None
     is_off = section is None or (isinstance(section, dict) and section.get("enabled") is False)
-    if not is_off and not (dist.is_initialized() and dist.get_rank()):
-        logging.getLogger("cce_dist").warning(
-            'cce_dist: plain deepspeed.initialize ignores the section "%s" of ds_config: call '
-            "cce_dist.integrations.deepspeed.initialize in its place, or cce_dist.integrations.deepspeed.install() before it",
-            SECTION,
+    if not is_off:
+        say_once(
+            f'plain deepspeed.initialize ignores the section "{SECTION}" of ds_config: call '
+            "cce_dist.integrations.deepspeed.initialize in its place, or cce_dist.integrations.deepspeed.install() before it"
         )
 
 

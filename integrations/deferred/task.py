@@ -170,11 +170,8 @@ class Task:
             target,
             linear_bias=peft.sum_of_biases(bias, added),
             label_smoothing=label_smoothing,
-            reduce_dtype=options.reduce_dtype,
-            grad_filter=options.grad_filter,
-            backend=options.backend,
-            workspace_bytes=options.workspace_bytes,
             return_aux=self.aux() or False,
+            **options.call("grad_filter", "reduce_dtype"),
             **call,
         )
 
