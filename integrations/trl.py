@@ -5,11 +5,11 @@
     cce_trl.install()  # before the trainer is made
 
 All of these trainers give their models a second forward by ``add_fused_lm_head``, and call it with ``fused_lm_head=True``.
-TRL's reads the head's weight and a table of config keys that scale logits. Ours runs the model's own forward with a deferred
-head: its own code scales the logits that nobody computes, and FSDP2 and ZeRO-3 gather the weight by their hooks on the head.
+TRL's reads the head's weight and a table of config keys that scale logits. The replacement runs the model's own forward with a
+head that defers: the model's code scales the deferred logits, and hooks of FSDP2 and ZeRO-3 on the head gather the weight.
 
-TRL divides by its temperature behind the softcap: ``softcap * tanh(u / softcap) / T``. That is a smaller cap behind the same
-tanh, so it is exact: deferred logits may be divided after their tanh.
+TRL divides by its temperature after the softcap: ``softcap * tanh(u / softcap) / T``. That is a smaller cap of the same tanh, so
+deferred logits may be divided after their tanh.
 
 Letters: B sequences, S tokens of a sequence, N tokens that have a label, V the vocabulary.
 """
@@ -40,7 +40,7 @@ OUTPUTS = FIELDS[1:6]
 
 
 def _make(options: ScoreOptions) -> Callable:
-    # A filter is not served: policies have upstream gradients of both signs.
+    # There is no filter, because upstream gradients of a policy have both signs.
     def add_fused_lm_head(
         model: Any,
         temperature: float = 1.0,
@@ -111,7 +111,7 @@ def uninstall() -> None:
 
 
 def _add_forward(model: Any, score: _Score) -> None:
-    """Give a model the forward that TRL's trainers call with ``fused_lm_head=True``; else it is the one that it had."""
+    """Replace a model's forward in calls with ``fused_lm_head=True``, as TRL's trainers make them."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     original = model.forward
@@ -155,7 +155,7 @@ def _add_forward(model: Any, score: _Score) -> None:
 
 @contextlib.contextmanager
 def _deferring(output: Any, options: ScoreOptions) -> Iterator[None]:
-    """Let the head of a model defer, and be as before afterwards."""
+    """Have the head of a model defer in a block."""
     if isinstance(peft.in_use(output), Head):
         raise ValueError(
             "cce_dist: this model is converted, and TRL's trainers compute the loss outside of it: revert the model, and "
@@ -171,7 +171,7 @@ def _deferring(output: Any, options: ScoreOptions) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Score:
-    """What a trainer wants to know of each label: ``outputs`` are names of ``OUTPUTS``."""
+    """The outputs that a trainer needs for each label; ``outputs`` are names of ``OUTPUTS``."""
 
     temperature: float  # divides the logits, behind the softcap
     in_fp32: bool  # multiply in fp32, outside of autocast
@@ -179,7 +179,7 @@ class _Score:
     options: ScoreOptions
 
     def __call__(self, logits: Any, labels: Tensor) -> dict[str, Tensor]:
-        """Return each output by its name, [N], of logits [N, V] and labels [N]."""
+        """Return the outputs [N] by name for logits [N, V] and labels [N]."""
         scaling = (logits / self.temperature)._scaling()
         names = [name for name in OUTPUTS if name in self.outputs]
         # A tuple of tensors is what the hooks of FSDP2 and ZeRO-3 look into.
