@@ -8,8 +8,8 @@ All of these trainers give their models a second forward by ``add_fused_lm_head`
 TRL's reads the head's weight and a table of config keys that scale logits. The replacement runs the model's own forward with a
 head that defers: the model's code scales the deferred logits, and hooks of FSDP2 and ZeRO-3 on the head gather the weight.
 
-TRL divides by its temperature after the softcap: ``softcap * tanh(u / softcap) / T``. That is a smaller cap of the same tanh, so
-deferred logits may be divided after their tanh.
+TRL divides by its temperature after the softcap: ``softcap * tanh(u / softcap) / T``. That is a smaller cap of the same tanh,
+so deferred logits may be divided after their tanh.
 
 Letters: B sequences, S tokens of a sequence, N tokens that have a label, V the vocabulary.
 """

@@ -11,9 +11,9 @@ with ``impl_backend: triton``. ``install`` replaces it. The replacement differs 
   behind Megatron's gather of slices.
 * The temperature may be a tensor of any shape that broadcasts over the labels.
 
-verl turns ``use_fused_kernels`` off in a Megatron model that predicts several tokens (``mtp.enable``), even if only rollouts use
-the predictions. ``install(mtp=True)`` leaves it on unless they are trained (``mtp.enable_train``): their loss needs a mask that
-verl's fused forward does not get.
+verl turns ``use_fused_kernels`` off in a Megatron model that predicts several tokens (``mtp.enable``), even if only rollouts
+use the predictions. ``install(mtp=True)`` leaves it on unless they are trained (``mtp.enable_train``): their loss needs a mask
+that verl's fused forward does not get.
 
 Letters: N tokens, D hidden size, V_r the rows of the vocabulary on this rank.
 """
