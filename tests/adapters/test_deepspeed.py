@@ -827,6 +827,7 @@ def test_plain_initialize_says_that_it_ignores_the_section(tmp_path: Path, first
         "        print('engine:', call.__module__, enabled, file=sys.stderr, flush=True)\n"
         "        call(model=one_model(), config=ds_config(enabled, Case()))\n"
         "if __name__ == '__main__':\n"
+        "    ranks.START_METHOD = 'fork'  # which imports nothing again\n"
         "    ranks.run_ranks(body, 1)\n"
     )
     places = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
