@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from commands import Command, Program, descendants, has_taken, is_running, kill
 from toy_runs import TEXT, history, newest
 
 from cce_dist.tools import cli
-from cce_dist.tools.pretrain import exits, launch, stop, torchrun
+from cce_dist.tools.pretrain import exits, launch, log, stop, torchrun
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc"),
@@ -175,6 +176,26 @@ def test_a_rank_whose_agent_has_ended_meanwhile_does_not_begin(monkeypatch: pyte
     assert in_child(launch._end_with_agent) == 0
     monkeypatch.setenv(exits.AGENT, "1")
     assert in_child(launch._end_with_agent) == exits.LOST
+
+
+def test_ranks_start_with_signals_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches multiprocessing's tracker, which unblocks SIGINT as it starts: Ctrl-C would interrupt the imports of ranks."""
+    tracker = resource_tracker.ResourceTracker()
+    monkeypatch.setattr(resource_tracker, "ensure_running", tracker.ensure_running)
+
+    def start_workers(agent: object, worker_group: object) -> set[int]:
+        tracker.ensure_running()  # as multiprocessing does before it spawns
+        return set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+    monkeypatch.setattr(torchrun.LocalElasticAgent, "_start_workers", start_workers)
+    agent = object.__new__(torchrun._Agent)
+    assert set(stop.SIGNALS) <= agent._start_workers(None)  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+    tracker._stop()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_progress_bars_leak_no_semaphore() -> None:
+    """Catches the warning of multiprocessing's tracker after Ctrl-C: ranks leave by os._exit, which releases no semaphore."""
+    assert isinstance(log.tqdm.get_lock(), type(threading.RLock()))
 
 
 def in_child(act: Callable[[], None]) -> int:

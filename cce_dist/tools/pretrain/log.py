@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from tqdm import tqdm
 
 from cce_dist.tools.pretrain import durable
 from cce_dist.tools.pretrain.recipe import Recipe
+
+# The default lock holds a named semaphore, which would leak when a rank leaves by os._exit.
+tqdm.set_lock(threading.RLock())
 
 SILENCE = 10  # seconds without a line, at most, where output goes to a file or a pipe
 

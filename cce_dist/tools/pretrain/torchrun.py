@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -97,9 +98,10 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
 
 
 class _Agent(LocalElasticAgent):
-    """Starts ranks with signals held back until it knows whom to end."""
+    """Starts ranks with signals blocked until it knows whom to end."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        resource_tracker.ensure_running()  # it unblocks SIGINT as it starts: Ctrl-C would interrupt the imports of ranks
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
