@@ -128,7 +128,7 @@ class Task:
         if not self.calls and self.needs_forward(head):
             raise RuntimeError(
                 "cce_dist: the loss must be computed in the model's forward, where FSDP and ZeRO-3 gather the head's weight, "
-                "and whose output starts DeepSpeed's backward: give the model labels, in place of a compute_loss_func or a loss "
+                "whose output starts DeepSpeed's backward: give the model labels, in place of a compute_loss_func or a loss "
                 "of the training loop"
             )
 
