@@ -71,8 +71,15 @@ def on_cpu() -> None:
     from torchtitan.distributed import fsdp, utils
     from torchtitan.models.common import attention
 
-    patches: Any = SimpleNamespace(metrics=metrics, fsdp=fsdp, utils=utils, attention=attention, schedule=Schedule1F1B)
-    patches.trainer, patches.context = trainer, context
+    patches: Any = SimpleNamespace(
+        metrics=metrics,
+        fsdp=fsdp,
+        utils=utils,
+        attention=attention,
+        schedule=Schedule1F1B,
+        trainer=trainer,
+        context=context,
+    )
     # A CPU has no monitor of its memory, no barrier by device, no compiler here, and no backward of flex attention.
     stats = metrics.DeviceMemStats(*[0] * len(metrics.DeviceMemStats._fields))
     monitor = SimpleNamespace(device_name="cpu", reset_peak_stats=lambda: None, get_peak_stats=lambda: stats)
