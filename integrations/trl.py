@@ -104,7 +104,7 @@ def _refusing(original: Callable) -> Callable:
 
 
 def _add_forward(model: Any, score: _Score) -> None:
-    """Give a model the forward that TRL's trainers call with ``fused_lm_head=True``; else it is the one that it had."""
+    """Wrap a model's forward: with ``fused_lm_head=True``, as TRL's trainers call it, return log-probabilities."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     original = model.forward

@@ -24,8 +24,8 @@ class Options(shared.ScoreOptions):
     Args:
         grad_filter, backend, workspace_bytes: As in every adapter.
         batch_invariant: Of log-probabilities, as in ``linear_log_probs``; the loss does not look at it.
-        vocab_size: True size of the vocabulary. Rows behind it, with which Megatron pads, then count as -inf and get no
-            gradient. None is Megatron's own loss: padding rows take part in the softmax as any other.
+        vocab_size: True size of the vocabulary. The logits of Megatron's padding rows, which lie past it, then count as -inf
+            and get no gradient. None: padding rows take part in the softmax, as in Megatron's own loss.
     """
 
     vocab_size: int | None = None
@@ -208,10 +208,10 @@ def shard_of(num_rows: int, tp_group: dist.ProcessGroup | None, vocab_size: int 
 
 
 class _GradientInMainGrad(torch.autograd.Function):
-    """The weight; its gradient, which backward has put into main_grad by then, becomes the dummy that Megatron expects.
+    """Pass the weight through; its backward returns the dummy gradient that Megatron expects, after main_grad has the true one.
 
-    Its hooks must see a gradient when they overlap the reduction with backward, and a true one, zero, where the weight is
-    the embedding's, too.
+    Megatron's hooks, which overlap the reduction with backward, run only if there is a gradient. Where the weight is also the
+    embedding's, autograd adds both gradients, so the dummy must be zero.
     """
 
     @staticmethod
