@@ -74,10 +74,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _watch(deepspeed: Any) -> None:
-    from cce_dist.integrations.deepspeed.engine import watch
+def _watch(_: Any) -> None:
+    from cce_dist.integrations.deepspeed.engine import watch_engines
 
-    watch(deepspeed)
+    watch_engines()
 
 
 # Log a warning if plain deepspeed.initialize reads a ds_config with our section, which it ignores.

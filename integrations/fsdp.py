@@ -21,15 +21,14 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -44,8 +43,6 @@ from cce_dist.loss import linear_cross_entropy
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard, group_of
 
-Function = TypeVar("Function", bound=Callable)
-
 BESIDE_DDP = (
     "shard_over does not go with DDP (DistributedDataParallel), which would average the rows of different ranks: use "
     "fully_shard, or leave shard_over out"
@@ -53,48 +50,22 @@ BESIDE_DDP = (
 EFFICIENT_LOADING = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")  # Accelerate's variables
 
 
-class Policy(NamedTuple):
-    """The settings of FSDP2 that the rows follow.
-
-    Attributes:
-        param_dtype: Dtype of the computation; None: the parameter's.
-        reduce_dtype: Dtype in which gradients are summed over ranks; None: the gradient's.
-        divide_factor: Divisor of that sum; None: the number of ranks.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    divide_factor: float | None = None
-
-    @classmethod
-    def of(cls, state: Any) -> Policy:
-        """Read the settings from the state of a ``fully_shard`` call, or return the defaults if there is none."""
-        if state is None:
-            return cls()
-        precision = state._mp_policy
-        return cls(precision.param_dtype, precision.reduce_dtype, getattr(state, "cce_divide_factor", None))
-
-
-def _outside_of_graphs(function: Function) -> Function:
-    """Exclude a function from torch.compile, because it reads sizes of other ranks."""
-    return torch.compiler.disable(function)  # type: ignore[return-value]
-
-
 class _Averaged(torch.autograd.Function):
     """Cast rows to the dtype of the computation. Backward averages their gradient over all data-parallel ranks."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, rows: Rows, policy: Policy, dtype: torch.dtype) -> Tensor:
-        ctx.replicas, ctx.policy, ctx.num_ranks, ctx.dtype = rows.replicas, policy, rows.mesh.size(), local.dtype
+    def forward(ctx, local: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
+        ctx.rows, ctx.dtype = rows, local.dtype
         return local.to(dtype) if dtype != local.dtype else local.view_as(local)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (grad,), policy = grads, ctx.policy
-        if ctx.replicas is not None:
-            grad = grad.to(policy.reduce_dtype or grad.dtype, copy=True)
-            grad = merge.sum_over_ranks(grad.contiguous(), ctx.replicas)
-        return grad.to(ctx.dtype) / (policy.divide_factor or ctx.num_ranks), None, None, None
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,), rows = grads, ctx.rows
+        if rows.replicas is not None:
+            grad = grad.to(rows.precision.reduce_dtype or grad.dtype, copy=True)
+            grad = merge.sum_over_ranks(grad.contiguous(), rows.replicas)
+        divide_factor = getattr(rows.state, "cce_divide_factor", None)
+        return grad.to(ctx.dtype) / (divide_factor or rows.mesh.size()), None, None
 
 
 @dataclasses.dataclass(eq=False)
@@ -129,6 +100,11 @@ class Rows:
         memo[id(self)] = new = copy.copy(self)
         return new
 
+    @property
+    def precision(self) -> MixedPrecisionPolicy:
+        """FSDP2's dtypes; None among them stands for the parameter's or the gradient's own."""
+        return MixedPrecisionPolicy() if self.state is None else self.state._mp_policy
+
     def enter(self, model: nn.Module) -> None:
         """Find the model's ``fully_shard`` call if ``_watch`` has not seen it, as before torch 2.13."""
         for module in () if self.state is not None else model.modules():
@@ -158,25 +134,24 @@ class Rows:
     def split(self, whole: Tensor) -> nn.Parameter:
         """Return a parameter [V, ...] as a DTensor with this rank's rows."""
         local = whole.detach()[self.shard.start : self.shard.stop].clone()
-        return nn.Parameter(_distributed(local, self.mesh, whole), requires_grad=whole.requires_grad)
+        return nn.Parameter(distribute(local, len(whole), self.mesh), requires_grad=whole.requires_grad)
 
-    @_outside_of_graphs
+    @torch.compiler.disable
     def local(self, parameter: Any, dtype: torch.dtype | None = None) -> Tensor:
         """Return this rank's rows [V_r, ...] of a parameter from ``split``; dtype None: FSDP2's dtype of the computation."""
         if DistributedDataParallel._active_ddp_module is not None:
             raise ValueError(BESIDE_DDP)
-        policy = Policy.of(self.state)
-        dtype = dtype or policy.param_dtype or parameter.dtype
-        return _Averaged.apply(parameter.to_local(), self, policy, dtype)  # type: ignore[return-value]
+        dtype = dtype or self.precision.param_dtype or parameter.dtype
+        return _Averaged.apply(parameter.to_local(), self, dtype)  # type: ignore[return-value]
 
     def whole(self, hidden: Tensor, parameter: Any) -> Tensor:
         """Return a parameter [V, ...] in hidden's dtype, gathered; for logits."""
-        rows = _distributed(self.local(parameter, _dtype_of(hidden)), self.line, parameter)
+        rows = distribute(self.local(parameter, computed_dtype(hidden)), len(parameter), self.line)
         return rows.full_tensor(grad_placements=[Partial()])
 
     def operands(self, hidden: Tensor, weight: Any, bias: Any, added: Tensor | None) -> tuple[Any, Any, Any]:
         """Return the rows of a head's weight, its bias, and a bias [V] that the model keeps outside."""
-        dtype, here = _dtype_of(hidden), slice(self.shard.start, self.shard.stop)
+        dtype, here = computed_dtype(hidden), slice(self.shard.start, self.shard.stop)
         bias = None if bias is None else self.local(bias, dtype)
         return self.local(weight, dtype), bias, None if added is None else added[here]
 
@@ -192,7 +167,7 @@ class Rows:
                 raise ValueError(f"equal_tokens was promised, but ranks have from {least} to {most} tokens")
         return most
 
-    @_outside_of_graphs
+    @torch.compiler.disable  # because it reads sizes of other ranks
     def loss(
         self,
         hidden: Tensor,
@@ -278,7 +253,7 @@ class Rows:
             raise error
         return chosen
 
-    @_outside_of_graphs
+    @torch.compiler.disable
     def lookup(self, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         """Return the embeddings [..., D] of this rank's ids [...]; every rank looks up the ids that are in its rows.
 
@@ -290,26 +265,30 @@ class Rows:
         outside = (everyone < 0) | (everyone >= self.shard.vocab_size)
         if not ids.is_cuda and outside.any():
             raise IndexError(f"id {int(everyone[outside][0])} is outside the vocabulary of {self.shard.vocab_size}")
-        here = everyone - self.shard.start
-        elsewhere = (here < 0) | (here >= self.shard.num_rows)
-        if not len(weight):  # an empty shard still takes part
-            weight = F.pad(weight, (0, 0, 0, 1))
-        padding = None if padding_idx is None else padding_idx - self.shard.start
-        if padding is not None and not 0 <= padding < len(weight):
-            padding = None
-        found = F.embedding(here.masked_fill(elsewhere, 0), weight, padding)
         # Only one rank's summand is not zero, so the sum is exact in any dtype.
-        found = found.masked_fill(elsewhere[:, None], 0.0).masked_fill(outside[:, None], torch.nan)
+        found = looked_up(everyone, weight, self.shard.start, padding_idx).masked_fill(outside[:, None], torch.nan)
         return merge.ScatterSum.apply(found, self.group)[:count].view(*ids.shape, weight.shape[1])  # type: ignore[index]
 
 
-def _distributed(rows: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
+def looked_up(ids: Tensor, rows: Tensor, start: int, padding_idx: int | None = None) -> Tensor:
+    """Return the embeddings [..., D] of ids in the whole vocabulary from rows [V_r, D], 0 for ids of other ranks' rows."""
+    here = ids - start
+    elsewhere = (here < 0) | (here >= len(rows))
+    padding = None if padding_idx is None or not 0 <= padding_idx - start < len(rows) else padding_idx - start
+    if not len(rows):  # an empty shard takes part in backward, too
+        rows = F.pad(rows, (0, 0, 0, 1))
+    return F.embedding(here.masked_fill(elsewhere, 0), rows, padding).masked_fill(elsewhere[..., None], 0.0)
+
+
+def distribute(rows: Tensor, vocab_size: int, mesh: DeviceMesh) -> DTensor:
     """Wrap rows [V_r, ...] as a DTensor [V, ...] that is split over the last dimension of a mesh."""
+    shape = torch.Size((vocab_size, *rows.shape[1:]))
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=rows.stride())
 
 
-def _dtype_of(hidden: Tensor) -> torch.dtype:
+def computed_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype of products with hidden states: autocast's, where it is on."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 

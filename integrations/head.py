@@ -1,4 +1,4 @@
-"""VocabParallelHead: a module that owns this rank's rows of the head weight and computes its loss."""
+"""VocabParallelHead: a module that owns this rank's rows of the head weight and computes the loss."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from cce_dist import merge
 from cce_dist.call import Options, checked
 from cce_dist.checks import integer, kind, number, tensors
+from cce_dist.integrations import fsdp
 from cce_dist.loss import LinearCrossEntropyOutput, check_class_weights, linear_cross_entropy
 from cce_dist.operands import check_buffer
 from cce_dist.shard import VocabShard, group_of
@@ -24,42 +25,40 @@ INIT_ROWS = 1024  # rows of the weight that one generator draws, whatever the sh
 
 
 class VocabParallelHead(nn.Module):
-    """The head of a language model, its vocabulary split over a group: hidden states and labels in, loss out.
+    """The head of a language model, split over a group along the vocabulary: hidden states and labels in, loss out.
 
-    The initial weight depends on torch's CPU seed alone, not on the number of ranks: seed all ranks of the group alike.
-    Its ``state_dict`` loads at another size of the group: as ``DTensor`` entries through torch.distributed.checkpoint,
-    or from a dictionary that holds the whole weight, of which each rank takes its rows.
+    The initial weight depends on torch's CPU seed, not on the number of ranks: seed all ranks of the group alike. The
+    ``state_dict`` loads into a group of another size: as ``DTensor`` entries through torch.distributed.checkpoint, or as a
+    dictionary with the whole weight, from which each rank takes its rows.
 
-    FSDP2 may split the rows further, over data-parallel ranks (``fully_shard(head, mesh=data_parallel_mesh)``, with a
-    ``mesh`` here where the vocabulary is split too); it gathers them for forward and again for backward, and sums or averages
-    their gradient as it does any other's. ZeRO-3 does the same through its hooks on the module.
+    FSDP2 and ZeRO-3 may split the rows further, over data-parallel ranks (``fully_shard(head, mesh=data_parallel_mesh)``;
+    together with a split vocabulary pass ``mesh`` here). They gather the rows and reduce their gradient as for any module.
 
     Args:
         hidden_size: D.
         vocab_size: V, the logical size of the vocabulary.
-        mesh: 1-D device mesh of the vocabulary-parallel ranks; the parameters are then DTensors sharded on dim 0 (what
-            FSDP2 and torch.distributed.checkpoint work with).
-        group: The vocabulary-parallel group instead; the parameters are then plain local tensors, and DTensors only in
-            the state_dict. Neither mesh nor group: the whole vocabulary is here.
-        shard_over: FSDP2's data-parallel mesh instead, [ranks] or [replicas, ranks]: hidden and labels are this rank's own, and
-            ranks gather hidden states in place of the weight. FSDP2 must leave the head alone:
-            ``fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))``. Gradients are summed over all ranks and
-            divided by their number.
+        mesh: 1-D device mesh of the vocabulary-parallel ranks. The parameters are DTensors sharded on dim 0, as FSDP2 and
+            torch.distributed.checkpoint need them.
+        group: The vocabulary-parallel group, instead of mesh. The parameters are local tensors, and DTensors only in the
+            state_dict. Without mesh and group the whole vocabulary is on this rank.
+        shard_over: FSDP2's data-parallel mesh instead, [ranks] or [replicas, ranks]. Hidden states and labels are this rank's
+            own, and ranks gather hidden states in place of the weight. FSDP2 must ignore the head:
+            ``fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))``. Gradients are averaged over all ranks.
         equal_tokens: With ``shard_over``, a promise that all ranks have the same number of tokens in every call.
-        bias: Whether there is a bias, zero at first.
-        weight: A parameter to tie to, an embedding's say, sharded as this head's own would be.
+        bias: Whether there is a bias, initially 0.
+        weight: A parameter to tie to, for example an embedding's, sharded as this head's own would be.
         init_std: Standard deviation of the initial weight; None draws it as ``nn.Linear`` does.
-        class_weights: [V] weights of the classes, of the whole vocabulary on every rank: ``weight`` of the loss.
+        class_weights: [V] weights of all classes on every rank: ``weight`` of the loss.
         device, dtype: Of the parameters.
         **loss_options: Passed to every ``linear_cross_entropy``: reduction, softcap, sequence_parallel, grad_filter, ... An
-            ``nn.Parameter`` as logit_scale is one of the module's parameters.
+            ``nn.Parameter`` as logit_scale becomes a parameter of the module.
 
     Raises:
-        ValueError, TypeError: Sizes or options do not fit; one line that names the argument.
+        ValueError, TypeError: Sizes or options do not fit; the message names the argument.
 
     Shape:
-        hidden [..., D] and labels [...] give the loss; labels None gives this rank's logits [..., V_r], -inf in padding; with
-        ``shard_over`` all logits [..., V], for which the weight is gathered.
+        hidden [..., D] and labels [...] give the loss. Without labels the result is this rank's logits [..., V_r], -inf in
+        padding; with ``shard_over`` all logits [..., V], for which the weight is gathered.
     """
 
     class_weights: Tensor | None
@@ -98,9 +97,7 @@ class VocabParallelHead(nn.Module):
             group = group_of("mesh", mesh)
         self.shard, self.rows = VocabShard.even(vocab_size, group), None
         if shard_over is not None:
-            from cce_dist.integrations.fsdp import Rows
-
-            self.rows = Rows(shard_over, self.shard, equal_tokens)
+            self.rows = fsdp.Rows(shard_over, self.shard, equal_tokens)
         self.mesh, self.loss_options = mesh, loss_options
         self.logit_scale = None
         if isinstance(loss_options.get("logit_scale"), nn.Parameter):
@@ -129,7 +126,7 @@ class VocabParallelHead(nn.Module):
         self.register_load_state_dict_pre_hook(_localize_entries)
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew: row block by row block, each from a generator of its own, so that no rank draws them all."""
+        """Initialize the weight in blocks of rows, each from its own generator, so that no rank draws the whole weight."""
         seed = int(torch.randint(2**62, (), device="cpu").item())
         bound = 1 / math.sqrt(self.hidden_size)
         weight = _local(self.weight)
@@ -151,9 +148,9 @@ class VocabParallelHead(nn.Module):
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, *, num_tokens: int | Tensor | None = None
     ) -> Tensor | LinearCrossEntropyOutput:
-        """Loss of the labels (see ``linear_cross_entropy``), or this rank's logits if there are none.
+        """Return the loss (see ``linear_cross_entropy``), or without labels this rank's logits.
 
-        The logits' gradient with respect to hidden is this shard's part, not the sum over the group.
+        The gradient of logits with respect to hidden is this shard's part, not summed over the group.
         """
         if labels is None:
             return self._local_logits(hidden)
@@ -168,7 +165,7 @@ class VocabParallelHead(nn.Module):
         )  # fmt: skip
 
     def options_of_loss(self) -> dict[str, Any]:
-        """``loss_options``, and the learnable scale if there is one, as the module holds it now."""
+        """Return ``loss_options`` with the current learnable scale, if there is one."""
         return self.loss_options if self.logit_scale is None else {**self.loss_options, "logit_scale": self.logit_scale}
 
     def extra_repr(self) -> str:
@@ -193,7 +190,7 @@ class VocabParallelHead(nn.Module):
         return logits.masked_fill(padding, -torch.inf)
 
     def _first_row(self) -> int:
-        """First vocabulary id of the rows in memory, which are fewer than the shard's where FSDP2 has split them further."""
+        """Return the first id of the rows in memory, which are only a part of the shard if FSDP2 has split it further."""
         if not isinstance(self.weight, DTensor):
             return self.shard.start
         weight = self.weight
@@ -201,7 +198,7 @@ class VocabParallelHead(nn.Module):
         return offset[0] + (self.shard.start if self.mesh is None else 0)
 
     def _new_parameter(self, local: Tensor) -> Tensor:
-        return local if self.mesh is None else _distribute(local, self.vocab_size, self.mesh)
+        return local if self.mesh is None else fsdp.distribute(local, self.vocab_size, self.mesh)
 
 
 def _check_kinds(mesh: Any, weight: Any, init_std: Any) -> None:
@@ -215,10 +212,8 @@ def _check_kinds(mesh: Any, weight: Any, init_std: Any) -> None:
 
 
 def _check_over(mesh: Any, given: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError unless a head can be split over data-parallel ranks, and nothing beside speaks of ranks."""
-    from cce_dist.integrations.fsdp import check_mesh
-
-    check_mesh(mesh)
+    """Raise unless a head can be split over this mesh and no other argument is about ranks."""
+    fsdp.check_mesh(mesh)
     names = ("mesh", "group", "class_weights", "sequence_parallel", "input_grad", "grad_weight_out", "expected_weights")
     wrong = [name for name in names if given.get(name) is not None]
     if isinstance(given.get("logit_scale"), Tensor):
@@ -228,7 +223,7 @@ def _check_over(mesh: Any, given: dict[str, Any]) -> None:
 
 
 def _check_tied(weight: Any, mesh: DeviceMesh) -> None:
-    """Raise ValueError unless a weight to tie to is split over the mesh as the head's own would be."""
+    """Raise ValueError unless the tied weight is split over the mesh as the head's own would be."""
     split = isinstance(weight, DTensor) and weight.device_mesh == mesh and weight.placements[-1] == Shard(0)
     if weight is not None and not split:
         raise ValueError(
@@ -237,7 +232,7 @@ def _check_tied(weight: Any, mesh: DeviceMesh) -> None:
 
 
 def _check_options(loss_options: dict) -> None:
-    """Raise TypeError or ValueError unless these are options of every loss of a head."""
+    """Raise unless these options are valid for every call of the loss."""
     of_every_loss = set(Options._fields) - {"num_tokens"}
     unknown = set(loss_options) - of_every_loss - {"grad_weight_out"}
     if unknown:
@@ -249,14 +244,8 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _distribute(local: Tensor, vocab_size: int, mesh: DeviceMesh) -> DTensor:
-    shape = torch.Size((vocab_size, *local.shape[1:]))
-    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=local.stride())
-
-
 def _distribute_entries(head: VocabParallelHead, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """Say in the state_dict which rows these are, so that a distributed checkpoint can split them anew."""
+    """Make DTensors of the state_dict's rows, so that a distributed checkpoint can split them in another way."""
     head.shard.check_group()
     group = head.shard.group
     if group is None or head.mesh is not None:
@@ -266,11 +255,11 @@ def _distribute_entries(head: VocabParallelHead, state_dict: dict, prefix: str, 
         if isinstance(state_dict.get(key), DTensor):
             raise ValueError(f"{key} is split by FSDP2 too: make the head with mesh=, so that both splits can be saved")
         if key in state_dict:
-            state_dict[key] = _distribute(state_dict[key], head.vocab_size, mesh)
+            state_dict[key] = fsdp.distribute(state_dict[key], head.vocab_size, mesh)
 
 
 def _localize_entries(head: VocabParallelHead, state_dict: dict, prefix: str, *_) -> None:
-    """Take this rank's rows from whole entries, and the local tensors of distributed ones."""
+    """Take this rank's rows from whole entries of a state_dict, and the local tensors of DTensors."""
     rows = head.shard.num_rows
     for name in ("weight", "bias"):
         key = prefix + name
@@ -281,4 +270,4 @@ def _localize_entries(head: VocabParallelHead, state_dict: dict, prefix: str, *_
         if entry.shape[0] == head.vocab_size != rows:
             entry = entry[head.shard.start : head.shard.stop]
         mesh = head.mesh if head.rows is None else head.rows.fsdp_mesh
-        state_dict[key] = entry if mesh is None else _distribute(entry, head.vocab_size, mesh)
+        state_dict[key] = entry if mesh is None else fsdp.distribute(entry, head.vocab_size, mesh)

@@ -4,16 +4,15 @@
 
     cce_nemo_rl.install()  # in every worker, before training
 
-With that switch NeMo-RL's ``GPTModel.forward`` ends in one function, ``from_parallel_hidden_states_to_logprobs``. NeMo-RL's
-computes chunks of fp32 logits twice, with two collectives each, and gathers hidden states under any tensor parallelism. Ours
-has the collectives of ``linear_log_probs``, and tells by the shapes whether hidden states are whole.
+With that switch NeMo-RL's ``GPTModel.forward`` ends in ``from_parallel_hidden_states_to_logprobs``, which computes chunks of
+fp32 logits twice and gathers hidden states under any tensor parallelism. The replacement calls ``linear_log_probs``. It tells
+by the shapes whether hidden states are whole.
 
-NeMo-RL does not give that function the lengths of packed sequences, so its own knows neither packing nor context parallelism.
-A second patch hands the lengths on. Ours then returns a row for each sequence, gathered over context-parallel ranks. NeMo-RL's
-log-probabilities take such rows; a third patch has its losses take them.
+NeMo-RL does not pass the lengths of packed sequences to that function. A second patch passes them on, with the labels. The
+replacement then returns a row for each sequence, gathered over context-parallel ranks. A third patch has NeMo-RL's losses take
+such rows, as its log-probabilities already do.
 
-Letters: B sequences, S tokens of a sequence, T tokens of all packed sequences, D hidden size, V_r the rows of the vocabulary on
-this rank.
+Letters: B sequences, S tokens of a sequence, T tokens of all packed sequences, D hidden size, V_r rows of this rank.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from cce_dist.integrations.patching import Patch, install_all, say_once, uninsta
 
 
 def _scores(options: ScoreOptions) -> Callable:
-    # NeMo-RL's fused_linear_logprobs_chunk_size means nothing here: workspace_bytes bounds the memory.
+    # workspace_bytes bounds the memory in place of chunk_size, NeMo-RL's fused_linear_logprobs_chunk_size.
     def from_parallel_hidden_states_to_logprobs(
         tensor_parallel_hidden_states: Tensor,
         output_weight_layer: Tensor,
@@ -64,9 +63,7 @@ def _scores(options: ScoreOptions) -> Callable:
                 ignore_index=-1,
                 shard=shard,
                 sequence_parallel=slices,
-                backend=options.backend,
-                workspace_bytes=options.workspace_bytes,
-                batch_invariant=options.batch_invariant,
+                **options.call("batch_invariant"),
             )
             log_probs = found.log_probs.t()
             return log_probs[:, :-1] if packed is None else _unpacked(log_probs, packed, cp_group)
@@ -75,7 +72,7 @@ def _scores(options: ScoreOptions) -> Callable:
 
 
 def _forward(_: ScoreOptions) -> Callable:
-    # The lengths go with the labels, which NeMo-RL hands on as they are.
+    # NeMo-RL passes the labels on unchanged, so the lengths travel as their attribute.
     def _gpt_forward_with_linear_ce_fusion(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         labels, packed = kwargs.get("labels"), kwargs.get("packed_seq_params")
         if labels is not None and packed is not None:
@@ -106,7 +103,7 @@ def _loss(_: ScoreOptions) -> Callable:
     return __call__
 
 
-SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # of a loss; the second is NeMo-RL 0.7's name
+SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # attributes of a loss; the second is NeMo-RL 0.7's
 KNOWN = "NeMo-RL 0.7 and main of 2026-08"
 PATCH = Patch("nemo_rl.distributed.model_utils", "from_parallel_hidden_states_to_logprobs", KNOWN, _scores)
 _FORWARD = "_gpt_forward_with_linear_ce_fusion"
@@ -117,10 +114,9 @@ PATCHES = (
 )
 
 
-def install(*, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False) -> None:
-    """Have NeMo-RL's Megatron workers take log-probabilities from hidden states: ``Patch.install``."""
-    options = {"backend": backend, "workspace_bytes": workspace_bytes, "batch_invariant": batch_invariant}
-    install_all(PATCHES, **options)
+def install(**options: Any) -> None:
+    """Have NeMo-RL's Megatron workers take log-probabilities from hidden states; ``options`` as in ``patching.install_all``."""
+    install_all(PATCHES, options)
 
 
 def uninstall() -> None:
@@ -129,7 +125,7 @@ def uninstall() -> None:
 
 
 def _unpacked(log_probs: Tensor, packed: Any, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """Return a row for each packed sequence, [B, S - 1] with zeros behind the shorter, from this rank's tokens [1, T/cp]."""
+    """Return one row per packed sequence, [B, S - 1] padded with zeros, from this rank's tokens [1, T/cp]."""
     gather = importlib.import_module(PATCH.module).allgather_cp_sharded_tensor
     size = 1 if cp_group is None else cp_group.size()
     rows = []
@@ -140,7 +136,7 @@ def _unpacked(log_probs: Tensor, packed: Any, cp_group: dist.ProcessGroup | None
 
 
 def _refuse(hidden: Tensor, target: Tensor, rows: tuple[int, int], shard: Any, in_slices: bool, packed: Any) -> bool:
-    """Raise on what is not served; return whether hidden [S/tp or S, B, D] is this rank's slice of the sequence."""
+    """Raise unless the call is supported. Return whether hidden [S/tp or S, B, D] is this rank's slice of the sequence."""
     if in_slices and packed is None:
         raise ValueError(
             "cce_dist: under context parallelism NeMo-RL's log-probabilities need packed_seq_params, the lengths of packed "

@@ -1,10 +1,8 @@
-"""A tensor that is computed when it is first used: the logits of an evaluation, where most callers want the loss alone.
+"""Tensors that are computed at their first use: the logits of an evaluation, whose caller usually reads the loss alone.
 
-``OnDemand`` is a real ``torch.Tensor`` without memory, because Trainer, accelerate, DeepSpeed and autograd ask for one, from
-Python and from C++. Shape, dtype and device are known in advance, and ``detach`` computes nothing. Any other function computes
-the tensor.
-
-By then the weights may have changed, and the logits would not fit the loss beside them. ``Versions`` detects that at no cost.
+``OnDemand`` is a ``torch.Tensor`` without memory: Trainer, accelerate, DeepSpeed and autograd need a tensor, in Python and in
+C++. Its shape, dtype and device are known in advance, and ``detach`` computes nothing. Any other function computes the tensor.
+If the weights have changed by then, the logits would not fit the loss beside them; ``Versions`` detects that at no cost.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.a
 
 
 class ChangedError(RuntimeError):
-    """Logits are stale: something that they are computed from changed after the model's forward."""
+    """A tensor that logits are computed from changed after the model's forward."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -32,36 +30,36 @@ class ChangedError(RuntimeError):
 
 
 class Versions:
-    """Tensors, and how often each of them had been changed in place.
+    """Tensors with their versions, the counts of in-place changes, which leave out changes through ``.data``.
 
-    ``Tensor._version`` counts the changes, but not those through ``.data``. Some tensors are not compared: inference tensors
-    and tensors inside of compiled code have no version, and gathering a DTensor or a parameter of ZeRO-3 changes it.
+    Some tensors are not compared: inference tensors and tensors in compiled code have no version, and gathering a DTensor or a
+    parameter of ZeRO-3 changes it.
     """
 
     def __init__(self, *tensors: Tensor | None) -> None:
         self._counts = [(tensor, _count_of(tensor)) for tensor in tensors]
 
     def check(self, what: str) -> None:
-        """Raise ChangedError, which calls the tensors ``what``, if one of them was changed."""
+        """Raise ChangedError if one of the tensors was changed. ``what`` names them in the message."""
         for tensor, count in self._counts:
             if count is not None and count != _count_of(tensor):
                 raise ChangedError(f"{what} changed")
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether FSDP2 or ZeRO-3 gathers a tensor, so that a module has another one around its forward."""
+    """Return whether FSDP2 or ZeRO-3 replaces a tensor with the gathered one around a module's forward."""
     return isinstance(tensor, DTensor) or hasattr(tensor, "ds_id")
 
 
 def _count_of(tensor: Any) -> int | None:
-    """Return how often a tensor was changed in place, or None where that cannot be compared."""
+    """Return a tensor's version, or None where versions cannot be compared."""
     if torch.compiler.is_compiling() or tensor is None or is_sharded(tensor):
         return None
     return None if tensor.is_inference() else tensor._version
 
 
 class OnDemand(Tensor):
-    """The tensor that ``compute()`` returns; ``compute`` remembers its result."""
+    """Stands for the tensor that ``compute()`` returns. ``compute`` caches its result."""
 
     compute: Callable[[], Tensor]
 
@@ -72,7 +70,7 @@ class OnDemand(Tensor):
         return new
 
     def __init__(self, *_: Any) -> None:
-        """``__new__`` has done it all."""
+        """Do nothing: ``__new__`` has set everything."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,5 +92,5 @@ class OnDemand(Tensor):
 
 
 def looked_at(args: Any, kwargs: Any) -> Any:
-    """Return arguments with the tensors themselves."""
+    """Return arguments with each ``OnDemand`` replaced by its tensor."""
     return pytree.tree_map_only(OnDemand, lambda tensor: tensor.compute(), (args, kwargs or {}))

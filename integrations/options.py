@@ -66,6 +66,10 @@ class Options:
     backend: str = dataclasses.field(default="auto", kw_only=True)
     workspace_bytes: int | None = dataclasses.field(default=None, kw_only=True)
 
+    def call(self, *names: str) -> dict[str, Any]:
+        """Return the backend, the budget and the named options as keyword arguments of a loss."""
+        return {name: getattr(self, name) for name in ("backend", "workspace_bytes", *names)}
+
     @classmethod
     def known(cls) -> list[str]:
         fields = [field.name for field in dataclasses.fields(cls)]

@@ -1,4 +1,4 @@
-"""A function of ours in the place of another package's, and back: the installer under TRL, verl, NeMo-RL and torchtitan."""
+"""Replace functions of other packages, and undo it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -20,18 +20,18 @@ _log = logging.getLogger("cce_dist").warning
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where another package has a function. Its other modules may have imported it by name, so all of them get another.
+    """A function of another package. It is replaced in every module of the package that has imported it by name.
 
     Args:
-        module: The module that defines the function, "verl.utils.kernel.linear_cross_entropy" say.
-        name: The function's name; a method's has its class before it, "SFTTrainer.__init__".
+        module: The module that defines the function, for example "verl.utils.kernel.linear_cross_entropy".
+        name: The function's name. For a method its class comes first: "SFTTrainer.__init__".
     """
 
     module: str
     name: str
 
     def put(self, ours: Any) -> Any:
-        """Put a function of ours there, in place of the last one, and return the package's own."""
+        """Replace the function, also one that an earlier ``put`` has left there, and return the package's own."""
         self.uninstall()
         ours.cce_original = _found(importlib.import_module(self.module), self.name)
         self._swap(ours.cce_original, ours)
@@ -63,29 +63,17 @@ class Patch(Place):
     """One function of another package, and what replaces it.
 
     Args:
-        known: Versions that the adapter was written for, as a message says them.
-        make: Called with the options, returns the replacement; the function has the replacement's parameters.
-        parameters: What other names of the module take, or this one if not those; () is anything. Classes take their fields.
+        known: Versions of the package that the adapter was written for, as an error names them.
+        make: Called with the options, returns the replacement, whose parameters the function must have.
+        parameters: Further names of the module and the parameters that they must have (fields for a class, () for anything).
+            An entry for the function itself counts in place of the replacement's parameters.
     """
 
     known: str
     make: Callable[[ScoreOptions], Callable]
     parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
-    def install(
-        self, *, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False
-    ) -> None:
-        """Have the package take its log-probabilities from hidden states. A second call changes the options of the first.
-
-        Args:
-            backend, workspace_bytes, batch_invariant: As in ``linear_log_probs``.
-
-        Raises:
-            ImportError, RuntimeError: The package is missing; or its function is another than the one that is known here.
-            ValueError: A value is not allowed.
-        """
-        given = {"backend": backend, "workspace_bytes": workspace_bytes, "batch_invariant": batch_invariant}
-        options = ScoreOptions.read(given, spell=str)
+    def install(self, options: ScoreOptions) -> None:
         self.uninstall()
         try:
             home = importlib.import_module(self.module)
@@ -107,13 +95,22 @@ class Patch(Place):
                 )
 
 
-def install_all(patches: Iterable[Patch], **options: Any) -> None:
-    """Install patches as ``Patch.install`` does, all of them or none."""
-    patches = tuple(patches)
+def install_all(patches: Sequence[Patch], options: dict[str, Any]) -> None:
+    """Install all of the patches or none. A second call changes the options of the first.
+
+    Args:
+        patches: The patches of one adapter.
+        options: ``backend``, ``workspace_bytes`` and ``batch_invariant``, as in ``linear_log_probs``.
+
+    Raises:
+        ImportError, RuntimeError: The package is missing; or a function does not have the known parameters.
+        ValueError: An option is unknown or not allowed.
+    """
+    chosen = ScoreOptions.read(options, spell=str)
     uninstall_all(patches)
     try:
         for patch in patches:
-            patch.install(**options)
+            patch.install(chosen)
     except Exception:
         uninstall_all(patches)
         raise
@@ -125,7 +122,7 @@ def uninstall_all(places: Iterable[Place]) -> None:
 
 
 def _found(home: Any, name: str) -> Any:
-    """Return what a module has by a name, with dots or without; None where it has nothing."""
+    """Return the attribute of a module by a name that may have dots, or None."""
     for part in name.split("."):
         home = getattr(home, part, None)
     return home
@@ -133,6 +130,6 @@ def _found(home: Any, name: str) -> Any:
 
 @functools.cache
 def say_once(line: str) -> None:
-    """Say once, on the first rank, that a function of ours is in use."""
+    """Log a line on the first rank, once in a process."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         _log(f"cce_dist: {line}")

@@ -1,17 +1,14 @@
-"""Heads that PEFT has wrapped: LoRA's ``W + s B A`` in one product, copies, rows and parameters that it trains.
+"""Heads that PEFT has wrapped: LoRA, copies of the head, and rows or parameters that PEFT trains.
 
-LoRA adds ``s B A`` [V, D] to a frozen weight W [V, D], from A [r, D] and B [V, r]. Neither the sum nor the logits are made. The
-logits are one product of longer rows instead,
+LoRA adds ``s B A`` [V, D] to a frozen weight W [V, D], from A [r, D] and B [V, r]. The logits are one product of longer rows,
 
     E W^T + (s E A^T) B^T  =  [E | s E A^T] [W | B]^T
 
-and ``linear_cross_entropy`` takes the two sides as they are: hidden states [N, D + r] and a weight [V, D + r]. The last r
-columns of dC are dB. The last r columns of dE are the gradient of ``s E A^T``, from which autograd makes dA and the rest of dE.
-So every option of the loss holds for LoRA, and no kernel knows of it.
+so ``linear_cross_entropy`` takes hidden states [N, D + r] and a weight [V, D + r], with all its options. The last r columns of
+dC are dB. The last r columns of dE are the gradient of ``s E A^T``, from which autograd computes dA and the rest of dE.
 
-A row block of W + s B A would be rounded to the weight's dtype, and in bf16 that rounding is larger than a young B A. dB and dA
-from a dC of W + s B A need the same dC, and two more products. The price of the longer rows is a copy of W while the loss is
-alive, and a dC [V, D + r] of which backward keeps r columns. A head that is frozen without LoRA has no dC at all.
+Computing W + s B A instead would round it to the weight's dtype. In bf16 that rounding is larger than B A early in training.
+The longer rows cost a copy of W while the loss is alive, and a dC [V, D + r] of which backward keeps r columns.
 
 Letters: D hidden size, V the vocabulary, r the rank of an adapter.
 """
@@ -26,10 +23,10 @@ from torch import Tensor, nn
 
 
 def in_use(head: Any) -> Any:
-    """Return the module that multiplies with the head's weight, from inside of PEFT's wrappers.
+    """Return the module inside PEFT's wrappers that multiplies with the head's weight.
 
-    That is the copy of ``modules_to_save``, the layer of ``trainable_token_indices``, or the module whose weight is one of
-    ``target_parameters``. PEFT replaces that weight while it calls the module.
+    The wrappers are those of ``modules_to_save``, ``trainable_token_indices`` and ``target_parameters``. For the last, PEFT
+    replaces the module's weight while it calls the module.
     """
     peft = sys.modules.get("peft")
     if peft is None:
@@ -52,16 +49,16 @@ def is_lora(kind: type) -> bool:
 
 
 def trains_tokens(kind: type) -> bool:
-    """Return whether modules of this class replace rows of a weight, as ``trainable_token_indices`` asks."""
+    """Return whether modules of this class replace rows of a weight (``trainable_token_indices``)."""
     tokens = sys.modules.get("peft.tuners.trainable_tokens")
     return tokens is not None and issubclass(kind, tokens.TrainableTokensLayer)
 
 
 def operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what the logits of ``nn.Linear``, or the LoRA layer around one, are the product of for hidden [..., D].
+    """Return the factors of a head's logits for hidden [..., D], and its bias.
 
     Returns:
-        hidden [..., D + r], weight [V, D + r] in hidden's dtype, bias [V] or None; r is the sum of all active adapters' ranks.
+        hidden [..., D + r], weight [V, D + r], bias [V] or None. r is the sum of all active adapters' ranks.
     """
     if not is_lora(type(head)):
         weight, bias = weights(head)
@@ -91,7 +88,7 @@ def _added(head: Any) -> list[str]:
 
 
 def adapters(head: Any) -> Any:
-    """Return the adapters in a head's logits: those that are added, with their scales, and those merged into the weight."""
+    """Return the adapters that are added to a head's weight, with their scales, and the adapters that are merged into it."""
     if not is_lora(type(head)):
         return None
     merged = [] if head.disable_adapters else list(head.merged_adapters)
@@ -99,10 +96,7 @@ def adapters(head: Any) -> Any:
 
 
 def weights(head: Any) -> list[Tensor | None]:
-    """Return the tensors that a head's logits are computed from, as the head uses them now; None stands for a missing one.
-
-    Weight and bias come first. Adapters of LoRA follow.
-    """
+    """Return the tensors that a head uses now: weight, bias, then LoRA's adapters; None for a missing bias."""
     if trains_tokens(type(head)):
         if head.disable_adapters and head.merged:
             head.unmerge()
@@ -120,18 +114,18 @@ def weights(head: Any) -> list[Tensor | None]:
 
 
 def num_rows(head: Any) -> int | None:
-    """Return the number of rows of a head's weight, which ``out_features`` may be wrong about; None where it is not whole."""
+    """Return the number of rows of a head's weight, or None if it is sharded. ``out_features`` may be wrong."""
     shape = getattr(head.weight, "ds_shape", head.weight.shape)  # ZeRO-3's
     return shape[0] if len(shape) == 2 else None
 
 
 def sum_of_biases(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the sum of two biases [V], either of which may be missing."""
+    """Return the sum of two biases [V], either of which may be None."""
     return one if other is None else other if one is None else one + other
 
 
 def _check(head: Any, base: Any) -> None:
-    """Raise unless the LoRA layer adds ``s B A`` to the weight of an ``nn.Linear`` that is whole here."""
+    """Raise unless the LoRA layer adds ``s B A`` to the whole weight of an ``nn.Linear``."""
     if type(base).forward is not nn.Linear.forward:
         raise ValueError(
             f"cce_dist cannot take over LoRA on a head that is a {type(base).__name__}: it must be nn.Linear"

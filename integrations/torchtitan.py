@@ -9,7 +9,7 @@ split over them as ``VocabShard.even`` splits. Labels [B, S] are this rank's of 
 ``global_valid_tokens`` counts the tokens of all ranks.
 
 With ``shard_over`` nobody gathers the weight of an untied head (``cce_dist/integrations/fsdp.py``). torchtitan shards a model
-after it has made the loss and before the loss gets the head, so the loss stands in for torchtitan's ``fully_shard`` meanwhile.
+between making the loss and giving it the head, so the loss replaces torchtitan's ``fully_shard`` for that time.
 
 Letters: B sequences, S tokens of a sequence on this rank, D hidden size.
 """
@@ -62,7 +62,7 @@ def _read(keys: dict[str, Any]) -> Options:
 
 
 class CCELoss(ChunkedLossWrapper):
-    """The loss of a head that is asked for it; ``num_chunks`` of the config is not used."""
+    """A ``ChunkedLossWrapper`` that computes the loss from hidden states; ``num_chunks`` of the config is not used."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
@@ -117,7 +117,7 @@ class CCELoss(ChunkedLossWrapper):
             with _forward(head, lambda pred: self._loss(head, pred, labels, global_valid_tokens)):
                 loss = head(pred)
             if isinstance(head, FSDPModule) and not pred.requires_grad:
-                # A validation has no backward that reshards. As of the stock loss, reshard() obeys the policy.
+                # A validation has no backward that reshards. reshard() follows the policy, as in the stock loss.
                 head.set_reshard_after_forward(True)
                 head.reshard()
             if checking:
@@ -139,11 +139,9 @@ class CCELoss(ChunkedLossWrapper):
             **call,
             reduction="sum" if count is None else "mean",
             num_tokens=count,
-            grad_filter=options.grad_filter,
             z_loss_weight=options.z_loss_weight if trains else 0.0,
             label_smoothing=options.label_smoothing if trains else 0.0,
-            backend=options.backend,
-            workspace_bytes=options.workspace_bytes,
+            **options.call("grad_filter"),
         )
 
 
@@ -158,7 +156,7 @@ def _local(pred: Tensor) -> Tensor:
 
 
 def _shard(head: Any) -> VocabShard | None:
-    """Return which rows the head's weight is; None where it is a DTensor, which says so itself, or whole."""
+    """Return the shard of the head's weight; None if the weight is whole, or a DTensor, whose placements give the shard."""
     if isinstance(head.weight, DTensor) or spmd_mesh_size("tp") == 1:
         return None
     mesh = current_spmd_mesh()
@@ -168,7 +166,7 @@ def _shard(head: Any) -> VocabShard | None:
 
 @contextlib.contextmanager
 def _forward(head: Any, ask: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let a call of the head run ``ask`` between its hooks, in place of the forward that torchtitan has put there."""
+    """Have a call of the head run ``ask`` between its hooks, in place of the forward that torchtitan has set."""
     theirs = vars(head).get("forward")
     head.forward = ask
     try:

@@ -1,9 +1,9 @@
-"""Hugging Face: what is theirs alone in a converted model. ``cce_dist.convert`` and the DeepSpeed adapter both build on it.
+"""Hugging Face: converted models under TRL's SFTTrainer, for ``cce_dist.convert`` and the DeepSpeed adapter.
 
 transformers' own models need nothing of this: their loss ends in ``F.cross_entropy``. TRL's ``SFTTrainer`` (1.16) gives
 the model a second forward, ``model(..., labels=labels, fused_lm_head=True)``, that reads the head's weight and returns for each
 token the log-probability of the label, the entropy, and whether the label is the most likely token. ``Task`` answers that call
-by the model's own forward and by one call of our loss. TRL's other trainers ask for more: they are left to it.
+with the model's own forward and one call of the loss. It leaves calls of TRL's other trainers, which need more, to TRL.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cce_dist.integrations import deferred
+from cce_dist.integrations.deferred import task
 from cce_dist.integrations.options import SECTION
 from cce_dist.loss import LinearCrossEntropyOutput
 
 FUSED = "fused_lm_head"  # the argument by which TRL asks for log-probabilities
-SERVED = {"log_probs", "entropy", "is_top1"}  # what SFTTrainer asks for
+SERVED = {"log_probs", "entropy", "is_top1"}  # the outputs that SFTTrainer needs
 
 
 @dataclasses.dataclass(eq=False)
-class Task(deferred.Task):
-    """What the head of a model knows that TRL may train.
+class Task(task.Task):
+    """The task of a model that TRL may train.
 
     Args:
-        parts: What the losses of a call for log-probabilities are made of; None in any other call.
+        parts: Outputs of the losses in a call with ``fused_lm_head``; None in any other call.
     """
 
     parts: list[LinearCrossEntropyOutput] | None = None
@@ -63,7 +63,7 @@ class Task(deferred.Task):
 
 
 def _serves(model: nn.Module) -> bool:
-    """Return whether TRL's function in place of the model's forward, which alone knows, asks for what ``Task`` returns."""
+    """Return whether TRL's function in place of the model's forward asks for no more than ``SERVED``; its closure says so."""
     function: Any = model.forward
     while function is not None:
         function = getattr(function, "__func__", function)
@@ -78,7 +78,7 @@ def _serves(model: nn.Module) -> bool:
 
 
 def _fused_output(parts: list, kwargs: dict, output: Any) -> Any:
-    """Return TRL's output of a call for log-probabilities, [b, s - 1] each, or [b, s] of labels that are shifted already."""
+    """Return TRL's output of a call with ``fused_lm_head``: [b, s - 1] each, or [b, s] for labels that are shifted already."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     labels, shifted = kwargs["labels"], kwargs.get("shift_labels")

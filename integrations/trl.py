@@ -5,11 +5,11 @@
     cce_trl.install()  # before the trainer is made
 
 All of these trainers give their models a second forward by ``add_fused_lm_head``, and call it with ``fused_lm_head=True``.
-TRL's reads the head's weight and a table of config keys that scale logits. Ours runs the model's own forward with a deferred
-head: its own code scales the logits that nobody computes, and FSDP2 and ZeRO-3 gather the weight by their hooks on the head.
+TRL's reads the head's weight and a table of config keys that scale logits. The replacement runs the model's own forward with a
+head that defers: the model's code scales the deferred logits, and hooks of FSDP2 and ZeRO-3 on the head gather the weight.
 
-TRL divides by its temperature behind the softcap: ``softcap * tanh(u / softcap) / T``. That is a smaller cap behind the same
-tanh, so it is exact: deferred logits may be divided after their tanh.
+TRL divides by its temperature after the softcap: ``softcap * tanh(u / softcap) / T``. That is a smaller cap of the same tanh,
+so deferred logits may be divided after their tanh.
 
 Letters: B sequences, S tokens of a sequence, N tokens that have a label, V the vocabulary.
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,17 +28,19 @@ from torch import Tensor, nn
 
 from cce_dist import VocabShard, linear_cross_entropy, linear_log_probs
 from cce_dist.integrations import peft, trl_distillation
-from cce_dist.integrations.deferred import Head, Task, TensorLogits, checked, give_back, take
+from cce_dist.integrations.deferred.find import checked
+from cce_dist.integrations.deferred.taken import Head, give_back, take
+from cce_dist.integrations.deferred.task import Task
+from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.options import ScoreOptions
-from cce_dist.integrations.patching import Patch, Place, install_all, uninstall_all
+from cce_dist.integrations.patching import Patch, install_all, uninstall_all
 
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
 OUTPUTS = FIELDS[1:6]
-AUX = {"entropy": "entropy", "is_top1": "label_is_max"}  # outputs that the loss computes if they are named
 
 
 def _make(options: ScoreOptions) -> Callable:
-    # A filter is not served: policies have upstream gradients of both signs.
+    # There is no filter, because upstream gradients of a policy have both signs.
     def add_fused_lm_head(
         model: Any,
         temperature: float = 1.0,
@@ -66,33 +67,15 @@ PATCH = Patch(
     {"FusedCausalLMOutput": FIELDS},
 )
 ON_LOGITS = ("GKDTrainer", "GOLDTrainer")  # experimental SFTTrainers, which take nothing from hidden states
-PATCHES = (trl_distillation.PATCH, PATCH)
-TRAINER = Place("trl.trainer.sft_trainer", "SFTTrainer.__init__")
 
 
-def install(*, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False) -> None:
-    """Have TRL's trainers that are made from now on take their losses from hidden states: ``Patch.install``.
+def _refuse_others(_: ScoreOptions) -> Callable:
+    from trl.trainer.sft_trainer import SFTTrainer
 
-    DistillationTrainer's divergence is among them; the option batch_invariant is of log-probabilities alone. To make a
-    GKDTrainer or a GOLDTrainer is an error from now on: their divergences are of logits.
-    """
-    uninstall()
-    install_all(PATCHES, backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant)
-    try:
-        TRAINER.put(_refusing(importlib.import_module(TRAINER.module).SFTTrainer.__init__))
-    except Exception:
-        uninstall()
-        raise
+    original = SFTTrainer.__init__
 
-
-def uninstall() -> None:
-    """Undo ``install``; a trainer that was made before keeps what it has."""
-    uninstall_all((*PATCHES, TRAINER))
-
-
-def _refusing(original: Callable) -> Callable:
     @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in {base.__name__ for base in type(self).__mro__}.intersection(ON_LOGITS):
             raise ValueError(
                 f"cce_dist: TRL's {name} computes its divergence on logits: DistillationTrainer has the same from hidden "
@@ -100,11 +83,35 @@ def _refusing(original: Callable) -> Callable:
             )
         original(self, *args, **kwargs)
 
-    return init
+    return __init__
+
+
+PATCHES = (
+    trl_distillation.PATCH,
+    PATCH,
+    Patch("trl.trainer.sft_trainer", "SFTTrainer.__init__", "TRL 1.16", _refuse_others),
+)
+
+
+def install(**options: Any) -> None:
+    """Have TRL's trainers that are made from now on take their losses from hidden states.
+
+    DistillationTrainer's divergence is among them. Making a GKDTrainer or a GOLDTrainer, whose divergences take logits, is an
+    error from now on.
+
+    Args:
+        **options: As in ``patching.install_all``; ``batch_invariant`` is for log-probabilities only.
+    """
+    install_all(PATCHES, options)
+
+
+def uninstall() -> None:
+    """Undo ``install``; a trainer that was made before keeps what it has."""
+    uninstall_all(PATCHES)
 
 
 def _add_forward(model: Any, score: _Score) -> None:
-    """Wrap a model's forward: with ``fused_lm_head=True``, as TRL's trainers call it, return log-probabilities."""
+    """Replace a model's forward in calls with ``fused_lm_head=True``, as TRL's trainers make them."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     original = model.forward
@@ -146,23 +153,16 @@ def _add_forward(model: Any, score: _Score) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-class _Deferring(Task):
-    """The task of a head that defers every call."""
-
-    def deferring(self) -> bool:
-        return True
-
-
 @contextlib.contextmanager
 def _deferring(output: Any, options: ScoreOptions) -> Iterator[None]:
-    """Let the head of a model defer, and be as before afterwards."""
+    """Have the head of a model defer in a block."""
     if isinstance(peft.in_use(output), Head):
         raise ValueError(
             "cce_dist: this model is converted, and TRL's trainers compute the loss outside of it: revert the model, and "
             "call cce_dist.integrations.trl.install() alone"
         )
     head = checked(output, path="the output embedding")
-    take(head, _Deferring(options, VocabShard(0, head.out_features, head.out_features)))
+    take(head, Task(options, VocabShard.even(head.out_features, None), calls=[True]))
     try:
         yield
     finally:
@@ -171,7 +171,7 @@ def _deferring(output: Any, options: ScoreOptions) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Score:
-    """What a trainer wants to know of each label: ``outputs`` are names of ``OUTPUTS``."""
+    """The outputs that a trainer needs for each label; ``outputs`` are names of ``OUTPUTS``."""
 
     temperature: float  # divides the logits, behind the softcap
     in_fp32: bool  # multiply in fp32, outside of autocast
@@ -179,7 +179,7 @@ class _Score:
     options: ScoreOptions
 
     def __call__(self, logits: Any, labels: Tensor) -> dict[str, Tensor]:
-        """Return each output by its name, [N], of logits [N, V] and labels [N]."""
+        """Return the outputs [N] by name for logits [N, V] and labels [N]."""
         scaling = (logits / self.temperature)._scaling()
         names = [name for name in OUTPUTS if name in self.outputs]
         # A tuple of tensors is what the hooks of FSDP2 and ZeRO-3 look into.
@@ -191,66 +191,38 @@ class _Score:
         kind = hidden.device.type
         with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not self.in_fp32):
             hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden)
-            bias = peft.sum_of_biases(bias, added)
-            if self.options.batch_invariant:
-                results = self._invariant(hidden, weight, labels, bias, logit_scale, softcap)
-                return tuple(results[name] for name in OUTPUTS if name in self.outputs)
-            aux = {"nll", *(AUX[name] for name in self.outputs if name in AUX)}
-            call = functools.partial(
-                linear_cross_entropy,
-                hidden,
-                weight.to(hidden.dtype),
-                labels,
-                reduction="none",
-                return_aux=tuple(aux),
+            bias, weight = peft.sum_of_biases(bias, added), weight.to(hidden.dtype)
+            how: dict[str, Any] = dict(
                 linear_bias=None if bias is None else bias.to(hidden.dtype),
-                backend=self.options.backend,
-                workspace_bytes=self.options.workspace_bytes,
+                logit_scale=logit_scale,
+                softcap=softcap,
+                **self.options.call(),
             )
-            # A loss that is all smoothing is lse - mean_j z_j.
-            smoothing = float("mean_logits" in self.outputs)
-            found: Any = call(logit_scale=logit_scale, softcap=softcap, label_smoothing=smoothing)
-            results = {
-                "log_probs": -found.nll,
-                "entropy": found.entropy,
-                "mean_logits": (found.lse - found.loss).detach(),
-            }
-            if "is_top1" in self.outputs:
-                results["is_top1"] = found.label_is_max.bool()
+            found: Any = linear_log_probs(
+                hidden,
+                weight,
+                labels,
+                entropy="entropy" in self.outputs,
+                sum_p_squared="log_sum_sq_probs" in self.outputs,
+                argmax="is_top1" in self.outputs,
+                batch_invariant=self.options.batch_invariant,
+                **how,
+            )
+            results = {"log_probs": found.log_probs, "entropy": found.entropy}
             if "log_sum_sq_probs" in self.outputs:
-                # sum_j p_j^2 = exp(lse(2 z) - 2 lse(z)), and the double of capped logits is one of twice the cap.
-                with torch.no_grad():
-                    double = call(logit_scale=2 * logit_scale, softcap=None if softcap is None else 2 * softcap)
-                results["log_sum_sq_probs"] = double.lse - 2 * found.lse.detach()
+                results["log_sum_sq_probs"] = found.sum_p_squared.log()
+            if "is_top1" in self.outputs:
+                results["is_top1"] = found.argmax == labels
+            if "mean_logits" in self.outputs:
+                results["mean_logits"] = _mean_logits(hidden, weight, labels, found.lse, how)
         return tuple(results[name] for name in OUTPUTS if name in self.outputs)
 
-    def _invariant(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        bias: Tensor | None,
-        logit_scale: float,
-        softcap: float | None,
-    ) -> dict[str, Any]:
-        found = linear_log_probs(
-            hidden,
-            weight.to(hidden.dtype),
-            labels,
-            linear_bias=None if bias is None else bias.to(hidden.dtype),
-            logit_scale=logit_scale,
-            softcap=softcap,
-            entropy="entropy" in self.outputs,
-            sum_p_squared="log_sum_sq_probs" in self.outputs,
-            argmax="is_top1" in self.outputs,
-            backend=self.options.backend,
-            workspace_bytes=self.options.workspace_bytes,
-            batch_invariant=True,
-        )
-        squares, best = found.sum_p_squared, found.argmax
-        return {
-            "log_probs": found.log_probs,
-            "entropy": found.entropy,
-            "log_sum_sq_probs": None if squares is None else squares.log(),
-            "is_top1": None if best is None else best == labels,
-        }
+
+@torch.no_grad()
+def _mean_logits(hidden: Tensor, weight: Tensor, labels: Tensor, lse: Tensor, how: dict[str, Any]) -> Tensor:
+    """Return the mean of each token's logits over the vocabulary, [N]. Only a softcap takes a pass over the vocabulary."""
+    if how["softcap"] is not None:  # a loss that is all smoothing is lse - mean_j z_j
+        return lse - linear_cross_entropy(hidden, weight, labels, reduction="none", label_smoothing=1.0, **how)
+    bias = how["linear_bias"]
+    means = (hidden * weight.mean(0, dtype=torch.float32)).sum(-1)  # a product of matrices would be autocast
+    return how["logit_scale"] * (means if bias is None else means + bias.float().mean())

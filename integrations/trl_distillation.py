@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import linear_kl_divergence, linear_log_probs
+from cce_dist.integrations.fsdp import computed_dtype
 from cce_dist.integrations.options import ScoreOptions
 from cce_dist.integrations.patching import Patch, say_once
 
 
 class Arguments(NamedTuple):
-    """Those of TRL's function: hidden states [B, S, D] and heads of both models, a mask [B, S], and how to compare them."""
+    """The arguments of TRL's function: hidden states [B, S, D] and heads of both models, a mask [B, S], and options."""
 
     student_hidden_states: Tensor
     teacher_hidden_states: Tensor
@@ -40,11 +41,9 @@ class Arguments(NamedTuple):
 
 
 def _make(options: ScoreOptions) -> Callable:
-    how = {"backend": options.backend, "workspace_bytes": options.workspace_bytes}
-
     def _chunked_divergence_loss(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         say_once("TRL's distillation comes from hidden states (linear_kl_divergence)")
-        return _divergence(Arguments(*args, **kwargs), how)
+        return _divergence(Arguments(*args, **kwargs), options.call())
 
     replacement: Any = _chunked_divergence_loss
     replacement.__signature__ = inspect.signature(Arguments)
@@ -96,19 +95,14 @@ def _divergence(given: Arguments, how: dict[str, Any]) -> tuple[Tensor, Tensor, 
 
 
 def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Hidden states, and the whole head in their dtype: FSDP2 has it in parts, which are gathered here once."""
+    """Return hidden states, weight and bias in one dtype. FSDP2's DTensors are gathered, once for a loss."""
     if weight.numel() == 0 and not isinstance(weight, DTensor):
         raise ValueError(
             "cce_dist: ZeRO-3 has the head's weight in parts: distill with FSDP2 or ZeRO-2, or uninstall()"
         )
-    if isinstance(weight, DTensor):
-        weight = weight.full_tensor()
-    if isinstance(bias, DTensor):
-        bias = bias.full_tensor()
-    dtype = hidden.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    dtype = computed_dtype(hidden)
+    whole: list[Any] = [x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, bias)]
+    return hidden.to(dtype), *(None if x is None else x.to(dtype) for x in whole)  # type: ignore[return-value]
 
 
 PATCH = Patch("trl.trainer.distillation_trainer", "_chunked_divergence_loss", "TRL 1.16", _make)

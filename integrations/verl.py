@@ -4,16 +4,16 @@
 
     cce_verl.install()  # in every worker: a module of two lines, named in VERL_USE_EXTERNAL_MODULES
 
-verl's models end in one function, ``linear_cross_entropy``, a Triton kernel of its own: those under Megatron-core always, those
-of transformers with ``impl_backend: triton``. ``install`` puts another in its place. Ours differs in this:
+verl's models end in ``linear_cross_entropy``, a Triton kernel of verl: models of Megatron-core always, models of transformers
+with ``impl_backend: triton``. ``install`` replaces it. The replacement differs in two ways:
 
-* dE is right with and without sequence parallelism. verl's is this shard's part of the sum in both cases, which is what
-  Megatron's gather of slices wants in backward, and is not the gradient of hidden states that all ranks hold.
-* The temperature may be a tensor, of any shape that broadcasts over the labels.
+* dE is right with and without sequence parallelism. verl's is this shard's part of the sum in both cases, which is right only
+  behind Megatron's gather of slices.
+* The temperature may be a tensor of any shape that broadcasts over the labels.
 
-verl turns ``use_fused_kernels`` off in a Megatron model that predicts several tokens (``mtp.enable``), even where rollouts
-alone use the predictions. ``install(mtp=True)`` leaves it on unless they are trained (``mtp.enable_train``): their loss needs a
-mask that verl's fused forward is not given.
+verl turns ``use_fused_kernels`` off in a Megatron model that predicts several tokens (``mtp.enable``), even if only rollouts
+use the predictions. ``install(mtp=True)`` leaves it on unless they are trained (``mtp.enable_train``): their loss needs a mask
+that verl's fused forward does not get.
 
 Letters: N tokens, D hidden size, V_r the rows of the vocabulary on this rank.
 """
@@ -57,9 +57,7 @@ def _make(options: ScoreOptions) -> Callable:
             entropy=True,
             shard=shard_of(weight.shape[0], dist_process_group, None),
             input_grad="partial" if was_gathered(hidden) else "summed",
-            backend=options.backend,
-            workspace_bytes=options.workspace_bytes,
-            batch_invariant=options.batch_invariant,
+            **options.call("batch_invariant"),
         )
         assert found.entropy is not None
         return found.log_probs, found.entropy
@@ -68,7 +66,7 @@ def _make(options: ScoreOptions) -> Callable:
 
 
 def _fused_kernels(_: ScoreOptions) -> Callable:
-    # verl's own is told of multi-token prediction only where it is trained.
+    # verl's own method is told that the model predicts several tokens only if it is trained to.
     def _maybe_enable_fused_kernels(self: Any) -> None:
         theirs = _maybe_enable_fused_kernels.cce_original  # type: ignore[attr-defined]
         mtp = self.model_config.mtp
@@ -80,7 +78,7 @@ def _fused_kernels(_: ScoreOptions) -> Callable:
 
 
 def _postprocess(_: ScoreOptions) -> Callable:
-    # verl puts this method into models that predict several tokens. Its own ignores output_processor.
+    # verl gives this method to models that predict several tokens, and ignores output_processor in it.
     def _megatron_gptmodel_postprocess(self: Any, *args: Any, output_processor: Any = None, **given: Any) -> Any:
         if output_processor is None:
             return _megatron_gptmodel_postprocess.cce_original(self, *args, **given)  # type: ignore[attr-defined]
@@ -99,7 +97,7 @@ PATCH = Patch(
     "linear_cross_entropy",
     "verl 0.5 to 0.9",
     _make,
-    {"linear_cross_entropy": (), "LinearCrossEntropy.forward": PARAMETERS},  # the first is the other's apply
+    {"linear_cross_entropy": (), "LinearCrossEntropy.forward": PARAMETERS},  # linear_cross_entropy is its apply
 )
 ENGINE, POSTPROCESS = "verl.workers.engine.megatron.transformer_impl", "_megatron_gptmodel_postprocess"
 MTP = (
@@ -108,18 +106,15 @@ MTP = (
 )
 
 
-def install(
-    *, backend: str = "auto", workspace_bytes: int | None = None, batch_invariant: bool = False, mtp: bool = False
-) -> None:
-    """Have verl's models take log-probabilities from hidden states: ``Patch.install``.
+def install(*, mtp: bool = False, **options: Any) -> None:
+    """Have verl's models take log-probabilities from hidden states.
 
     Args:
-        backend, workspace_bytes, batch_invariant: As in ``linear_log_probs``.
         mtp: Leave ``use_fused_kernels`` on in models of Megatron that predict several tokens, and are not trained to.
+        **options: As in ``patching.install_all``.
     """
     uninstall()
-    options = {"backend": backend, "workspace_bytes": workspace_bytes, "batch_invariant": batch_invariant}
-    install_all((PATCH, *(MTP if mtp else ())), **options)
+    install_all((PATCH, *(MTP if mtp else ())), options)
 
 
 def uninstall() -> None:
@@ -128,10 +123,7 @@ def uninstall() -> None:
 
 
 def was_gathered(hidden: Tensor) -> bool:
-    """Return whether Megatron has just gathered these hidden states from slices of the sequence.
-
-    The backward of that gather adds up what each rank's shard of the vocabulary gives, so nobody else may.
-    """
+    """Return whether Megatron has gathered these hidden states from slices, and so sums their gradient over ranks."""
     return type(hidden.grad_fn).__name__ == "_GatherFromSequenceParallelRegionBackward"
 
 

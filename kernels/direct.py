@@ -1,11 +1,10 @@
-"""A kernel's launch past Triton's own path: what was compiled for arguments of the same kind is launched at once.
+"""Launch kernels without Triton's own checks, which take the host 40 to 60 us each time.
 
-At each launch Triton binds the arguments, specializes each, makes a key of them, and metadata for hooks: 40 to 60 us of a host.
-A key of our own takes less. It tells apart whatever Triton compiles apart, and more, so calls of one key share one compiled
-kernel. The first launch of a key is Triton's, which compiles. Later ones go to Triton's launcher in C.
+The first launch with arguments of a kind goes through Triton, which compiles. Later ones of the same kind call Triton's launcher
+in C with that compiled kernel. The kind is a key (``kinds``) that differs wherever Triton would compile differently.
 
-Launches go through Triton where its launcher is not the one known here, while somebody has hooks on launches, and with
-``CCE_DIST_LAUNCH=triton``. A dry run takes a thread's launches for itself (``launching``).
+Launches go through Triton if this version's launcher is unknown here, while hooks are set on launches, and with
+``CCE_DIST_LAUNCH=triton``. In a dry run they go to a function instead (``launching``).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MOST_CODES = 64  # of tensor descriptors of one argument of a kind
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether kernels run on a GPU of NVIDIA by a launcher that is known here; the log says so where it is not."""
+    """Return whether kernels run on an NVIDIA GPU, with a launcher that is known here. Warn once if it is unknown."""
     if torch.version.hip is not None:
         return False
     import triton
@@ -46,19 +45,20 @@ def available() -> bool:
         is_known = False
     if not is_known:
         _LOG.warning(
-            "cce_dist launches kernels ordinarily: it does not know the launcher of Triton %s", triton.__version__
+            "cce_dist launches kernels through Triton, which is slower: it does not know the launcher of Triton %s",
+            triton.__version__,
         )
     return is_known
 
 
 def watched() -> bool:
-    """Whether somebody has hooks on Triton's launches, or a hook in place of Triton's chain."""
+    """Return whether hooks are set on Triton's launches."""
     runtime = knobs().runtime
     return bool(getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True))
 
 
 def current(device: torch.device) -> AbstractContextManager:
-    """Make a device the current one, if it is a GPU; asking first is quicker, and it nearly always is."""
+    """Return a context in which a GPU is the current device; it does nothing if the GPU is current, as nearly always."""
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     return NO_CHANGE if is_current else torch.cuda.device(device)
 
@@ -71,7 +71,7 @@ def knobs() -> Any:
 
 
 class _Thread(threading.local):
-    launch: Callable[..., Any] | None = None  # in place of a launch
+    launch: Callable[..., Any] | None = None  # called in place of each launch
 
 
 _THREAD = _Thread()
@@ -79,7 +79,7 @@ _THREAD = _Thread()
 
 @contextmanager
 def launching(instead: Callable[..., Any]) -> Iterator[None]:
-    """Have this thread's launches go through a function that takes the kernel, its arguments, the grid and the options."""
+    """Call ``instead(kernel, args, grid, options)`` in place of each launch of this thread."""
     before, _THREAD.launch = _THREAD.launch, instead
     try:
         yield
@@ -93,19 +93,20 @@ def launches_are_replaced() -> bool:
 
 
 def passes_triton_by() -> bool:
-    """Whether this thread's launches may go past Triton, and to nobody in its place."""
+    """Return whether this thread's launches go past Triton, and not to a function in their place."""
     return _THREAD.launch is None and _is_wanted()
 
 
 class Kernel:
-    """A kernel of ``triton.jit`` for the host, which launches it by ``kernel[grid](*args, **options)``.
+    """A kernel of ``triton.jit``, launched by ``kernel[grid](*args, **options)`` as Triton's own object is.
 
-    Options are the kernel's constants and Triton's own, such as ``num_warps``. Other attributes are those of Triton's object.
+    Options are the kernel's constexprs and Triton's options, such as ``num_warps``. Constexprs are passed by name. Other
+    attributes are those of Triton's object.
     """
 
     def __init__(self, jitted: Any) -> None:
         self.jitted, self.known = jitted, dict[tuple, _Known]()
-        parameters = getattr(jitted, "params", ())  # an interpreted kernel has none
+        parameters = getattr(jitted, "params", ())  # none if interpreted
         self.names = [parameter.name for parameter in parameters]
         self.constants = {parameter.name for parameter in parameters if parameter.is_constexpr}
 
@@ -125,7 +126,7 @@ class Kernel:
         key = (device, tuple(options), *options.values(), *key)
         try:
             known = self.known.get(key)
-        except TypeError:  # a constant that is no key
+        except TypeError:  # a constexpr that cannot be hashed
             return self.by_triton(args, grid, options)
         if known is None:
             compiled = self.by_triton(args, grid, options)
@@ -136,11 +137,11 @@ class Kernel:
         return known.compiled
 
     def by_triton(self, args: Sequence[Any], grid: Sequence[int], options: dict[str, Any]) -> Any:
-        """Launch as Triton does."""
+        """Launch through Triton."""
         return self.jitted.run(*args, grid=grid, warmup=False, **options)
 
     def _are_constants(self, num_args: int, options: dict[str, Any]) -> bool:
-        """Whether all constants of the kernel, and they alone, are given by name, as kernels here are launched."""
+        """Return whether exactly the kernel's constexprs are passed by name."""
         given = [name for name in options if name in self.names]
         return {*given} == self.constants and num_args + len(given) == len(self.names)
 
@@ -151,9 +152,10 @@ class Kernel:
 
 
 def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return what Triton may compile apart of arguments that are no constants, and the arguments, addresses for tensors.
+    """Return the kind of arguments, and the arguments with addresses in place of tensors.
 
-    A tuple among them, such as ``Head``, stays one: the launcher in C takes it apart.
+    The kind has all that Triton may compile differently for: dtypes, alignment, integers that are 1 or multiples of 16, which
+    arguments are None. A tuple such as ``Head`` stays a tuple.
     """
     key, values = [], []
     for value in args:
@@ -169,14 +171,14 @@ def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         if of is int:
             if value == 1:
                 key.append(1)
-            elif 0 <= value < 1 << 31:  # as nearly all are
+            elif 0 <= value < 1 << 31:  # nearly all
                 key.append(3 if value & 15 else 16)
             else:
                 key.append((value & 15 == 0, value.bit_length() >> 5, value < 0))
         elif value is None:
             key.append(None)
         elif of is bool:
-            key.append((of, value))  # True is no integer of 1
+            key.append((of, value))  # apart from the integer 1
         elif of is float:
             key.append(of)
         elif isinstance(value, tuple):
@@ -185,7 +187,7 @@ def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             values[-1] = tuple(items)
         elif hasattr(value, "kind"):  # ``blocks.Described``
             key.append(value.kind)
-        elif isinstance(value, Tensor):  # of a class of its own
+        elif isinstance(value, Tensor):  # a subclass
             address = values[-1] = value.data_ptr()
             key.append((of, value.dtype, address & 15))
         else:
@@ -197,11 +199,11 @@ class _Known(NamedTuple):
     """A compiled kernel, and how it is launched.
 
     Attributes:
-        compiled: What Triton made.
-        launcher: Of it.
-        constants: The kernel's, in order.
-        matrices: Place among the arguments of each tensor descriptor, the last first, and what encodes it. The codes of the
-            last descriptors are remembered: a training step has the same ones again and again.
+        compiled: Triton's compiled kernel.
+        launcher: How to call its launcher in C.
+        constants: Values of the constexprs, in the kernel's order.
+        matrices: For each tensor descriptor, the last first, its position among the arguments and the function that encodes it.
+            The function caches codes, because a training step passes the same descriptors again and again.
     """
 
     compiled: Any
@@ -228,13 +230,15 @@ class _Known(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """A function that launches a kernel: of the grid's three sizes, the stream and the kernel's handle, and of what is here.
+    """A function that launches a compiled kernel.
+
+    It is called with the grid's three sizes, the stream, the kernel's handle, ``behind``, and the kernel's arguments.
 
     Attributes:
         run: The function.
-        behind: Its arguments between the kernel's handle and the kernel's own arguments.
-        encoders: Each makes the launcher's arguments of a tensor descriptor; None: the launcher does.
-        in_one: The kernel's own arguments are one sequence.
+        behind: Its arguments between the kernel's handle and the kernel's arguments.
+        encoders: For each tensor descriptor, a function that returns the arguments which replace it. None: ``run`` encodes.
+        in_one: Whether the kernel's arguments are passed as one list.
     """
 
     run: Callable[..., None]
@@ -244,16 +248,16 @@ class Launcher(NamedTuple):
 
 
 def launcher_of(compiled: Any) -> Launcher:
-    """Return Triton's launcher in C for a kernel; that in Python where this Triton's is not known.
+    """Return Triton's launcher in C for a compiled kernel, or the Python around it if this Triton's is unknown.
 
-    The Python around it allocates scratch, where there is any, and encodes descriptors at each launch.
+    The Python allocates scratch memory, and encodes descriptors at each launch.
     """
     try:
         known = _known_launcher(compiled)
     except Exception as error:
         _say_once(f"cce_dist launches through Triton's Python: {error!r}")
         known = None
-    # Nobody watches launches, or Triton would make them: no metadata for hooks, and no hooks.
+    # The three Nones are metadata for hooks and two hooks. If there were hooks, the launch would go through Triton.
     return known or Launcher(compiled.run, [compiled.packed_metadata, None, None, None], None, False)
 
 
@@ -302,4 +306,3 @@ def _source_of_call(launcher: type) -> str:
 @lru_cache(maxsize=1)
 def _is_wanted() -> bool:
     return os.environ.get("CCE_DIST_LAUNCH", "") != "triton" and available()
-

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The kernels under the newest Triton, interpreted: it is newer than the one that torch asks for, and users meet it first. Its
-# tests launch every kernel. Further arguments go to pytest.
+# Runs some tests of the kernels, interpreted, under a Triton that is newer than the one torch asks for: users meet it first. They
+# launch every kernel, and check integers for overflow. Further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/prepare.sh dev
@@ -8,9 +8,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 newest=3.9.0
 folder=$PWD/.venv/triton-$newest
 [ -d "$folder" ] || pip install --quiet --disable-pip-version-check --no-deps --target "$folder" "triton==$newest"
-export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH} CCE_DIST_TEST_OVERFLOW=1
 python -c "import triton; assert triton.__version__ == '$newest', triton.__version__"
-of_kernels="(match and not divergence) or kept_exponentials or nothing or shrinkage or linear_correction or numbers or"
-of_kernels+=" fp16-full-c or top_k or times"
-pytest -n 2 --dist loadgroup -m "not slow and not sweep" -k "$of_kernels" \
+# Each kernel at least once, and nearly all of its flags.
+cases="no-descriptor or whole-tiles or groups-of-tokens or a-part or of-a-padded-shard or numbers or linear_correction or"
+cases+=" fp16-full-c or drops_nothing or too_high or 64-entropy or not_finite or threshold or beside_kept or times or"
+cases+=" kept-everything"
+pytest -n 2 --dist loadgroup -m "not slow and not sweep" -k "$cases" \
     tests/kernels/test_{triton,filtered}.py tests/core/test_{divergence,top_k,log_probs,kept_ids,groups}.py "$@"

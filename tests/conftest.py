@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     # Read once, when a kernel is decorated: it must be set before the first import of triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from interpreted import make_quick
 from preload import preload
 
 from cce_dist.tools import ranks
@@ -19,6 +20,7 @@ from cce_dist.tools.ranks import Pool
 if not torch.cuda.is_available():  # CUDA does not survive a fork
     ranks.START_METHOD = "forkserver"
     preload()
+    make_quick()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from interpreted import make_quick
 from torch import Tensor
 
 from cce_dist.kernels import ShardLogits, direct
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
+if not GPU:
+    make_quick()  # in ranks, too
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU: it is about memory, compilation or streams of the device")
 
 

@@ -4,7 +4,7 @@
     python -m cce_dist.integrations.megatron --nproc-per-node 2 docs/examples/with_megatron.py
 
 For real training start ``pretrain_gpt.py`` of https://github.com/NVIDIA/Megatron-LM in the same way, with its usual arguments.
-This script builds the same ``GPTModel`` from megatron-core alone, with random labels. It needs two GPUs: Megatron runs on no CPU.
+This script builds the same ``GPTModel`` from megatron-core alone, with random labels. It needs two GPUs, as Megatron does.
 """
 
 import torch

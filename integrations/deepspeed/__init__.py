@@ -8,11 +8,10 @@ the hidden states themselves, so that activation checkpoints find a tensor, and 
 head whose vocabulary is split over the model axis is a ``CCEHead``, tied to a ``CCEEmbedding`` if need be.
 
 Reading order: ``loss`` (the section, and what a head computes), ``engine`` (initialize, install, convert, require, and models
-that compute their loss in forward), ``launch`` (the launcher), ``pipeline``, ``layers`` (layers of a split vocabulary).
+that compute their loss in forward), ``__main__`` (the launcher), ``pipeline``, ``layers`` (layers of a split vocabulary).
 """
 
 from cce_dist.integrations.deepspeed.engine import convert, initialize, install, require, uninstall
-from cce_dist.integrations.deepspeed.launch import main
 from cce_dist.integrations.deepspeed.layers import (
     CCEEmbedding,
     CCEEmbeddingSpec,
@@ -23,7 +22,7 @@ from cce_dist.integrations.deepspeed.layers import (
 )
 from cce_dist.integrations.deepspeed.loss import Options
 from cce_dist.integrations.deepspeed.pipeline import layer_weights
-from cce_dist.integrations.deferred import TensorLogits as DeferredLogits
+from cce_dist.integrations.deferred.tensor import TensorLogits as DeferredLogits
 from cce_dist.integrations.options import FILTERS, SECTION
 
 __all__ = [
@@ -40,7 +39,6 @@ __all__ = [
     "install",
     "layer_weights",
     "loss_fn",
-    "main",
     "require",
     "sum_over_shards",
     "uninstall",

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
-import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from cce_dist.integrations import deferred
 from cce_dist.integrations.deepspeed import pipeline
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of, split_layers
 from cce_dist.integrations.deepspeed.loss import Options, Task
-from cce_dist.integrations.deferred import DeferredLogits, Head, Watched, find_head, innermost, take
+from cce_dist.integrations.deferred.find import find_head, innermost
+from cce_dist.integrations.deferred.logits import DeferredLogits
+from cce_dist.integrations.deferred.taken import Head, Watched, give_back, take, watch
 from cce_dist.integrations.options import SECTION
+from cce_dist.integrations.patching import Place, say_once
 
+INITIALIZE = Place("deepspeed", "initialize")
 # Whether a call of deepspeed.initialize comes from ours, which has read the section.
 _section_is_read = contextvars.ContextVar("_section_is_read", default=False)
 
@@ -49,10 +52,7 @@ def install() -> None:
     Call it before Trainer, Accelerate, TRL or your own framework calls that; a second call changes nothing. Code that did
     ``from deepspeed import initialize`` before keeps the old one. ImportError: deepspeed is missing.
     """
-    deepspeed: Any = _deepspeed()
-    original = deepspeed.initialize
-    if hasattr(original, "cce_original"):
-        return
+    original = _original()
 
     @functools.wraps(original)
     def reads_the_section(*args: Any, **kwargs: Any) -> tuple:
@@ -61,23 +61,26 @@ def install() -> None:
         return result
 
     installed: Any = reads_the_section
-    installed.cce_original, installed.cce_converted = original, 0
-    deepspeed.initialize = installed
+    installed.cce_converted = num_converted()
+    INITIALIZE.put(installed)
 
 
 def uninstall() -> None:
     """Undo ``install``; models that are converted stay so."""
-    _deepspeed().initialize = _original()
+    INITIALIZE.uninstall()
 
 
 def num_converted() -> int:
-    return getattr(_deepspeed().initialize, "cce_converted", 0)
+    return getattr(sys.modules["deepspeed"].initialize, "cce_converted", 0)
 
 
 def _original() -> Callable:
     """Return DeepSpeed's own ``initialize``."""
-    found = _deepspeed().initialize
-    found = getattr(found, "cce_original", found)
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ImportError(f"cce_dist needs deepspeed (pip install deepspeed): {error}") from error
+    found = getattr(deepspeed.initialize, "cce_original", deepspeed.initialize)
     if found is initialize:
         raise RuntimeError(
             "deepspeed.initialize was set to cce_dist's, which calls it: in place of the assignment call "
@@ -108,16 +111,15 @@ def _initialize(original: Callable, args: tuple, kwargs: dict) -> tuple:
     return result
 
 
-def watch(deepspeed: Any) -> None:
+def watch_engines() -> None:
     """Have every new engine of DeepSpeed first undo the conversion of its model by an earlier engine.
 
     An engine of plain ``deepspeed.initialize`` whose ds_config has the section enabled says in a warning that it is ignored.
     ``import cce_dist`` calls this as soon as deepspeed is imported.
     """
-    kind = deepspeed.DeepSpeedEngine
-    original = kind.__init__
-    if hasattr(original, "cce_original"):
-        return
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    original = DeepSpeedEngine.__init__
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -128,18 +130,16 @@ def watch(deepspeed: Any) -> None:
             _warn_of_section(given.get("config"))
         original(self, *args, **kwargs)
 
-    __init__.cce_original = original  # type: ignore[attr-defined]
-    kind.__init__ = __init__
+    Place("deepspeed.runtime.engine", "DeepSpeedEngine.__init__").put(__init__)
 
 
 def _warn_of_section(config: Any) -> None:
     section = config.get(SECTION) if isinstance(config, dict) else None
     is_off = section is None or (isinstance(section, dict) and section.get("enabled") is False)
-    if not is_off and not (dist.is_initialized() and dist.get_rank()):
-        logging.getLogger("cce_dist").warning(
-            'cce_dist: plain deepspeed.initialize ignores the section "%s" of ds_config: call '
-            "cce_dist.integrations.deepspeed.initialize in its place, or cce_dist.integrations.deepspeed.install() before it",
-            SECTION,
+    if not is_off:
+        say_once(
+            f'plain deepspeed.initialize ignores the section "{SECTION}" of ds_config: call '
+            "cce_dist.integrations.deepspeed.initialize in its place, or cce_dist.integrations.deepspeed.install() before it"
         )
 
 
@@ -153,12 +153,12 @@ def _give_back(model: nn.Module) -> None:
         task = vars(module).get("cce_task")
         if isinstance(module, Watched) and isinstance(task, Task):
             task.is_given_back = True
-            deferred.give_back(module)
+            give_back(module)
             loss = getattr(module, "loss_function", None)
             if isinstance(loss, functools.partial) and loss.func is _loss_of_either:
                 module.loss_function = loss.args[1]
     for head in _taken_heads(model):
-        deferred.give_back(head)
+        give_back(head)
     if pipeline.is_pipeline(model):
         pipeline.give_back(model)
     for layer in split_layers(model):
@@ -195,14 +195,13 @@ def convert(engine: Any, options: Options | None = None) -> Any:
 
 
 def require(engine: Any) -> None:
-    """Raise unless this engine's loss comes from hidden states: plain ``deepspeed.initialize`` ignores the section silently.
+    """Raise unless this engine's loss comes from hidden states, as ``cce_dist.require`` does for a model.
 
-    Before the first forward in training this can tell only whether a head was converted, after one whether the head was asked
-    for its loss, too. A pipeline stage without a head always passes.
+    A pipeline stage without a head always passes.
 
     Raises:
-        RuntimeError: ``initialize`` of this module did not make the engine, or its ds_config does not enable us; a later engine
-            has the model; or forwards in training have ended, and other code computed the loss of all of them.
+        RuntimeError: ``initialize`` of this module did not make the engine, or its ds_config does not enable the section; a
+            later engine has the model; or forwards in training have ended, and other code computed the loss of all of them.
     """
     if not hasattr(engine, "cce_heads"):
         raise RuntimeError(
@@ -224,12 +223,12 @@ def _convert_model(engine: Any, options: Options) -> dict[str, Task]:
         task.sequence_group, task.sequence_scale = _sequence_group(engine)
     if options.report:
         engine.get_additional_losses = lambda: task.reported
-    deferred.watch(module, task)
+    watch(module, task)
     take(head, task)
     whole = getattr(module, "_deepspeed_original_loss_function", None)
     if whole is not None:
-        # AutoTP has put a loss of local logits there. Deferred logits are of the whole vocabulary, and so the model's own
-        # loss fits them.
+        # AutoTP has put a loss of local logits there. Deferred logits cover the whole vocabulary, as the model's own loss
+        # expects.
         module.loss_function = functools.partial(_loss_of_either, whole, module.loss_function)
     return {name: task}
 
@@ -315,12 +314,3 @@ def _sequence_parallel_size(config: dict, mpu: Any, mesh_param: Any) -> int:
     if groups.mesh_device is not None:  # an earlier engine's, which DeepSpeed goes on to use
         return groups._get_sequence_parallel_world_size()
     return mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else 1
-
-
-def _deepspeed() -> Any:
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise ImportError(f"cce_dist needs deepspeed (pip install deepspeed): {error}") from error
-    watch(deepspeed)
-    return deepspeed

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cce_dist import merge
+from cce_dist.integrations.fsdp import looked_up
 from cce_dist.integrations.options import SECTION
 from cce_dist.shard import VocabShard, even_rows
 
@@ -79,13 +80,7 @@ class CCEEmbedding(nn.Embedding):
         group = self.rows.require_group()
         if group is None:
             return super().forward(input)
-        local = input - self.rows.start
-        elsewhere = (local < 0) | (local >= self.rows.count)
-        if self.rows.count == 0:
-            embedded = self.weight.new_zeros(*input.shape, self.embedding_dim) + 0 * self.weight.sum()
-        else:
-            embedded = super().forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return sum_over_shards(embedded, group)
+        return sum_over_shards(looked_up(input, self.weight, self.rows.start), group)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return this rank's logits [..., V_r] of a head tied to this embedding."""

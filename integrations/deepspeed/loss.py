@@ -34,7 +34,7 @@ class Options(ModelOptions):
     def reported(self) -> tuple[str, ...]:
         """Return the names of what is reported."""
         stats = () if self.grad_filter is None else ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")
-        return ("nll", "z_loss", "entropy", *stats) if self.report else ()
+        return ("nll", "z_loss", "entropy", *stats)
 
     @classmethod
     def known(cls) -> list[str]:
@@ -79,14 +79,8 @@ class Task(transformers.Task):
             raise RuntimeError(f"cce_dist: a later engine has taken over the model of this one, with its head {name}")
         super().require(name)
 
-    def check_place(self, head: Any) -> None:
-        """Raise behind the model's forward: DeepSpeed sees backward begin from what forward returns."""
-        if not self.calls:
-            raise RuntimeError(
-                "cce_dist: the loss must be computed in the model's forward, where ZeRO-3 gathers the head's weight, and from "
-                "whose output DeepSpeed sees backward begin: give the model labels, in place of a compute_loss_func or a loss "
-                "of the training loop"
-            )
+    def needs_forward(self, head: Any) -> bool:
+        return True  # DeepSpeed sees backward begin from what forward returns
 
     def loss(self, head: Any, hidden: Tensor, target: Tensor, **call: Any) -> Any:
         if self.sequence_group is None or call["reduction"] != "mean":
@@ -102,8 +96,9 @@ class Task(transformers.Task):
         return output._replace(loss=loss) if isinstance(output, tuple) else loss
 
     def aux(self) -> tuple[str, ...]:
-        stats = () if self.options.grad_filter is None else ("filter_stats",)
-        return (*super().aux(), *(("nll", "z_loss", "entropy", *stats) if self.options.report else ()))
+        if not self.options.report:
+            return super().aux()
+        return (*super().aux(), "nll", "z_loss", "entropy", *(["filter_stats"] if self.options.grad_filter else []))
 
     def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> Tensor:
         if self.options.report:

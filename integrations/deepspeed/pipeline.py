@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of
 from cce_dist.integrations.deepspeed.loss import Options, Task
-from cce_dist.integrations.deferred import TensorLogits, check_class, take
+from cce_dist.integrations.deferred.find import check_class
+from cce_dist.integrations.deferred.taken import take
+from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.options import SECTION
 
 
@@ -115,8 +117,8 @@ class _PipelineTask(Task):
     def defer(self, head: Any, hidden: Tensor) -> Tensor:
         return hidden
 
-    def check_place(self, head: Any) -> None:
-        """The loss is computed in loss_fn, after the model's forward."""
+    def needs_forward(self, head: Any) -> bool:
+        return False  # the loss is computed in loss_fn
 
     def pass_weight_through(self, module: nn.Module, inputs: tuple, hidden: Any) -> Any:
         """Return the pipeline's hidden states with the head that ``_PipelineLoss`` needs; a forward hook."""

@@ -124,12 +124,17 @@ class Task:
         return TensorLogits(head, self, hidden)
 
     def check_place(self, head: Any) -> None:
-        """Raise if the loss is asked for after the model's forward, and the weight is sharded."""
-        if not self.calls and (is_sharded(head.weight) or peft.num_rows(head) is None):
+        """Raise if the loss is asked for after the model's forward and that does not work."""
+        if not self.calls and self.needs_forward(head):
             raise RuntimeError(
-                "cce_dist: the loss must be computed in the model's forward, where FSDP and ZeRO-3 gather the head's weight: "
-                "give the model labels, in place of a compute_loss_func or a loss of the training loop"
+                "cce_dist: the loss must be computed in the model's forward, where FSDP and ZeRO-3 gather the head's weight, and "
+                "from whose output DeepSpeed sees backward begin: give the model labels, in place of a compute_loss_func or a "
+                "loss of the training loop"
             )
+
+    def needs_forward(self, head: Any) -> bool:
+        """Return whether the loss must be computed in the model's forward, because the weight is whole only there."""
+        return is_sharded(head.weight) or peft.num_rows(head) is None
 
     def aux(self) -> tuple[str, ...]:
         """Return the outputs of ``linear_cross_entropy`` besides the loss that ``keep`` uses."""
@@ -170,11 +175,8 @@ class Task:
             target,
             linear_bias=peft.sum_of_biases(bias, added),
             label_smoothing=label_smoothing,
-            reduce_dtype=options.reduce_dtype,
-            grad_filter=options.grad_filter,
-            backend=options.backend,
-            workspace_bytes=options.workspace_bytes,
             return_aux=self.aux() or False,
+            **options.call("grad_filter", "reduce_dtype"),
             **call,
         )
 

@@ -19,9 +19,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -47,10 +48,10 @@ class TensorLogits(DeferredLogits):
         "in training the loss comes from hidden states, by F.cross_entropy of class ids; call the model in eval() or under "
         "no_grad to get logits"
     )
-    ADVICE = {  # noqa: RUF012, constant; by function, what a user who needs it can do
-        "log_softmax": 'label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing") in '
-        "place of label_smoothing_factor",
-    }
+    SMOOTHING = (  # Trainer's label_smoothing_factor calls log_softmax
+        '; label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing") in place of '
+        "label_smoothing_factor"
+    )
 
     def __init__(self, head: Any, task: Any, hidden: Tensor, **given: Any) -> None:
         super().__init__(head, task, hidden, **given)
@@ -155,7 +156,7 @@ class TensorLogits(DeferredLogits):
         name = getattr(function, "__name__", str(function))
         in_place = _is_in_place(name) or kwargs.get("inplace")
         if (in_place and isinstance(first, cls)) or isinstance(kwargs.get("out"), cls):
-            raise cls._refused_in_place(name)
+            cls._change_in_place(name)
         args, kwargs = pytree.tree_map_only(cls, lambda logits: logits._computed(name), (args, kwargs))
         return function(*args, **kwargs)
 
@@ -163,27 +164,26 @@ class TensorLogits(DeferredLogits):
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"logits have no attribute {name}")
         if _is_in_place(name):
-            raise self._refused_in_place(name)
+            self._change_in_place(name)
         return getattr(self._computed(name), name)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise self._refused_in_place("an assignment to a part")
-
     @classmethod
-    def _refused_in_place(cls, name: str) -> NotComputedError:
+    def _change_in_place(cls, name: str, *_: Any) -> NoReturn:
         # The change would be made to a computed tensor, and be lost for the loss and for the next use.
-        return NotComputedError(
+        raise NotComputedError(
             f"cce_dist: {name} changes in place logits that are not computed; use its form that returns a new tensor"
         )
 
-    def _other_use(self, use: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._computed(use, name), name)(*args, **kwargs)
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._change_in_place("an assignment to a part")
 
-    def _computed(self, use: str, name: str = "") -> Tensor:
+    def _other_use(self, use: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._computed(use), name)(*args, **kwargs)
+
+    def _computed(self, use: str) -> Tensor:
         """Compute the logits [..., V], at the first use; an error in training."""
         if not self._is_for_use():
-            advice = self.ADVICE.get(name or use)
-            raise self._refused(use) if advice is None else NotComputedError(f"{self._refused(use)}; {advice}")
+            raise NotComputedError(f"{self._refused(use)}{self.SMOOTHING if use == 'log_softmax' else ''}")
         if self._shard.group is not None:
             raise NotComputedError(
                 f"cce_dist: {use} of logits whose vocabulary is split over ranks, which has no answer here"
@@ -218,7 +218,7 @@ class TensorLogits(DeferredLogits):
             if peft.is_lora(type(head)):
                 raise ChangedError("the head's weight or an adapter was replaced")
         weight, bias = self._weights
-        return _AsCalled(weight, bias, self._task)
+        return types.SimpleNamespace(weight=weight, bias=bias, cce_task=self._task)
 
     def _check(self) -> None:
         """Raise ChangedError if something that the logits are computed from has changed since the head was called."""
@@ -255,15 +255,6 @@ class TensorLogits(DeferredLogits):
         return OnDemand(self.shape, self.dtype, self.device, functools.partial(self._computed, "a look"))
 
 
-@dataclasses.dataclass
-class _AsCalled:
-    """Stands in for a head whose weight or bias was replaced since the call: it has the ones of the call."""
-
-    weight: Tensor
-    bias: Tensor | None
-    cce_task: Any
-
-
 def _register_with_einops() -> None:
     """Enter ``TensorLogits`` in einops' table of classes, so that einops treats them as torch's tensors."""
     einops = sys.modules.get("einops._backends")
@@ -293,10 +284,7 @@ def _operator(name: str) -> Callable:
 
 
 def _in_place(name: str) -> Callable:
-    def refuse(self: TensorLogits, other: Any) -> Any:
-        raise self._refused_in_place(name)
-
-    return refuse
+    return lambda self, *_: self._change_in_place(name)
 
 
 # Python looks operators up on the class, never by ``__getattr__``.

@@ -6,10 +6,10 @@ prediction (MTP):
     logits, _ = self.output_layer(hidden, weight=..., runtime_gather_output=...)
     loss = self.compute_language_model_loss(labels, logits)
 
-``convert`` puts ``output_layer`` and the model into subclasses of their own classes. While a model has labels, the first
-call returns ``DeferredLogits``, which remember what they were asked from; the second asks ``output_layer`` again, now for the
-loss, and through ``__call__``: the hooks that gather parameters just in time thus run around the real use of the weight.
-Logits are computed as ever where somebody else wants them. docs/megatron.md says when, what is refused, and what was tried.
+``convert`` puts ``output_layer`` and the model into subclasses of their own classes. While a model has labels, the first call
+returns ``DeferredLogits``, which keep its arguments. The second calls ``output_layer`` again, for the loss, and through
+``__call__``, so that hooks which gather parameters just in time run around the real use of the weight. Other calls compute
+logits as usual. docs/megatron.md says when, and what is refused.
 
 Reading order: ``loss`` (plain functions), ``swap`` (convert and revert), ``flags`` (configuration, command lines, launcher),
 ``scores`` (log-probabilities).

@@ -1,4 +1,4 @@
-"""install, add_arguments and main: Megatron's configuration and command lines learn the name of this loss."""
+"""install, add_arguments and main: the value "cce" of Megatron's configuration and command lines, and the launcher."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ FUSION_FLAG = "--cross-entropy-fusion-impl"
 SETUP = Place(
     "megatron.core.models.common.language_module.language_module", "LanguageModule.setup_embeddings_and_output_layer"
 )
-_defaults: dict[str, Any] = {}  # what the launcher has read, for a parser of the script's that has our flags, too
+_defaults: dict[str, Any] = {}  # flags that the launcher has read, for a script whose parser has these flags, too
 
 
 def install(options: Options | None = None, every_model: bool = False) -> None:
-    """Make ``cross_entropy_fusion_impl="cce"`` mean this module, in ``TransformerConfig`` and on the command line.
+    """Convert models whose ``TransformerConfig`` or command line has ``cross_entropy_fusion_impl="cce"`` when they are built.
 
-    ``LanguageModule.setup_embeddings_and_output_layer``, with which every language model ends its construction, is wrapped.
-    "cce" is added to the values of ``cross_entropy_fusion_impl``, from which the argument parser takes its choices (Megatron-LM
-    >= 0.16; before that ``add_arguments`` adds it). The value counts with or without ``cross_entropy_loss_fusion``, which
-    ``--deterministic-mode`` refuses. A second call replaces the options.
+    ``LanguageModule.setup_embeddings_and_output_layer``, which every language model calls at the end of its construction, is
+    wrapped. "cce" becomes a choice of Megatron-LM's argument parser (before 0.16 ``add_arguments`` adds it). It counts with or
+    without ``cross_entropy_loss_fusion``, which ``--deterministic-mode`` refuses. A second call replaces the options.
 
     Args:
-        options: Options of the models that are built from now on. None: the flags of ``add_arguments`` where Megatron's
-            parser has read them, else the defaults.
+        options: Options of the models that are built from now on. None: the flags of ``add_arguments`` if Megatron's parser
+            has read them, else the defaults.
         every_model: Convert every language model, whatever its configuration says.
 
     Raises:
-        ImportError: megatron-core is missing, or has not the names that this module builds on.
+        ImportError: megatron-core is missing, or lacks a function that this module replaces.
     """
     language_module()
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -96,13 +95,12 @@ def options_from_args(args: argparse.Namespace) -> Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a training script with every language model that it builds converted.
+    """Run a training script and convert every language model that it builds.
 
     With options of torchrun before the script, torchrun starts this command on each rank. Script and flags are checked first,
     because a rank's error would be followed by torchrun's traceback.
 
-    The script finds the modules of its own folder first, as under ``python SCRIPT ...``. So megatron-core comes from the
-    script's Megatron-LM folder, for this package, too.
+    The script's own folder comes first on sys.path, as under ``python SCRIPT ...``, so megatron-core is the one beside it.
     """
     parser = _Parser(
         prog=f"python -m {COMMAND}",
@@ -123,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     fusion.add_argument(FUSION_FLAG, dest="impl", default=FLAG)
     impl = fusion.parse_known_args(rest)[0].impl
     if impl != FLAG:
-        # A line in a log of thousands would be missed, and a run that names one loss would train with another.
+        # A warning would be missed in the log, and a run that names one loss would train with another.
         parser.error(f"{FUSION_FLAG} {impl} asks for a loss of Megatron's, this command for cce_dist's: leave one out")
     _defaults.update({key: value for key, value in vars(args).items() if key.startswith("cce_")})
     if not getattr(sys.flags, "safe_path", False):

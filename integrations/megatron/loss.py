@@ -22,10 +22,9 @@ class Options(shared.ScoreOptions):
     """How a converted model computes its loss.
 
     Args:
-        grad_filter, backend, workspace_bytes: As in every adapter.
-        batch_invariant: Of log-probabilities, as in ``linear_log_probs``; the loss does not look at it.
-        vocab_size: True size of the vocabulary. The logits of Megatron's padding rows, which lie past it, then count as -inf
-            and get no gradient. None: padding rows take part in the softmax, as in Megatron's own loss.
+        vocab_size: True size of the vocabulary. The logits of Megatron's padding rows are then -inf, and these rows get no
+            gradient. None is Megatron's own loss: padding rows take part in the softmax.
+        **shared: As in ``ScoreOptions``. The loss ignores ``batch_invariant``.
     """
 
     vocab_size: int | None = None
@@ -44,17 +43,17 @@ def vocab_parallel_loss(
     options: Options | None = None,
     **scaling: Any,
 ) -> Tensor:
-    """Cross-entropy of every token, in Megatron's layout; what ``compute_language_model_loss`` returns.
+    """Compute the cross-entropy of every token in Megatron's layout, as ``compute_language_model_loss`` does.
 
     Args:
         hidden: [s, b, h], or with ``sequence_parallel`` [s/tp, b, h]; cast to the weight's dtype.
         weight: [V/tp, h] this rank's rows of the head.
-        labels: [b, s] ids. Where one is outside the vocabulary, as SFT's -100, the loss is 0 and gives no gradient.
-        tp_group: The tensor-parallel group; None or a group of one: the whole vocabulary is here.
-        sequence_parallel: hidden is this rank's slice of the sequence.
+        labels: [b, s] ids. A label outside the vocabulary, such as SFT's -100, has loss 0 and no gradient.
+        tp_group: The tensor-parallel group; None if the whole vocabulary is on this rank.
+        sequence_parallel: Whether hidden is this rank's slice of the sequence.
         input_grad: "summed" over tp_group, or "partial": this rank's part, for a caller that sums it.
-        main_grad: [V/tp, h] buffer, ``weight.main_grad``, that backward adds the weight's gradient into. ``weight`` then
-            gets what Megatron's fused accumulation gives it: a dummy, and ``grad_added_to_main_grad`` set.
+        main_grad: [V/tp, h] buffer, ``weight.main_grad``, that backward adds the weight's gradient to. ``weight`` gets a dummy
+            gradient and ``grad_added_to_main_grad``, as from Megatron's fused accumulation.
         expected_weights: [b, s] loss mask, by which losses will be multiplied; or a bool as in ``linear_cross_entropy``.
         options: See ``Options``.
         **scaling: ``logit_scale`` (MuP) and ``softcap`` of ``linear_cross_entropy``.
@@ -95,14 +94,14 @@ def vocab_parallel_log_probs(
     options: Options | None = None,
     **wanted: Any,
 ) -> LogProbs:
-    """Log-probabilities of every token's label, and statistics of its softmax, in Megatron's layout.
+    """Compute log-probabilities of every token's label, and statistics of its softmax, in Megatron's layout.
 
     Args:
         hidden, weight, labels, tp_group, sequence_parallel, input_grad, main_grad: As in ``vocab_parallel_loss``.
-            A label outside the vocabulary has log-probability 0, and the other numbers of its token are 0.
+            For a label outside the vocabulary all outputs of its token are 0.
         logit_scale: Multiplies the logits (MuP).
         temperature: Divides the logits: a number, or a [b, s] tensor.
-        options: Backend, memory and vocabulary. Its filter is not used: upstream gradients have both signs.
+        options: See ``Options``. The filter is not used: upstream gradients have both signs.
         **wanted: ``entropy``, ``sum_p_squared``, ``argmax``, ``top_k`` of ``linear_log_probs``.
 
     Returns:
@@ -138,7 +137,7 @@ def _prepared(
     main_grad: Any,
     options: Options,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """Return hidden states, weight and labels [s, b], and the arguments that every function of hidden states takes."""
+    """Return hidden states, weight and labels [s, b], and the keyword arguments of both calls."""
     shard = shard_of(weight.shape[0], tp_group, options.vocab_size)
     labels = labels.t()
     labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED)
@@ -148,9 +147,8 @@ def _prepared(
         "ignore_index": IGNORED,
         "shard": shard,
         "sequence_parallel": sequence_parallel and shard.group is not None,
-        "backend": options.backend,
-        "workspace_bytes": options.workspace_bytes,
         "grad_weight_out": main_grad,
+        **options.call(),
     }
     return (hidden.to(weight.dtype), weight, labels), call
 
@@ -164,14 +162,14 @@ def vocab_parallel_max(
     gathered: bool = False,
     options: Options | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Largest logit of every token and where it is, from as many logits at a time as the workspace holds (None: 256 MiB).
+    """Return each token's largest logit and its index. Logits are computed in parts that fit the workspace (None: 256 MiB).
 
     Args:
         hidden, weight, tp_group, sequence_parallel, options: As in ``vocab_parallel_loss``.
-        gathered: Over the whole vocabulary; False: over this rank's rows, counted from its first.
+        gathered: Whether to search the whole vocabulary. Else the index is relative to this rank's first row.
 
     Returns:
-        Values [s, b] in the weight's dtype and indices [s, b] int64; not differentiable.
+        Values [s, b] in the weight's dtype and int64 indices [s, b], without gradient.
 
     Communication: With ``sequence_parallel`` an all-gather of hidden, with ``gathered`` two of one number per token.
     """
@@ -199,7 +197,7 @@ def vocab_parallel_max(
 
 
 def shard_of(num_rows: int, tp_group: dist.ProcessGroup | None, vocab_size: int | None) -> VocabShard:
-    """Return which rows of the (padded, or true) vocabulary this rank's are."""
+    """Return the shard of a rank with ``num_rows`` rows; ``vocab_size`` None counts padding rows as part of the vocabulary."""
     rank, size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
     padded = num_rows * size
     if vocab_size is not None and vocab_size > padded:
@@ -208,10 +206,9 @@ def shard_of(num_rows: int, tp_group: dist.ProcessGroup | None, vocab_size: int 
 
 
 class _GradientInMainGrad(torch.autograd.Function):
-    """Pass the weight through; its backward returns the dummy gradient that Megatron expects, after main_grad has the true one.
+    """Pass the weight through. In backward, which has added the gradient to main_grad, return the dummy that Megatron expects.
 
-    Megatron's hooks, which overlap the reduction with backward, run only if there is a gradient. Where the weight is also the
-    embedding's, autograd adds both gradients, so the dummy must be zero.
+    Megatron's hooks need a gradient to overlap the reduction with backward. It must be 0 if the embedding uses the weight, too.
     """
 
     @staticmethod

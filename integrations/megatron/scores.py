@@ -9,8 +9,8 @@
     labels = next_ids(ids, cp_group, packed_seq_params)  # where nobody has shifted them
 
 ``GPTModel.forward`` calls its ``output_processor`` in place of the head and the loss, with hidden states as the head would get
-them: [s, b, h], or this rank's slice [s/tp, b, h] under sequence parallelism. The head says which, and whether the gradient of
-hidden states is summed here. In ``log_probs_of`` the model asks deferred logits for its loss as ever.
+them: [s, b, h], or this rank's slice [s/tp, b, h] under sequence parallelism. The head knows which, and whether the gradient of
+hidden states is summed here. In ``log_probs_of`` the model asks deferred logits for its loss as usual.
 """
 
 from __future__ import annotations
@@ -29,31 +29,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import LogProbs
-from cce_dist.integrations.deferred import Head
+from cce_dist.integrations.deferred.taken import Head
 from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs
-from cce_dist.integrations.megatron.swap import call_of, language_models, reason_against
+from cce_dist.integrations.megatron.swap import call_of, heads_of, reason_against
 from cce_dist.integrations.patching import say_once
 
 ARGUMENTS = ("output_processor", "output_processor_context")
 
 
 def log_probs_processor(*, temperature: float = 1.0, options: Options | None = None, **wanted: Any) -> Callable:
-    """Return an ``output_processor`` of ``GPTModel.forward`` that gives ``LogProbs`` of the labels, [b, s] each.
+    """Return an ``output_processor`` for ``GPTModel.forward`` that returns ``LogProbs`` of the labels, [b, s] each.
 
-    The model may be converted or not. Losses of multi-token prediction come before the processor, and stay what they were.
+    The model need not be converted. Losses of multi-token prediction, which come before the processor, do not change.
+    ``Float16Module`` turns the ``LogProbs`` into a plain tuple.
 
     Args:
-        temperature: Divides the logits. A call of the model may name another, a number or a [b, s] tensor:
+        temperature: Divides the logits. A call of the model may override it with a number or a [b, s] tensor:
             ``output_processor_context={"temperature": ...}``.
         options: Backend, memory and true size of the vocabulary; None: the converted model's options, or the defaults.
         **wanted: ``entropy``, ``sum_p_squared``, ``argmax``, ``top_k`` of ``linear_log_probs``.
 
-    Returns:
-        A function of the keywords that Megatron gives it. ``Float16Module`` makes a plain tuple of its ``LogProbs``.
-
     Raises:
         RuntimeError: This megatron-core's ``GPTModel.forward`` takes no ``output_processor``.
-        TypeError: ``wanted`` names something else.
+        TypeError: Another keyword is given.
     """
     import megatron.core
     from megatron.core.models.gpt import GPTModel
@@ -69,28 +67,26 @@ def log_probs_processor(*, temperature: float = 1.0, options: Options | None = N
 
 @contextlib.contextmanager
 def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any) -> Iterator[list[LogProbs]]:
-    """Give a list to which each call of a converted model with labels appends their ``LogProbs``, [b, s] each.
+    """Yield a list to which each call of a converted model with labels appends their ``LogProbs``, [b, s] each.
 
-    The call returns what it always does, minus the log-probabilities; a filter is not used. A stage without a head appends
-    nothing, so every rank makes the same calls. Losses of multi-token prediction stay what they were.
+    The call itself returns the negative log-probabilities; a filter is not used. A pipeline stage without a head appends
+    nothing, so every rank makes the same calls. Losses of multi-token prediction do not change.
 
     Args:
-        model: As of ``convert``, which has converted it.
+        model: A converted model, as in ``convert``.
         temperature: Divides the logits: a number, or a [b, s] tensor.
-        **wanted: ``entropy``, ``sum_p_squared``, ``argmax``, ``top_k`` of ``linear_log_probs``.
+        **wanted: As in ``log_probs_processor``.
 
     Raises:
         ValueError: The model is not converted.
-        TypeError: ``wanted`` names something else, or ``model`` is none of megatron-core.
+        TypeError: Another keyword is given, or ``model`` contains no model of megatron-core.
     """
     _check("log_probs_of", wanted)
     found: list[LogProbs] = []
-    tasks = []
-    for part in language_models(model):
-        head = getattr(part, "output_layer", None)
-        if head is not None and not isinstance(head, Head):
-            raise ValueError("cce_dist: log_probs_of needs a model that is converted")
-        tasks += [] if head is None else [head.cce_task]
+    heads = [head for _, head in heads_of(model) if head is not None]
+    if not all(isinstance(head, Head) for head in heads):
+        raise ValueError("cce_dist: log_probs_of needs a model that is converted")
+    tasks = [head.cce_task for head in heads]
     compute = functools.partial(vocab_parallel_log_probs, temperature=temperature, **wanted)
     for task in tasks:
         task.score, task.scores = compute, found
@@ -102,15 +98,15 @@ def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any
 
 
 def next_ids(ids: Tensor, cp_group: dist.ProcessGroup | None = None, packed_seq_params: Any = None) -> Tensor:
-    """Return the label of each token where that is the next id of its sequence, by Megatron's own ``roll_tensor``.
+    """Return the next id of each token's sequence as its label, by Megatron's own ``roll_tensor``.
 
     Args:
-        ids: [b, s], of this rank's slices of the sequences under context parallelism.
-        cp_group: The context-parallel group; None: sequences are whole.
+        ids: [b, s]; under context parallelism this rank's slices of the sequences.
+        cp_group: The context-parallel group; None if sequences are whole.
         packed_seq_params: Megatron's, with the boundaries of the sequences in ``cu_seqlens_q``; ids are then [1, s].
 
     Returns:
-        [b, s]; -1 behind the last token of a sequence. That label is outside the vocabulary: log-probability 0, no gradient.
+        [b, s]. The last token of a sequence has the label -1, outside the vocabulary: log-probability 0, no gradient.
 
     Communication: Under context parallelism one id per slice to each neighbour, for each packed sequence.
 
@@ -122,9 +118,9 @@ def next_ids(ids: Tensor, cp_group: dist.ProcessGroup | None = None, packed_seq_
     if packed_seq_params is not None:
         boundaries = sequence_boundaries(packed_seq_params, ids.shape[1], 1 if cp_group is None else cp_group.size())
         packed_seq_params = copy.copy(packed_seq_params)
-        # Under context parallelism roll_tensor fails at a sequence without tokens, so each boundary stands here once.
+        # Under context parallelism roll_tensor fails for a sequence without tokens, so each boundary is listed once.
         packed_seq_params.cu_seqlens_q = torch.tensor(sorted(set(boundaries)))
-    # roll_tensor puts zeros behind the last token, which would be an id.
+    # roll_tensor fills the last position with 0, which would be an id.
     return roll_tensor(ids + 1, -1, -1, cp_group, packed_seq_params)[0] - 1
 
 
@@ -215,7 +211,7 @@ class _Processor:
                 logit_scale=float(scale_logits(torch.ones(()))),
             )
 
-        # Through the call of a converted head, whose hooks gather parameters just in time.
+        # The call of a converted head runs its hooks, which gather parameters just in time.
         if converted:
             return output_layer(hidden_states, ask=compute, weight=output_weight)
         return compute(output_layer, hidden_states, output_weight)

@@ -1,4 +1,4 @@
-"""convert and revert: a built model's head and the model itself, put into subclasses of their own classes."""
+"""convert, revert and require: put a built model and its head into subclasses of their own classes, and undo it."""
 
 from __future__ import annotations
 
@@ -14,35 +14,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cce_dist.integrations import deferred
-from cce_dist.integrations.deferred import Head, argument, give_back, subclass, take
+from cce_dist.integrations.deferred import task as deferred
+from cce_dist.integrations.deferred.logits import DeferredLogits
+from cce_dist.integrations.deferred.taken import Head, give_back, subclass, take
+from cce_dist.integrations.deferred.task import argument
 from cce_dist.integrations.megatron.loss import Options, shard_of, vocab_parallel_loss, vocab_parallel_max
 
-FLAG = "cce"  # the value of cross_entropy_fusion_impl that means us
+FLAG = "cce"  # the value of cross_entropy_fusion_impl that converts a model
 
 
 def convert(model: Any, options: Options | None = None) -> Any:
-    """Have a built model compute its loss from hidden states.
+    """Have a built model compute its loss from hidden states, and return the model.
 
-    Its parameters, their names, ``state_dict`` and ``sharded_state_dict`` stay. A stage without a head is left alone, so every
-    rank makes the same call. Best before DDP or FSDP wraps the model; after works, too, but FSDP2 shards modules by class. One
-    rank says in a line that the loss is in use: the logger ``cce_dist``, at level WARNING.
+    Parameters, their names, ``state_dict`` and ``sharded_state_dict`` stay. A pipeline stage without a head is left alone, so
+    every rank makes the same call. Call it before DDP or FSDP wraps the model if you can: FSDP2 shards modules by class. One
+    rank logs a line to the logger ``cce_dist``, at level WARNING.
 
     Args:
-        model: A language model of megatron-core (GPT, Mamba, Hybrid), one that contains one, wrapped in DDP and
-            Float16Module or not; or a list of them, as of virtual pipeline stages.
-        options: See ``Options``. On a converted model None changes nothing, others replace those it has.
-
-    Returns:
-        ``model``, so that a builder or a ``pre_wrap_hook`` can return the call's result.
+        model: A language model of megatron-core (GPT, Mamba, Hybrid), a module that contains one (DDP, Float16Module), or a
+            list of models, one for each virtual pipeline stage.
+        options: See ``Options``. On a converted model they replace its options; None keeps them.
 
     Raises:
-        ValueError: The head is one that cannot be taken over; the message says why.
-        TypeError: There is no model of megatron-core in it.
-        ImportError: megatron-core is missing, or has not the names that this module builds on.
+        ValueError: The head cannot be taken over; the message says why.
+        TypeError: ``model`` contains no model of megatron-core.
+        ImportError: megatron-core is missing, or lacks a function that this module replaces.
     """
-    for part in language_models(model):
-        head = getattr(part, "output_layer", None)
+    for part, head in heads_of(model):
         if isinstance(head, Head):
             head.cce_task.options = options or head.cce_task.options
             continue
@@ -60,8 +58,7 @@ def convert(model: Any, options: Options | None = None) -> Any:
 
 def revert(model: Any) -> Any:
     """Undo ``convert``, and return ``model``."""
-    for part in language_models(model):
-        head = getattr(part, "output_layer", None)
+    for part, head in heads_of(model):
         if isinstance(head, Head):
             if type(part).__mro__[1] is not _Model:
                 raise ValueError("the model's class was changed again since convert(), by FSDP2 say: undo that first")
@@ -71,17 +68,15 @@ def revert(model: Any) -> Any:
 
 
 def require(model: Any) -> None:
-    """Raise unless this model's loss comes from hidden states.
+    """Raise unless this model's loss comes from hidden states, as ``cce_dist.require`` does.
 
-    Before the first forward in training this can tell only whether the head was converted, after one whether the head was asked
-    for its loss, too. A stage without a head always passes, so every rank makes the same call.
+    A pipeline stage without a head always passes, so every rank makes the same call.
 
     Raises:
         RuntimeError: A head is not converted; or forwards in training have ended, and other code computed the loss of all.
         TypeError, ImportError: As in ``convert``.
     """
-    for part in language_models(model):
-        head = getattr(part, "output_layer", None)
+    for part, head in heads_of(model):
         if isinstance(head, Head):
             head.cce_task.require("output_layer")
         elif head is not None:
@@ -91,13 +86,13 @@ def require(model: Any) -> None:
             )
 
 
-class MegatronLogits(deferred.DeferredLogits):
-    """Deferred logits [s, b, V] or [s, b, V/tp]: they give their loss and, for the acceptance rate of MTP, their maximum."""
+class MegatronLogits(DeferredLogits):
+    """Deferred logits [s, b, V] or [s, b, V/tp]. They answer for their loss and, for MTP's acceptance rate, their maximum."""
 
-    ANSWERED = deferred.DeferredLogits.ANSWERED | {torch.argmax: "argmax", torch.max: "max"}
+    ANSWERED = DeferredLogits.ANSWERED | {torch.argmax: "argmax", torch.max: "max"}
 
     def loss(self, labels: Tensor) -> Tensor:
-        """Return the loss [b, s] of labels [b, s]; keep the ``LogProbs`` of the model's own labels in ``log_probs_of``."""
+        """Return the loss [b, s] of labels [b, s]. In ``log_probs_of`` also keep the ``LogProbs`` of the model's own labels."""
         task = self._task
         expected = task.expected_weights(labels)
         score = task.score if labels is task.told[0] else None
@@ -117,7 +112,7 @@ class MegatronLogits(deferred.DeferredLogits):
         return -answer.log_probs
 
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
-        """Return the largest logits and their places, [s, b] each."""
+        """Return the largest logits and their indices, [s, b] each."""
         if dim != -1 or min(self._factor, self._softcap or 1.0) <= 0:
             raise self._refused(f"the largest element along dim {dim}, or behind a factor that is not positive,")
 
@@ -136,11 +131,11 @@ class MegatronLogits(deferred.DeferredLogits):
         return values if self._softcap is None else values.tanh() * self._softcap, indices
 
     def argmax(self, dim: int) -> Tensor:
-        """Return the place of the largest logits, [s, b]."""
+        """Return the indices of the largest logits, [s, b]."""
         return self.max(dim)[1]
 
     def size(self, dim: int) -> int:
-        """Return the number of logits of a token on this rank."""
+        """Return the number of logits per token on this rank."""
         if dim != -1:
             raise self._refused(f"the size along dim {dim}")
         return self._head.output_size if self._gathered() else self._head.output_size_per_partition
@@ -152,17 +147,17 @@ class MegatronLogits(deferred.DeferredLogits):
 
 @dataclasses.dataclass(eq=False)
 class Task(deferred.Task):
-    """What a converted ``output_layer`` knows; it defers in calls of the model, or of its end, with labels."""
+    """State of a converted ``output_layer``. It defers in calls of the model, or of ``_postprocess``, that have labels."""
 
-    score: Callable | None = None  # of log_probs_of, in the place of the loss of the model's own labels
-    scores: list = dataclasses.field(default_factory=list)  # what it returned
-    # Labels and loss mask of the call under way. Multi-token prediction rolls labels of its own.
+    score: Callable | None = None  # inside log_probs_of: replaces the loss of the model's own labels
+    scores: list = dataclasses.field(default_factory=list)  # results of ``score``
+    # Labels and loss mask of the current call. Multi-token prediction rolls labels of its own.
     told: tuple = (None, None)
 
     def expected_weights(self, labels: Tensor) -> Tensor | bool:
-        """Return what losses of these labels will be multiplied by."""
+        """Return the weights by which the losses of these labels will be multiplied."""
         of_model, mask = self.told
-        if labels is not of_model:  # the mask is rolled, too
+        if labels is not of_model:  # multi-token prediction rolls the mask, too
             return False
         return mask.reshape(labels.shape) if isinstance(mask, Tensor) and mask.numel() == labels.numel() else True
 
@@ -171,7 +166,7 @@ class Task(deferred.Task):
 
     @contextlib.contextmanager
     def call(self, deferring: bool) -> Iterator[None]:
-        """Have the head defer its logits, or not, in a block or, as a decorator, in each call of a function."""
+        """Set whether the head defers its logits, in a block or, as a decorator, in each call of a function."""
         self.calls.append(deferring)
         try:
             yield
@@ -188,7 +183,7 @@ class _Model:
         compute = super().compute_language_model_loss  # pyright: ignore[reportAttributeAccessIssue]
         if self.config.cross_entropy_fusion_impl != FLAG:
             return compute(labels, logits)
-        # These logits are real, from reinforcement learning, say. Megatron knows no fusion of our name for them.
+        # These logits are computed, for example for reinforcement learning. Megatron has no fusion "cce".
         fusion = self.config.cross_entropy_loss_fusion
         self.config.cross_entropy_loss_fusion = False
         try:
@@ -209,7 +204,7 @@ def _model_class(base: type) -> type:
 
 
 def _deferring(model_class: type, name: str, function: Callable) -> Callable:
-    """Return the method ``name`` such that the head defers its logits during a call with labels."""
+    """Return the method ``name`` of a converted model: the head defers its logits during a call with labels."""
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,10 +218,10 @@ def _deferring(model_class: type, name: str, function: Callable) -> Callable:
             return inherited(*args, **kwargs)
         task = self.output_layer.cce_task
         task.trains = self.training
-        # Someone else wants to see logits: a loss of the instance's own, or a log on disk. The head then computes them.
+        # Other code reads the logits: a loss of the instance's own, or a log on disk. The head then computes them.
         wanted = "compute_language_model_loss" in vars(self) or getattr(self.config, "config_logger_dir", "")
-        # An output_processor (0.18 on) replaces the loss, and was written for a head that returns logits. It gets them; the
-        # losses of multi-token prediction, which come before it, stay ours.
+        # An output_processor (0.18 on) replaces the loss, and is given a head that returns logits. The losses of multi-token
+        # prediction, which come before it, are still computed from hidden states.
         if kwargs.get("output_processor") is not None:
             kwargs["output_processor"] = task.call(deferring=False)(kwargs["output_processor"])
         before, task.told = task.told, (labels, argument(function, "loss_mask", args, kwargs))
@@ -274,8 +269,8 @@ def reason_against(head: Any, config: Any) -> str | None:
     return None
 
 
-def language_models(model: Any) -> Iterator[Any]:
-    """Yield the language models in a model, however wrapped, or in each of a list."""
+def heads_of(model: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each language model in a model or in a list of models, and its head; None on a pipeline stage without a head."""
     from megatron.core.transformer.module import MegatronModule
 
     base = language_module()
@@ -283,11 +278,11 @@ def language_models(model: Any) -> Iterator[Any]:
         parts = list(chunk.modules()) if isinstance(chunk, nn.Module) else []
         if not any(isinstance(part, MegatronModule) for part in parts):
             raise TypeError(f"expected a model of megatron-core, got {type(chunk).__name__}")
-        yield from (part for part in parts if isinstance(part, base))
+        yield from ((part, getattr(part, "output_layer", None)) for part in parts if isinstance(part, base))
 
 
 def language_module() -> Any:
-    """Return Megatron's ``LanguageModule``, with the names that this module builds on."""
+    """Return Megatron's ``LanguageModule``. Raise ImportError unless it has the methods that are replaced."""
     try:
         import megatron.core
         from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -301,11 +296,11 @@ def language_module() -> Any:
 
 
 def call_of(head: Any, weight: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
-    """Return the weight of a ``ColumnParallelLinear``, and how its functions of hidden states are called."""
+    """Return the weight of a ``ColumnParallelLinear``, and the keyword arguments that its layout needs."""
     whole: Tensor = head.weight if weight is None else weight
     main_grad = None
     if torch.is_grad_enabled() and whole.requires_grad and head.gradient_accumulation_fusion:
-        # Megatron-FSDP lays its buffer out during backward, and copies an ordinary gradient there.
+        # Megatron-FSDP allocates its buffer during backward, and copies an ordinary gradient there.
         main_grad = None if hasattr(whole, "__fsdp_param__") else getattr(whole, "main_grad", None)
     return whole, {
         "tp_group": _tp_group(head),
@@ -317,7 +312,7 @@ def call_of(head: Any, weight: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
 
 def _tp_group(head: Any) -> dist.ProcessGroup:
     group: Any = getattr(head, "tp_group", None)
-    if group is None:  # megatron-core 0.12 hands the head none
+    if group is None:  # megatron-core 0.12
         from megatron.core import parallel_state
 
         group = parallel_state.get_tensor_model_parallel_group()
@@ -328,6 +323,6 @@ def _speaks(task: Task) -> bool:
     from megatron.core import parallel_state
 
     first = task.shard.start == 0
-    if not parallel_state.model_parallel_is_initialized():  # the groups were handed to the model, in a pg_collection
+    if not parallel_state.model_parallel_is_initialized():  # the model got its groups in a pg_collection
         return first
     return first and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0

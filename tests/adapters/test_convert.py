@@ -24,8 +24,9 @@ from torch.nn.modules import module as modules
 from torch.nn.utils import parametrizations
 
 import cce_dist
-from cce_dist.integrations import deferred
-from cce_dist.integrations.deferred import NotComputedError, TensorLogits
+from cce_dist.integrations.deferred import tensor as deferred_tensor
+from cce_dist.integrations.deferred.logits import NotComputedError
+from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.on_demand import OnDemand
 
 HIDDEN, VOCAB, LENGTH, BATCH = 16, 37, 6, 2
@@ -105,7 +106,7 @@ def assert_same_step(stock: Any, ours: Any) -> None:
 @pytest.fixture
 def dense() -> Iterator[list[int]]:
     """Count how often logits are computed."""
-    with counted(deferred.tensor, "dense") as calls:
+    with counted(deferred_tensor, "dense") as calls:
         yield calls
 
 

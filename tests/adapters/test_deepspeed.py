@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 import cce_dist
 from cce_dist.integrations import deepspeed as cce
-from cce_dist.integrations import deferred
 from cce_dist.integrations import transformers as hugging_face
+from cce_dist.integrations.deepspeed.__main__ import main
+from cce_dist.integrations.deferred import task as deferred_task
 from cce_dist.tools.ranks import run_ranks
 
 HIDDEN, VOCAB, SEQ, BATCH, STEPS, MICROBATCHES = 16, 37, 6, 2, 2, 2
@@ -328,7 +329,7 @@ def parameters(engine: Any) -> dict[str, Tensor]:
 def compare(case: Pipe | Case, name: str = "") -> None:
     stock, ours = engines(case, name)
     tolerance = 2e-2 if case.bf16 or case.fp16 else 2e-5
-    with counted(deferred.task) as calls:
+    with counted(deferred_task) as calls:
         for step in range(STEPS):
             expected, losses = (train(engine, step, case) for engine in (stock, ours))
             torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0)
@@ -676,7 +677,7 @@ def test_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "True __main__ ['--local_rank=0', '--lr', '1']" in done.stdout
     assert "no model was converted: no ds_config that reached" in done.stderr
     with pytest.raises(SystemExit):
-        cce.main([str(tmp_path / "absent.py")])
+        main([str(tmp_path / "absent.py")])
     assert "no such script" in capsys.readouterr().err
 
 
@@ -826,6 +827,7 @@ def test_plain_initialize_says_that_it_ignores_the_section(tmp_path: Path, first
         "        print('engine:', call.__module__, enabled, file=sys.stderr, flush=True)\n"
         "        call(model=one_model(), config=ds_config(enabled, Case()))\n"
         "if __name__ == '__main__':\n"
+        "    ranks.START_METHOD = 'fork'  # which imports nothing again\n"
         "    ranks.run_ranks(body, 1)\n"
     )
     places = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import pytest
 import torch
 
 from cce_dist import GradFilter
-from cce_dist.integrations import trl
 from cce_dist.integrations.deepspeed.loss import Options as Section
 from cce_dist.integrations.megatron import flags, loss
-from cce_dist.integrations.options import ModelOptions, Options
+from cce_dist.integrations.options import ModelOptions, Options, ScoreOptions
 
 # The README's ds_config.
 DS_CONFIG = """
@@ -44,8 +42,8 @@ def test_no_budget_is_one_that_the_loss_chooses(options: Any) -> None:
             read(wrong)
 
 
-def test_trl_and_megatrons_flag_choose_too() -> None:
-    assert inspect.signature(trl.install).parameters["workspace_bytes"].default is None
+def test_scores_and_megatrons_flag_choose_too() -> None:
+    assert ScoreOptions().workspace_bytes is None
     parser = flags.add_arguments(argparse.ArgumentParser())
     for argv, budget in ([], None), (["--cce-workspace-bytes", "1048576"], 1 << 20):
         assert flags.options_from_args(parser.parse_args(argv)).workspace_bytes == budget

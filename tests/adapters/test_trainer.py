@@ -27,7 +27,7 @@ from tiny_trainer import (
 )
 
 import cce_dist
-from cce_dist.integrations import deferred
+from cce_dist.integrations.deferred import tensor as deferred_tensor
 
 TOLERANCE = 2e-5
 
@@ -72,7 +72,7 @@ CASES: dict[str, tuple[str, dict, dict]] = {
     [pytest.param(*case, id=key, marks=[pytest.mark.slow] * (key == "compiled")) for key, case in CASES.items()],
 )
 def test_trainer(tmp_path: Path, name: str, more: dict, of_trainer: dict) -> None:
-    with counted(deferred.tensor, "dense") as computed:
+    with counted(deferred_tensor, "dense") as computed:
         stock, ours = (trained(tmp_path, ours, tiny_model(name), more, of_trainer) for ours in (False, True))
     cce_dist.require(ours.model)
     assert_same_log(logged(ours), logged(stock), TOLERANCE)
@@ -153,7 +153,7 @@ def test_a_dispatched_model(tmp_path: Path, converted: str, head: str) -> None:
         force_hooks=True,
     )
     cce_dist.convert(model)
-    with torch.no_grad(), counted(deferred.tensor, "dense") as computed:
+    with torch.no_grad(), counted(deferred_tensor, "dense") as computed:
         found = model(input_ids=ids, labels=ids)
         torch.testing.assert_close(found.loss, expected.loss)
         assert computed == [0]

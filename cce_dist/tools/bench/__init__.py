@@ -113,7 +113,6 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         help="steps of T data-parallel ranks under FSDP2, with untrained weights and --tokens per rank; under torchrun or "
         "alone (default: all ranks or GPUs)",
     )
-    add("--longest", type=whole(0), default=0, metavar="GIB", help="find the longest sequence in this memory")
     add("--train-steps", type=whole(1), default=300, metavar="STEPS", help="training before (default: 300)")
     add("--corpus", type=folder, metavar="DIR", help="UTF-8 text files (default: Python's standard library)")
     add("--pattern", type=pattern, help="file names to read, such as '*.txt'")

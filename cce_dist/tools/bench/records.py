@@ -61,7 +61,6 @@ class Row:
     peak_bytes: int | None = None  # of a head, above inputs and gradients; of whole steps all
     first: float | None = None  # seconds of the first loss and gradient, compilation included
     value: float | None = None  # the loss, if it is one number
-    longest: int | None = None  # tokens of the longest sequence that fits, if it was looked for
 
 
 @dataclass
@@ -109,7 +108,6 @@ class Case:
     train_steps: int = 0  # before measuring
     num_ids: int = 0  # different ids in the text that the model was trained on
     length: int = 0  # tokens of a sequence
-    limit_gib: int = 0  # the memory limit of ``Row.longest``; 0 if it was not looked for
 
     @property
     def present(self) -> list[Row]:

@@ -16,7 +16,7 @@ from cce_dist.tools.bench.shapes import COLUMNS
 NEEDED = {"fwd/1": "/ products", "total/3": "/ products", "total/4": "/ products, logits twice"}
 OF_HEADS = ("fwd", "fwd/1", "total", "total/3", "total/4", "host", "first", "MiB", "dE", "dC", "mean-dE", "loss")
 OF_STEPS = (
-    *("total", "tokens/s", "stock", "host", "first", "MiB", "longest"),
+    *("total", "tokens/s", "stock", "host", "first", "MiB"),
     *("gathered", "scattered", "value", "loss", "dE", "dC"),
 )
 ERRORS = {"loss": "loss", "dE": "d_hidden", "dC": "d_weight", "mean-dE": "d_hidden_mean"}
@@ -46,7 +46,7 @@ def headings(case: Case) -> dict[str, str]:
         return COLUMNS | {name: f"/{count} GEMM{'s' * (count > 1)}" for name, count in ratios}
     step = {"total": "step ms (IQR)", "MiB": "peak MiB", "dE": "err body", "dC": "err head"}
     step |= {} if case.base is None else {"stock": f"x {case.base.name}"}
-    return COLUMNS | step | ({"longest": f"longest in {case.limit_gib} GiB"} if case.limit_gib else {})
+    return COLUMNS | step
 
 
 def cells(row: Row, case: Case) -> dict[str, str]:
@@ -68,7 +68,6 @@ def cells(row: Row, case: Case) -> dict[str, str]:
         "host": _ms(statistics.median(total.host)) if total.host else "-",
         "first": _number(row.first, ".1f"),
         "MiB": _number(row.peak_bytes, ",.0f", 2**20),
-        "longest": _number(row.longest, ",.0f"),
         "gathered": _number(received.get("gathered"), ",.2f", 2**20),
         "scattered": _number(received.get("scattered"), ",.2f", 2**20),
         "value": _number(row.value, ".4f"),

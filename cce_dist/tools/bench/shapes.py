@@ -50,7 +50,6 @@ COLUMNS = {  # names of --columns: headings of a case's table
     "tokens/s": "tokens/s",
     "stock": "x stock",
     "value": "loss",
-    "longest": "longest",
     "gathered": "gathered MiB",
     "scattered": "scattered MiB",
 }

@@ -27,16 +27,13 @@ from cce_dist.tools.bench.models import CONFIGS, STOCK, build, over, ways
 from cce_dist.tools.bench.records import Case, Cases, Errors
 from cce_dist.tools.bench.shapes import COMPILE
 from cce_dist.tools.bench.workload import IGNORE_INDEX, Workload, describe_softmax
-from cce_dist.tools.plan.planning import largest
 from cce_dist.tools.pretrain.data import Batches, Corpus, CorpusError, prepare
 from cce_dist.tools.pretrain.exits import UsageError
-from cce_dist.tools.report import describe
 
 TRAIN_TOKENS, TRAIN_RATE = 8192, 1e-3  # tokens of a training step, and the peak rate up to a hidden size of 1,024
 CLIP = 1.0
 # A bf16 body turns the rounding of a loss's dE into 1e-2 to 1e-1 of its own gradients. A mistake is several times as large.
 LIMITS = Limits(1e-2, 0.2, "the body", "the head")
-LONGEST_UNIT = 1024  # tokens
 
 
 def complete(args: argparse.Namespace) -> int:
@@ -51,8 +48,6 @@ def complete(args: argparse.Namespace) -> int:
     wrong = [tokens for tokens in args.tokens if tokens % min(tokens, args.length)]
     if wrong:
         raise SystemExit(f"cce-dist bench: {wrong[0]} tokens are no whole sequences of {args.length}")
-    if args.longest and (args.device == "cpu" or args.fsdp is not None):
-        raise SystemExit("cce-dist bench: --longest needs a GPU, whose memory is the limit, and no other rank")
     return 0
 
 
@@ -83,11 +78,6 @@ def _cases_of(name: str, args: argparse.Namespace, chosen: dict[str, Method], de
         ids = text.held_out(num_tokens // length, length, device)
         case = measure_steps(name, args, chosen, lambda method: (run, over(method, model)), ids)
         case.train_steps, case.num_ids = args.train_steps, text.num_ids
-        if args.longest and num_tokens == args.tokens[-1]:
-            case.limit_gib = args.longest
-            for row in case.rows:
-                if not row.problem:
-                    row.longest = _longest(run, chosen[row.name], text, args.longest)
         yield replace(case, **_workload(model, ids).drawn)
 
 
@@ -240,33 +230,6 @@ def _errors(run: Run, computed: Sequence[Tensor | None], reference: Sequence[Ten
             pairs[part].append((torch.zeros_like(true) if value is None else value, true))
     loss, body, of_head = (relative_error(pairs[part]) for part in ("loss", "body", "head"))
     return Errors(loss, body, of_head, float("nan"))
-
-
-def _longest(run: Run, method: Method, text: Text, limit_gib: int) -> int | None:
-    """Return the tokens of the longest sequence whose step fits. None for a compiled method: each length would compile anew."""
-    device, train = run.parameters[0].device, text.corpus.train
-
-    def fits(units: int) -> bool:
-        ids, fit = text.spread(train[np.arange(units * LONGEST_UNIT) % len(train)], device)[None], True
-        show_progress(f"a sequence of {ids.shape[1]:,}")
-        try:
-            run.step(over(method, run.model), ids)
-        except torch.OutOfMemoryError:
-            fit = False
-        free_memory(device)
-        return fit
-
-    if method.compiled:
-        return None
-    whole = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_gib << 30) / whole))
-    try:
-        return LONGEST_UNIT * largest(fits)
-    except Exception as error:
-        show_progress(f"no longest sequence: {describe(error)}")
-        return None
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def _workload(model: Any, ids: Tensor) -> Workload:
