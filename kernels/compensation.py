@@ -76,7 +76,12 @@ def sample(share: Tensor, size: int) -> Sampled:
 
 
 def signal_share(signal: Tensor, noise: Tensor) -> Tensor:
-    """Return the factor on an estimate, given its square and the sum of its terms' squares."""
+    """Return ``signal_share`` of the module docstring: the factor on an estimate.
+
+    Args:
+        signal: Square of the estimate.
+        noise: Sum of the squares of its terms.
+    """
     factor = (1 - noise / torch.where(signal > 0, signal, torch.inf)).nan_to_num(0.0)
     return torch.where((factor > LEAST_SIGNAL) & (signal > 0), factor, 0.0)
 
@@ -98,8 +103,8 @@ def shrinkage(along: Tensor, weighted: Tensor, mean_square: Tensor, usual: Tenso
 def linear(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float, usual: Tensor) -> tuple[Tensor, Tensor]:
     """Return two 0-d factors: on the linear correction, and on the samples' estimate of the error that remains.
 
-    The factor on the linear correction is the value of a grid with the least expected error: the noise that the samples leave
-    after their own factor, plus the linear correction's own noise.
+    The factor on the linear correction is chosen from a grid, so that the expected error is smallest. This error is what the
+    samples leave after their own factor, plus the noise of the linear correction.
 
     Args:
         estimate: The samples' estimate of the rank-1 matrix's error.

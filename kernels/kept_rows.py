@@ -26,7 +26,10 @@ BLOCK_D = 1024  # elements of a row that a program of backward handles
 
 
 def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Return the loss's rows of ``stats_KN``, computed over the lists, and the entries' logits (-inf: no column)."""
+    """Return ``stats_KN`` of the softmax over each token's list, and the logit of each list entry.
+
+    The logit of an entry that is no column of this shard is -inf.
+    """
     num_tokens, hidden_size = x.hidden.shape
     z_M = torch.empty(lists.column_M.shape, dtype=torch.float32, device=x.hidden.device)
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=x.hidden.device)

@@ -27,7 +27,7 @@ def planned_device() -> Planned | None:
 
 @contextmanager
 def planned(device: Planned | None) -> Iterator[None]:
-    """Have this thread's host code choose tiles for ``device`` (None: its own device). Kernels cannot be launched meanwhile."""
+    """Let this thread's host code choose tiles for ``device``, or for its own device if that is None. No kernel can be launched."""
     token = _PLANNED.set(device)
     try:
         yield

@@ -105,7 +105,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
     """Keeps the line breaks of the examples, and adds a default where there is one and the text does not name it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        unset = action.default is None or action.default is False or action.default == ""
+        unset = action.default is None or action.default is False or action.default in ("", ())
         silent = unset or "default" in (action.help or "")
         return action.help if silent else super()._get_help_string(action)
 

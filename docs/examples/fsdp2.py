@@ -1,6 +1,6 @@
 """FSDP2 without gathering the head's weight: ranks gather hidden states, and each computes its own rows of the vocabulary.
 
-pip install 'cce-dist[hf]'
+pip install '.[hf]'
 torchrun --nproc-per-node 2 docs/examples/fsdp2.py
 """
 

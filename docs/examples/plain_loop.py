@@ -1,6 +1,6 @@
 """Train a Hugging Face model in a loop of your own, and generate from it.
 
-    pip install 'cce-dist[hf]'
+    pip install '.[hf]'
     python docs/examples/plain_loop.py
 
 ``convert`` changes how the loss is computed, and nothing else: parameters, checkpoints and ``generate`` stay as they are.

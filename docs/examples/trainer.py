@@ -1,6 +1,6 @@
 """Fine-tune a causal language model with Trainer. One line, ``convert``, has the loss computed without logits.
 
-    pip install 'cce-dist[hf]'
+    pip install '.[hf]'
     python docs/examples/trainer.py
 
 The model is small and random, so that this runs on a CPU in seconds. For a real one, load it with

@@ -1,7 +1,9 @@
 """DeepSpeed: a section of the configuration turns the loss on.
 
-pip install 'cce-dist[deepspeed,hf]'
+pip install '.[deepspeed,hf]'
 torchrun --nproc-per-node 2 docs/examples/with_deepspeed.py
+
+On CPUs the first run compiles DeepSpeed's collectives: half a minute, with a C++ compiler.
 """
 
 import torch

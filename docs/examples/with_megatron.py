@@ -1,11 +1,10 @@
-"""Megatron-core: this script knows nothing of cce_dist, and the launcher in front of it turns the loss on.
+"""Megatron-core: this script knows nothing of cce_dist. The command that starts it turns the loss on.
 
-    pip install 'cce-dist[megatron]'
-    torchrun --nproc-per-node 2 -m cce_dist.integrations.megatron docs/examples/with_megatron.py
+    pip install '.[megatron]'
+    python -m cce_dist.integrations.megatron --nproc-per-node 2 docs/examples/with_megatron.py
 
-For real training put the launcher in front of ``pretrain_gpt.py`` of https://github.com/NVIDIA/Megatron-LM in the same way, and
-leave its arguments as they are. This script builds the same ``GPTModel`` from megatron-core alone, with random labels. It needs
-GPUs, as Megatron does.
+For real training start ``pretrain_gpt.py`` of https://github.com/NVIDIA/Megatron-LM in the same way, with its usual arguments.
+This script builds the same ``GPTModel`` from megatron-core alone, with random labels. It needs two GPUs, as Megatron does.
 """
 
 import torch

@@ -6,7 +6,9 @@ import argparse
 import runpy
 import sys
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
+
+from torch.distributed import run as torchrun
 
 from cce_dist.filter import GradFilter
 from cce_dist.integrations.megatron.loss import Options
@@ -14,6 +16,7 @@ from cce_dist.integrations.megatron.swap import FLAG, convert, language_module
 from cce_dist.integrations.options import FILTERS
 from cce_dist.integrations.patching import Place
 
+COMMAND = "cce_dist.integrations.megatron"
 FUSION_FLAG = "--cross-entropy-fusion-impl"
 SETUP = Place(
     "megatron.core.models.common.language_module.language_module", "LanguageModule.setup_embeddings_and_output_layer"
@@ -94,17 +97,22 @@ def options_from_args(args: argparse.Namespace) -> Options:
 def main(argv: list[str] | None = None) -> None:
     """Run a training script and convert every language model that it builds.
 
+    With options of torchrun before the script, torchrun starts this command on each rank. Script and flags are checked first,
+    because a rank's error would be followed by torchrun's traceback.
+
     The script's own folder comes first on sys.path, as under ``python SCRIPT ...``, so megatron-core is the one beside it.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m cce_dist.integrations.megatron",
-        description="Run a training script of Megatron with this loss. The flags below may stand on either side of the script.",
+    parser = _Parser(
+        prog=f"python -m {COMMAND}",
+        usage="%(prog)s [options of torchrun] [flags] SCRIPT [its arguments] [flags]",
+        description="Run a training script of Megatron with this loss. Flags may stand on either side of the script.",
         allow_abbrev=False,
     )
     add_arguments(parser)
     parser.add_argument("script", type=Path, help="pretrain_gpt.py, say")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its usual arguments")
-    args = parser.parse_args(argv)
+    launch, line = _split(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(line)
     if not args.script.is_file():
         parser.error(f"no such script: {args.script}")
     behind = add_arguments(argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False))
@@ -122,8 +130,29 @@ def main(argv: list[str] | None = None) -> None:
         install(options_from_args(args), every_model=True)
     except (ImportError, ValueError) as error:
         parser.error(str(error))
+    if launch:
+        torchrun.main([*launch, "-m", COMMAND, *line])
+        return
     sys.argv = [str(args.script), *rest]
     runpy.run_path(str(args.script), run_name="__main__")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with an argument."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists all flags)\n")
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return the options of torchrun, which may stand before the script, and the line without them."""
+    if not argv or argv[0] in ("-h", "--help"):
+        return [], argv
+    read = add_arguments(torchrun.get_args_parser()).parse_args(argv)
+    script = len(argv) - len(read.training_script_args) - 1
+    ours, launch = add_arguments(_Parser(add_help=False, allow_abbrev=False)).parse_known_args(argv[:script])
+    given = {name: value for name, value in vars(ours).items() if value is not None}
+    return launch, [*(f"--{name.replace('_', '-')}={value}" for name, value in given.items()), *argv[script:]]
 
 
 def _options_of_the_command_line() -> Options | None:

@@ -1009,3 +1009,22 @@ def test_the_launcher_says_what_is_wrong(
     with pytest.raises(SystemExit):
         flags.main(line)
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_launcher_starts_torchrun_once_its_line_is_right(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a missing script that only the ranks notice: torchrun's traceback would follow their error."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(flags, "_defaults", {})
+    monkeypatch.setattr(flags, "install", lambda options, every_model: None)
+    monkeypatch.setattr(flags.torchrun, "main", started.append)
+    before = ["--nnodes", "1", "--cce-filter", "plain", "--nproc-per-node=2"]
+    with pytest.raises(SystemExit):
+        flags.main([*before, "nowhere.py", "--lr", "1"])
+    assert capsys.readouterr().err.count("\n") == 1 and not started
+    flags.main([*before, __file__, "--lr", "1", "--cce-vocab-size", "60"])
+    module = ["-m", "cce_dist.integrations.megatron", "--cce-filter=plain"]
+    behind = [__file__, "--lr", "1", "--cce-vocab-size", "60"]
+    assert started == [["--nnodes", "1", "--nproc-per-node=2", *module, *behind]]

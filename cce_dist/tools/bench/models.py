@@ -101,7 +101,7 @@ def over(method: Method, model: Any) -> nn.Module:
 
 
 def around(method: Method, model: Any) -> nn.Module:
-    """Return a method's module over ``model``, which the method may change."""
+    """Return the module whose steps a method times. The method may change ``model``."""
     if method.compiled == "layers":
         for layer in model.model.layers:
             layer.compile(dynamic=False)

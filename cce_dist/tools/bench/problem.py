@@ -103,7 +103,7 @@ def reference_of(problem: Problem) -> Reference:
 
 
 def parts_of(problem: Problem, reference: Reference, shard: VocabShard) -> dict[bool, tuple[Problem, Reference]]:
-    """Return a rank's part of problem and reference: under False with all tokens, under True with its slice of them."""
+    """Return a rank's part of problem and reference, by whether it has only a slice of the tokens (sequence parallelism)."""
     if shard.group is None:
         return dict.fromkeys((False, True), (problem, reference))
     hidden, *others = problem.tokens

@@ -81,10 +81,12 @@ class Recipe:
     )
     steps: int = flag("run", 300, "optimizer steps of the whole run")
     seed: int = flag("run", 0, "of weights and of data order", type=whole(0))
-    log_every: int = flag("run", 1, metavar="STEPS")
-    eval_every: int = flag("run", 50, metavar="STEPS")
-    eval_batches: int = flag("run", 8, metavar="BATCHES")
-    checkpoint_every: int = flag("run", 100, "0: never", type=whole(0), metavar="STEPS")
+    log_every: int = flag("run", 1, "steps from one record to the next", metavar="STEPS")
+    eval_every: int = flag("run", 50, "steps from one validation to the next", metavar="STEPS")
+    eval_batches: int = flag("run", 8, "batches of a validation", metavar="BATCHES")
+    checkpoint_every: int = flag(
+        "run", 100, "steps from one checkpoint to the next; 0: none", type=whole(0), metavar="STEPS"
+    )
     keep: int = flag("run", 2, "how many of the newest stay on disk", metavar="CHECKPOINTS")
     tensorboard: bool = flag("run", False, "write the records to --out/tensorboard too (needs tensorboard)")
     wandb: str | None = flag(
@@ -130,8 +132,8 @@ class Recipe:
     batch_size: int = flag("optimization", 16, "sequences per step, over all ranks")
     accumulate: int = flag("optimization", 1, "forward and backward passes per step")
     lr: float = flag("optimization", 3e-3, "peak of warm-up and cosine decay to a tenth")
-    warmup: int = flag("optimization", 20, type=whole(0), metavar="STEPS")
-    weight_decay: float = flag("optimization", 0.1, type=number(0))
+    warmup: int = flag("optimization", 20, "steps of linear warm-up", type=whole(0), metavar="STEPS")
+    weight_decay: float = flag("optimization", 0.1, "of AdamW, on matrices", type=number(0))
     clip: float = flag("optimization", 1.0, "largest norm of the gradient")
 
     engine: str = flag("ranks", "torch", "what trains: plain torch, megatron-core (GPUs), deepspeed", choices=ENGINES)
@@ -157,12 +159,16 @@ class Recipe:
     )
     max_restarts: int = flag("ranks", 0, "restarts after a lost rank, when started alone", type=whole(0))
     nodes: int = flag("ranks", 1, "nodes of the run; this command is then started on each, as launch/pretrain.sh does")
-    ranks_per_node: int | None = flag("ranks", None, "(default: the same on all nodes)", type=whole(1), metavar="RANKS")
+    ranks_per_node: int | None = flag(
+        "ranks", None, "ranks on this node (default: the same on all nodes)", type=whole(1), metavar="RANKS"
+    )
     meet: str | None = flag("ranks", None, "where nodes meet: a name of the first one, and a port", metavar="HOST:PORT")
     meet_conf: str | None = flag("ranks", None, "further settings of torchrun's rendezvous", metavar="KEY=VALUE,...")
     run_id: str = flag("ranks", "cce-dist", "tells runs apart that meet at the same place")
 
-    device: str = flag("device", "cpu", choices=("auto", "cpu", "cuda"), default="auto")
+    device: str = flag(
+        "device", "cpu", "auto takes a GPU if there is one", choices=("auto", "cpu", "cuda"), default="auto"
+    )
     dtype: str = flag("device", "float32", "of arithmetic, by autocast", choices=("float32", "bfloat16"))
     compile: bool = flag("device", False, "torch.compile every block")
     peak_tflops: float | None = flag(

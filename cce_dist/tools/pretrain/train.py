@@ -221,7 +221,8 @@ class _Run:
             plot.draw([recipe.out], recipe.out / "curves.png")
             there.append("curves.png")
         except (ModuleNotFoundError, OSError, ValueError) as error:
-            print(f"no figure: {error}; 'cce-dist plot {recipe.out}' draws it later")
+            advice = " (pip install matplotlib)" if isinstance(error, ModuleNotFoundError) else ""
+            print(f"no figure: {error}{advice}; 'cce-dist plot {recipe.out}' draws it later")
         there += [f"checkpoints/step-{self.stored:08d}"] * bool(self.stored) + ["tensorboard"] * recipe.tensorboard
         print(f"finished: {recipe.out} holds {', '.join(there)}")
 
