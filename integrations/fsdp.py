@@ -50,6 +50,11 @@ BESIDE_DDP = (
 EFFICIENT_LOADING = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")  # Accelerate's variables
 
 
+def _outside_of_graphs(function: Any) -> Any:
+    """Exclude a method from torch.compile, because it reads sizes of other ranks."""
+    return torch.compiler.disable(function)
+
+
 class _Averaged(torch.autograd.Function):
     """Cast rows to the dtype of the computation. Backward averages their gradient over all data-parallel ranks."""
 
@@ -136,7 +141,7 @@ class Rows:
         local = whole.detach()[self.shard.start : self.shard.stop].clone()
         return nn.Parameter(distribute(local, len(whole), self.mesh), requires_grad=whole.requires_grad)
 
-    @torch.compiler.disable
+    @_outside_of_graphs
     def local(self, parameter: Any, dtype: torch.dtype | None = None) -> Tensor:
         """Return this rank's rows [V_r, ...] of a parameter from ``split``; dtype None: FSDP2's dtype of the computation."""
         if DistributedDataParallel._active_ddp_module is not None:
@@ -167,7 +172,7 @@ class Rows:
                 raise ValueError(f"equal_tokens was promised, but ranks have from {least} to {most} tokens")
         return most
 
-    @torch.compiler.disable  # because it reads sizes of other ranks
+    @_outside_of_graphs
     def loss(
         self,
         hidden: Tensor,
@@ -253,7 +258,7 @@ class Rows:
             raise error
         return chosen
 
-    @torch.compiler.disable
+    @_outside_of_graphs
     def lookup(self, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         """Return the embeddings [..., D] of this rank's ids [...]; every rank looks up the ids that are in its rows.
 

@@ -127,9 +127,9 @@ class Task:
         """Raise if the loss is asked for after the model's forward and that does not work."""
         if not self.calls and self.needs_forward(head):
             raise RuntimeError(
-                "cce_dist: the loss must be computed in the model's forward, where FSDP and ZeRO-3 gather the head's weight, and "
-                "from whose output DeepSpeed sees backward begin: give the model labels, in place of a compute_loss_func or a "
-                "loss of the training loop"
+                "cce_dist: the loss must be computed in the model's forward, where FSDP and ZeRO-3 gather the head's weight, "
+                "whose output starts DeepSpeed's backward: give the model labels, in place of a compute_loss_func or a loss "
+                "of the training loop"
             )
 
     def needs_forward(self, head: Any) -> bool:

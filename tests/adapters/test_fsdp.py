@@ -495,6 +495,7 @@ def two() -> None:
     check_arguments_of_the_loss()
     check_engines_that_are_refused()
     check_a_rank_that_skips_a_step()
+    check_lora()
 
 
 def test_two_ranks(ranks2: Callable) -> None:
@@ -514,8 +515,6 @@ def test_replicas(ranks4: Callable) -> None:
 def for_long(steps: int) -> None:
     for case in LONG:
         compare(dataclasses.replace(case, sizes={}), steps, rate=1e-3)  # a larger one makes more of roundings
-    check_compiled_body()
-    check_lora()
 
 
 @pytest.mark.sweep
@@ -525,7 +524,12 @@ def test_fifty_steps_on_two_ranks(ranks2: Callable) -> None:
 
 @pytest.mark.slow
 def test_more_models_on_four_ranks(ranks4: Callable) -> None:
-    ranks4(for_long, 8)
+    ranks4(for_long, 3)
+
+
+@pytest.mark.slow
+def test_a_compiled_body(ranks2: Callable) -> None:
+    ranks2(check_compiled_body)
 
 
 RESUMED = Case(count=True)

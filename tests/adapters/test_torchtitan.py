@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,19 +64,31 @@ def on_cpu() -> None:
     device._get_available_device_type = lambda: "cpu"
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
+    from torch.distributed.tensor.experimental._context_parallel import _attention as context
     from torch.nn.attention.flex_attention import create_block_mask
+    from torchtitan import trainer
     from torchtitan.components import metrics
     from torchtitan.distributed import fsdp, utils
     from torchtitan.models.common import attention
 
-    patches: Any = SimpleNamespace(metrics=metrics, fsdp=fsdp, utils=utils, attention=attention, schedule=Schedule1F1B)
+    patches: Any = SimpleNamespace(
+        metrics=metrics,
+        fsdp=fsdp,
+        utils=utils,
+        attention=attention,
+        schedule=Schedule1F1B,
+        trainer=trainer,
+        context=context,
+    )
     # A CPU has no monitor of its memory, no barrier by device, no compiler here, and no backward of flex attention.
     stats = metrics.DeviceMemStats(*[0] * len(metrics.DeviceMemStats._fields))
     monitor = SimpleNamespace(device_name="cpu", reset_peak_stats=lambda: None, get_peak_stats=lambda: stats)
     patches.metrics.build_device_memory_monitor = lambda: monitor
     patches.utils.set_pg_timeouts = lambda **_: None
     patches.attention.FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
-    patches.attention._compiled_create_block_mask = create_block_mask
+    patches.attention._compiled_create_block_mask = patches.context._compiled_create_block_mask = create_block_mask
+    # It sleeps for two seconds after each run.
+    patches.trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
     # gloo cannot multiply while it sums.
     divide = fsdp.disable_fsdp_gradient_division
 
