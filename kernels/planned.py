@@ -27,7 +27,7 @@ def planned_device() -> Planned | None:
 
 @contextmanager
 def planned(device: Planned | None) -> Iterator[None]:
-    """Let this thread's host code choose tiles for ``device``, or for its own device if that is None. No kernel can be launched."""
+    """Let this thread's host code choose tiles for ``device``, or for its own if that is None. No kernel can be launched."""
     token = _PLANNED.set(device)
     try:
         yield

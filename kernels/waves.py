@@ -27,8 +27,8 @@ def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> in
     """Return the number of parts that the log-sum-exp cuts ``num_tiles`` tiles of the vocabulary into.
 
     The usual number is a quarter of the programs that the device runs at a time, so that 16 row blocks make four whole waves.
-    Many row blocks get fewer parts, to keep partials small; few row blocks get more, to fill the device. If this leaves the last
-    wave far from full, the nearest number of parts that fills it is taken.
+    Many row blocks get fewer parts, to keep partials small; few row blocks get more, to fill the device. If the last wave would
+    be far from full, take the nearest number of parts that fills it.
     """
     row_blocks = cdiv(num_rows, tile_rows)
     wanted = max(cdiv(at_once, row_blocks), min(at_once // 4, cdiv(16 * at_once, row_blocks)))

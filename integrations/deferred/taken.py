@@ -89,7 +89,10 @@ class _Taken(nn.Module):
 
 
 class Head(_Taken):
-    """Stands before the class of a head, and defers when its task does. ``forward`` runs ``ask`` where the weight is whole."""
+    """Base class put before a head's own class: it returns deferred logits while the task defers.
+
+    With ``ask``, ``forward`` runs it where hooks have made the weight whole.
+    """
 
     def __call__(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
         task = self.cce_task
@@ -117,7 +120,7 @@ class Head(_Taken):
 
 
 class Watched(_Taken):
-    """Stands before the class of a model whose forward computes the loss, and tells its task of every call.
+    """Base class put before the class of a model whose forward computes the loss: it tells the task of every call.
 
     ``forward`` has the model's own signature: ``watched`` makes it.
     """

@@ -2,8 +2,9 @@
 
     sum over sampled tokens i of weight_i p_ij slope_ij / m_i   where z_ij < threshold_i, j not frequent and not the label
 
-Tokens differ more in how much mass they drop, m_i, than in which columns they drop. So the shares are estimated from a few hundred
-tokens, while each token's own mass (``d_rows.py``) is exact. Two methods of survey sampling lower the sample's error:
+Tokens differ more in how much mass they drop, m_i, than in which columns they drop. So a few hundred tokens are enough to
+estimate the shares, while each token's own mass (``d_rows.py``) is exact. Two methods of survey sampling lower the sample's
+error:
 
 * The sample is systematic, with probability proportional to size (Madow, 1949): lay the tokens end to end, each |P_i| m_i
   long, and pick at equal distances.
@@ -24,8 +25,8 @@ Four other estimates of the shares were tried and left out:
 * Shares shrunk towards a regression on mean logit and row length (Fay and Herriot, 1979). Frequent columns have the largest
   weights and the worst fit: rows that are no label are off by 0.109 instead of 0.078 (``early``, V 32,768, D 2,304, N 4,096).
 * The second moment of the hidden states in addition to their mean. Errors change by a tenth, up and down, for a D x D product.
-* A factor fitted to the sampled columns in place of ``REWEIGHTING``. It is 0.73 to 0.96, with the errors of 0.7. The best factor
-  has them, too: what is left differs from column to column, and no common factor removes it.
+* A factor fitted to the sampled columns in place of ``REWEIGHTING``. It is 0.73 to 0.96, with the errors of 0.7. The best
+  factor has them, too: what is left differs from column to column, and no common factor removes it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,11 @@ def draw(metrics: list[Path], out: Path) -> None:
         for split, style in (("train", {"alpha": 0.5, "linewidth": 1}), ("val", {"marker": "o", "markersize": 3})):
             points = [(record["step"], record["loss"]) for record in records if record["split"] == split]
             if points:
-                axes.plot(*zip(*points, strict=True), color=f"C{index}", label=f"{name} {split}", **style)
+                # Curves of exact losses coincide: dashes show the one beneath.
+                dashes = "--" if index else "-"
+                axes.plot(
+                    *zip(*points, strict=True), color=f"C{index}", linestyle=dashes, label=f"{name} {split}", **style
+                )
         uniform |= {record["uniform"] for record in records if "uniform" in record}
     for value in uniform:
         axes.axhline(value, color="grey", linestyle=":", label="ln V, of a model that knows nothing")
