@@ -56,7 +56,7 @@ def is_symbol(value: Any) -> bool:
     return not has_static_value(value)
 
 
-def numbers_of(*values: float | None) -> Tensor | None:
+def numbers_of(*values: float | Tensor | None) -> Tensor | None:
     """Return the numbers as a CPU tensor if one is a symbol, else None. An operator takes no symbol as an argument."""
     if not any(is_symbol(value) for value in values):
         return None

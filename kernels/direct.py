@@ -1,6 +1,6 @@
 """Launch kernels without Triton's own checks, which take the host 40 to 60 us each time.
 
-The first launch with arguments of a kind goes through Triton, which compiles. Later ones of the same kind call Triton's launcher
+The first launch with arguments of a kind goes through Triton, which compiles. Later ones of that kind call Triton's launcher
 in C with that compiled kernel. The kind is a key (``kinds``) that differs wherever Triton would compile differently.
 
 Launches go through Triton if this version's launcher is unknown here, while hooks are set on launches, and with

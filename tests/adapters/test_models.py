@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -24,7 +24,7 @@ from cce_dist.tools.bench.models import CONFIGS, STOCK, FromHidden, build, confi
 from cce_dist.tools.compare import models as training
 from cce_dist.tools.compare import report as curves
 from cce_dist.tools.plan import Layout, Model, plan, sizes
-from cce_dist.tools.plan.planning import LOSSES, largest
+from cce_dist.tools.plan.planning import LOSSES
 from cce_dist.tools.pretrain import Recipe
 from cce_dist.tools.pretrain.ranks import Ranks
 from cce_dist.tools.pretrain.recipe import Shape
@@ -128,13 +128,13 @@ def test_whole_steps_from_the_command_line(
 
     # As on a GPU.
     stock = next(row for row in found[-1].rows if row.name == "stock")
-    stock.total.seconds, stock.peak_bytes, stock.longest = [0.5, 0.25, 0.25], 3 << 30, 9216
+    stock.total.seconds, stock.peak_bytes = [0.5, 0.25, 0.25], 3 << 30
     others = [row for row in found[-1].rows if row is not stock]
-    text = report.table(dataclasses.replace(found[-1], on_gpu=True, limit_gib=80, rows=[stock]))
+    text = report.table(dataclasses.replace(found[-1], on_gpu=True, rows=[stock]))
     heading, _, line = (row.split("|")[2:-1] for row in text.splitlines() if row.startswith("|"))
     cells = {name.strip(): cell.strip() for name, cell in zip(heading, line, strict=True)}
     assert cells["step ms (IQR)"] == "250.0 (125.0)" and cells["tokens/s"] == "256" and cells["x stock"] == "1.000"
-    assert cells["peak MiB"] == "3,072" and cells["longest in 80 GiB"] == "9,216"
+    assert cells["peak MiB"] == "3,072"
     picture = dataclasses.replace(found[-1], on_gpu=True, rows=[stock, *others])
     report.write_figure(out / "gpu.png", records.read_json(out / "bench.json").environment, [picture])
     assert (out / "gpu.png").exists()
@@ -259,33 +259,6 @@ def test_ids_are_spread_over_all_rows(corpus: list[str], tmp_path: Path) -> None
     assert rows[0] == 0 and (rows.diff() > 0).all() and 5000 - 5000 / text.known - 1 <= rows[-1] < 5000
 
 
-def test_the_longest_that_fits(
-    tiny: None, corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a limit that stays, a step that is not the way's, and text that ends before a sequence does."""
-    for most in (0, 1, 5, 64, 1000):
-        assert largest(lambda count, most=most: count <= most) == most
-    text = steps.Text(steps.Corpus(steps.prepare(Path(corpus[1]), "*.txt", 400, tmp_path / "cache")), 400)
-    model = build("qwen-3-0.6b", 1, torch.float32, torch.device("cpu"))
-    fractions, taken = [], []
-
-    def step(way: nn.Module, ids: torch.Tensor) -> None:
-        assert way is not model and ids.min() >= 0 and ids.max() < 400 and len(ids) == 1
-        taken.append(ids.shape[1])
-        if fractions == [0.5] and ids.shape[1] > 7000:
-            raise torch.OutOfMemoryError
-
-    run: Any = SimpleNamespace(model=model, parameters=[*model.parameters()], step=step)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=160 << 30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
-    way = models.ways([""])["cce-dist-default"]
-    assert steps._longest(run, way, text, 80) == 6144
-    assert fractions == [0.5, 1.0] and max(taken) == 8192
-    assert steps._longest(run, way._replace(compiled="all"), text, 80) is None
-    monkeypatch.setattr(run, "step", lambda way, ids: way(nobody=ids))
-    assert steps._longest(run, way, text, 80) is None and "no longest sequence: ValueError" in capsys.readouterr().err
-
-
 def test_what_is_no_table_is_refused(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
@@ -295,7 +268,6 @@ def test_what_is_no_table_is_refused(capsys: pytest.CaptureFixture, monkeypatch:
         (["nobody"], "unknown model nobody"),
         (["gemma-2-2b", "--tp", "2"], "two tables"),
         (["gemma-2-2b", "--tokens", "100", "--length", "64"], "no whole sequences of 64"),
-        (["gemma-2-2b", "--longest", "80", "--device", "cpu"], "needs a GPU"),
         (["gemma-2-2b", "--fsdp", "2", "--compile", "yes"], "no or layers"),
         (["gemma-2-2b", "--fsdp", "2"], "all ranks, two or more; here are 4"),
     ):
@@ -414,6 +386,20 @@ def test_a_converted_model_trains_under_autocast(
         assert 0 < max(distances) < 1e-3
 
 
+def test_compiled_layers_are_not_deterministic(
+    tiny: None, own_mode: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches --compile without compilation, and both together, for which torch 2.11 computes wrong gradients."""
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda layer, **options: compiled.append(layer))
+    text = steps.Corpus(steps.prepare(Path(corpus[1]), "*.txt", 400, tmp_path / "cache"))
+    recipe = Recipe(shape=Shape(16, 2, 2, 32, 16, 400), steps=1, batch_size=2, compile=True)
+    torch.use_deterministic_algorithms(True)
+    learner = training.ModelLearner("gemma-3-270m", recipe, Ranks(torch.device("cpu")), text, {"stock": STOCK})
+    learner.start(0)
+    assert compiled == [*learner.model.model.layers] and not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_softcap_is_in_every_loss_and_gradient(
     tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,7 +423,6 @@ def test_a_softcap_is_in_every_loss_and_gradient(
     [
         (["--model", "gpt-9"], "unknown model gpt-9: choose from gemma-3-270m"),
         (["--vocab-size", "300"], "--vocab-size and --model exclude each other"),
-        (["--compile"], "--compile and --model exclude each other"),
         (["--methods", "exact"], "unknown method 'exact' of a model: choose from stock"),
     ],
 )
