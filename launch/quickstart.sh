@@ -15,7 +15,7 @@ for ((i = 1; i <= $#; i++)); do
     esac
 done
 # A minute for both runs on two cores. Arguments of this script come later and win.
-size=(--num-layers 2 --batch-size 8 --steps 80 --eval-every 20 --eval-batches 4 --corpus-mib 4)
+size=(--num-layers 2 --batch-size 8 --steps 60 --eval-every 20 --eval-batches 4 --corpus-mib 4)
 for loss in "${losses[@]}"; do
     cce-dist pretrain --tp 2 --device cpu "${size[@]}" --out "runs/quickstart/$loss" "$@" --loss "$loss"
 done
