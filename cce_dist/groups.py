@@ -306,14 +306,24 @@ def run(
             hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, dtype, x.num_tokens, rows)
         for first in range(0, max(x.num_tokens, 1), rows):
             part = slice(first, min(first + rows, x.num_tokens))
-            of_part = [gradients.expected_N, *softmax[:2], loss_N, terms.weight_N, gradients.hidden]
-            of_part = [tensor if tensor is None else tensor[part] for tensor in of_part]
-            tensors = hidden[part], weight, head, ids[part], of_part, [gradients.weight, low]
-            numbers = [terms.z_loss_weight, terms.label_smoothing]
-            d_weight, d_bias = _finished(*tensors, numbers, wanted[1:], call_of_group)
-            if gradients.weight is None and wanted[1]:  # later groups add to this tensor
+            numbers = (gradients.expected_N, *softmax[:2], loss_N)
+            d_weight, d_bias = _finish(
+                x._replace(hidden=hidden[part], ids=ids[part]),
+                terms._replace(weight_N=None if terms.weight_N is None else terms.weight_N[part]),
+                *(numbers_N[part] for numbers_N in numbers),
+                Grads(
+                    wanted[0],
+                    wanted[1],
+                    spec.logits.named(wanted[2:]).get("bias", False),
+                    gradients.weight,
+                    hidden_out=None if gradients.hidden is None else gradients.hidden[part],
+                    weight_low=low,
+                ),
+                call_of_group,
+            )
+            if gradients.weight is None:  # later groups add to this tensor
                 gradients = gradients._replace(weight=d_weight)
-            if spec.logits.named(wanted[2:]).get("bias", False):
+            if d_bias is not None:
                 gradients = gradients._replace(bias=d_bias if gradients.bias is None else gradients.bias + d_bias)
             if hidden_sum is not None and gradients.hidden is not None:
                 hidden_sum.start(gradients.hidden[: part.stop])
@@ -324,44 +334,36 @@ def run(
         return loss_N if terms.divisor is None else loss_N.sum() / terms.divisor, gradients
 
 
-def _finished(
-    hidden: Tensor, weight: Tensor, head: list[Tensor], ids_N: Tensor, of_tokens: list[Tensor | None],
-    d_weight: list[Tensor | None], numbers: list[Any], wanted: tuple[bool, ...], call: Call,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _finish(
+    x: Operands,
+    terms: Terms,
+    expected_N: Tensor,
+    max_N: Tensor,
+    log_sum_N: Tensor,
+    loss_N: Tensor,
+    grads: Grads,
+    call: Call,
+) -> tuple[Tensor | None, Tensor | None]:
     """Compute one group: write its softmax, losses and d_hidden, and add its part to d_weight if there is one.
 
     The exponentials of the group are freed at the end.
 
     Args:
-        of_tokens: expected upstream gradients, maximum and logarithm of the sum, losses, class weights, d_hidden.
-        d_weight: d_weight of the previous groups, and its additional 8 bits; None for what does not exist.
-        numbers: Weight of the z-loss, and label smoothing.
+        x, terms: Of the group's tokens.
+        expected_N: Expected upstream gradients.
+        max_N, log_sum_N, loss_N: Outputs.
+        grads: The wanted gradients, with the tensors that take d_hidden and d_weight.
 
     Returns:
-        A new d_weight, and d_bias; an empty tensor for what is not wanted or not new.
+        A new d_weight, and d_bias; None for what is not wanted or not new.
     """
-    expected_N, max_N, log_sum_N, loss_N, weight_N, d_hidden = of_tokens
-    assert expected_N is not None and max_N is not None and log_sum_N is not None and loss_N is not None
-    group, x = merge.resolve(call.layout.group_name), operands_of(hidden, weight, head, ids_N, call.spec)
-    z_loss_weight, label_smoothing = numbers
-    backend, spec = named(call.way.backend), call.spec
-    terms = Terms(None, z_loss_weight, label_smoothing, weight_N)
+    backend, spec, group = named(call.way.backend), call.spec, merge.resolve(call.layout.group_name)
     # Only the filter merges a bound over ranks, and it takes two passes.
     stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
-    nll_N, lse_N, _, uniform_nll_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), ids_N, spec)
+    nll_N, lse_N, _, uniform_nll_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), x.ids, spec)
     loss_N.copy_(terms.losses(nll_N, lse_N, uniform_nll_N))
     max_N.copy_(merged[0])
     log_sum_N.copy_(merged[1])
-    coef_4N = backend.coefficients(terms.gradients(expected_N, lse_N), ids_N, spec.vocab_size)
-    weight_out, weight_low = d_weight
-    grads = Grads(
-        d_hidden is not None,
-        wanted[0],
-        spec.logits.named(wanted[1:]).get("bias", False),
-        weight_out,
-        hidden_out=d_hidden,
-        weight_low=weight_low,
-    )
-    _, new_d_weight, d_bias = backend.gradients(x, Softmax(max_N, log_sum_N), coef_4N, saved, grads, spec)
-    nothing = hidden.new_empty(0)
-    return nothing if new_d_weight is None else new_d_weight, nothing if d_bias is None else d_bias
+    coef_4N = backend.coefficients(terms.gradients(expected_N, lse_N), x.ids, spec.vocab_size)
+    _, d_weight, d_bias = backend.gradients(x, Softmax(max_N, log_sum_N), coef_4N, saved, grads, spec)
+    return d_weight, d_bias

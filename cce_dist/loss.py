@@ -341,7 +341,7 @@ def _check_no_tokens(options: Options, x: Operands) -> None:
 
 
 def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options) -> Spec:
-    # The operator computes a plain mean itself, in the launch that follows.
+    # The operator computes a plain mean itself, in one launch.
     plain = options.label_smoothing == 0 and not options.has_z_loss and class_weights is None
     want = Want(
         grad=torch.is_grad_enabled() and x.requires_grad,

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from torch.distributed import run as torchrun
-
 from cce_dist.filter import GradFilter
 from cce_dist.integrations.megatron.loss import Options
 from cce_dist.integrations.megatron.swap import FLAG, convert, language_module
@@ -131,6 +129,8 @@ def main(argv: list[str] | None = None) -> None:
     except (ImportError, ValueError) as error:
         parser.error(str(error))
     if launch:
+        from torch.distributed import run as torchrun
+
         torchrun.main([*launch, "-m", COMMAND, *line])
         return
     sys.argv = [str(args.script), *rest]
@@ -148,6 +148,8 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return the options of torchrun, which may stand before the script, and the line without them."""
     if not argv or argv[0] in ("-h", "--help"):
         return [], argv
+    from torch.distributed import run as torchrun  # here, because every training script imports this module
+
     read = add_arguments(torchrun.get_args_parser()).parse_args(argv)
     script = len(argv) - len(read.training_script_args) - 1
     ours, launch = add_arguments(_Parser(add_help=False, allow_abbrev=False)).parse_known_args(argv[:script])

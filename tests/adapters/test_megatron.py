@@ -1019,7 +1019,7 @@ def test_the_launcher_starts_torchrun_once_its_line_is_right(
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(flags, "_defaults", {})
     monkeypatch.setattr(flags, "install", lambda options, every_model: None)
-    monkeypatch.setattr(flags.torchrun, "main", started.append)
+    monkeypatch.setattr("torch.distributed.run.main", started.append)
     before = ["--nnodes", "1", "--cce-filter", "plain", "--nproc-per-node=2"]
     with pytest.raises(SystemExit):
         flags.main([*before, "nowhere.py", "--lr", "1"])

@@ -103,10 +103,15 @@ def over(method: Method, model: Any) -> nn.Module:
 def around(method: Method, model: Any) -> nn.Module:
     """Return the module whose steps a method times. The method may change ``model``."""
     if method.compiled == "layers":
-        for layer in model.model.layers:
-            layer.compile(dynamic=False)
+        compile_layers(model)
     module = method.build(model)
     return cast(nn.Module, torch.compile(module, dynamic=False)) if method.compiled == "all" else module
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each layer of a model in place."""
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
 
 
 SUFFIXES = {"": "", "layers": "+layers", "all": "+compile"}

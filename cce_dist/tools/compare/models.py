@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import cce_dist
 from cce_dist.tools.bench import steps
 from cce_dist.tools.bench.methods import Method
-from cce_dist.tools.bench.models import CONFIGS, OURS, build, twin, ways
+from cce_dist.tools.bench.models import CONFIGS, OURS, build, compile_layers, twin, ways
 from cce_dist.tools.bench.problem import loss_of
 from cce_dist.tools.compare.probe import Agreement, agreement, share_kept
 from cce_dist.tools.plan import sizes
@@ -81,8 +81,7 @@ class ModelLearner:
         self.draw = partial(build, name, recipe.shape.num_layers, torch.float32, ranks.device)
         self.model, self.text = self.draw(), steps.Text(corpus, recipe.shape.vocab_size)
         if recipe.compile:
-            for layer in self.model.model.layers:
-                layer.compile(dynamic=False)
+            compile_layers(self.model)
         self.batch = recipe.batch_size, recipe.shape.seq_len
         ids = self.text.held_out(recipe.eval_batches * self.batch[0], self.batch[1], self.device)
         self.held_out = ids.view(-1, *self.batch)

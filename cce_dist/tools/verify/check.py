@@ -90,8 +90,8 @@ def run_case(
         if not name.endswith(AGAIN):
             padding, ours, part = of_rank(name, ours, drawn.options, shard)
             errors += padding + function.judge(drawn, name, ours, part, baseline, truth)
-    runs = 1 if case.twice or device == "cuda" else 0
-    return errors + same_bits(first, run, runs, function.shared, group)
+    again = run() if case.twice or device == "cuda" else None
+    return errors + same_bits(first, again, function.shared, group)
 
 
 def draw(function: Function, case: Case, salt: int = 0) -> Drawn:
@@ -252,20 +252,17 @@ def assert_no_worse(
 
 
 def same_bits(
-    first: dict[str, Tensor], run: Callable[[], dict[str, Tensor]], runs: int, shared: Iterable[str],
-    group: dist.ProcessGroup | None,
-) -> list[Error]:  # fmt: skip
-    """Count tensors whose bits differ: in a second backward, in further runs and, for those in ``shared``, between ranks."""
+    first: dict[str, Tensor], again: dict[str, Tensor] | None, shared: Iterable[str], group: dist.ProcessGroup | None
+) -> list[Error]:
+    """Count tensors whose bits differ: in a second backward, in a second run and, for those in ``shared``, between ranks."""
 
     def error(what: str, pairs: list[tuple[Tensor, Tensor]]) -> Error:
         return Error(f"bits {what}", float(sum(not torch.equal(bits(a), bits(b)) for a, b in pairs)), 0.0)
 
     second = [name for name in first if name.endswith(AGAIN)]
     errors = [error(AGAIN.strip(), [(first[name.removesuffix(AGAIN)], first[name]) for name in second])]
-    for number in range(runs):
-        again = run()
-        errors.append(error(f"of run {number + 2}", [(first[name], again[name]) for name in first]))
-        del again  # or the next run's tensors would be somewhere else
+    if again is not None:
+        errors.append(error("of run 2", [(first[name], again[name]) for name in first]))
     if group is not None:
         pairs = []
         for ours in (first[name].contiguous() for name in shared if name in first):
