@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cce_dist.log_probs import LogProbs, linear_log_probs
     from cce_dist.loss import LinearCrossEntropyOutput, explain, linear_cross_entropy
     from cce_dist.shard import VocabShard
+    from cce_dist.token_loss import TokenLossOutput
 
 __all__ = [
     "FilterStats",
@@ -32,6 +33,7 @@ __all__ = [
     "KeptIds",
     "LinearCrossEntropyOutput",
     "LogProbs",
+    "TokenLossOutput",
     "VocabParallelHead",
     "VocabShard",
     "convert",
@@ -50,6 +52,7 @@ _MODULE_OF = {
     "KeptIds": "kept_ids",
     "LinearCrossEntropyOutput": "loss",
     "LogProbs": "log_probs",
+    "TokenLossOutput": "token_loss",
     "VocabParallelHead": "integrations.head",
     "VocabShard": "shard",
     "convert": "integrations.convert",
@@ -64,6 +67,8 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "objectives":
+        return import_module("cce_dist.objectives")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'cce_dist' has no attribute '{name}'")
     value = globals()[name] = getattr(import_module(f"cce_dist.{_MODULE_OF[name]}"), name)

@@ -34,6 +34,7 @@ from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.memory import Groups
 from cce_dist.kernels.precision import accumulator, widened
 from cce_dist.op import decided, operands_of, sum_group_of
+from cce_dist.token_loss import TokenLoss
 
 # The minimum of expected weights, relative to the largest; it stands for 0.
 MIN_WEIGHT = 2.0**-40
@@ -74,13 +75,19 @@ class Terms(NamedTuple):
     """How a token's loss is built from its negative log-likelihood.
 
     A token's loss is ``weight_N * ((1 - label_smoothing) * nll + label_smoothing * uniform_nll + z_loss_weight * lse^2)``. A
-    reduced loss is the sum of the tokens' losses, divided by the divisor.
+    reduced loss is the sum of the tokens' losses, divided by the divisor. With ``token`` a function of the caller computes a
+    token's loss.
     """
 
     divisor: float | Tensor | None  # None: losses are per token
     z_loss_weight: float | Tensor = 0.0  # no gradient
     label_smoothing: float = 0.0
     weight_N: Tensor | None = None  # fp32 class weights of the labels, 0 for ignored labels; None: 1
+    token: TokenLoss | None = None
+
+    def of_tokens(self, part: slice) -> Terms:
+        weight_N = None if self.weight_N is None else self.weight_N[part]
+        return self._replace(weight_N=weight_N, token=None if self.token is None else self.token.of_tokens(part))
 
     def losses(self, nll_N: Tensor, lse_N: Tensor, uniform_nll_N: Tensor) -> Tensor:
         """Return the tokens' losses before the division."""
@@ -147,6 +154,8 @@ class _InGroups(torch.autograd.Function):
         ctx.run_args = terms, expected_N, call, ctx.needs_input_grad[1:]
         # The gradients are no saved tensors: the first backward scales them in place and returns them to autograd.
         loss, ctx.gradients = run(hidden, weight, [*head], labels, *ctx.run_args)
+        if terms.token is not None:  # a second backward finds no outputs for the caller
+            ctx.run_args = terms._replace(token=terms.token._replace(found=None)), *ctx.run_args[1:]
         return loss
 
     @staticmethod
@@ -309,7 +318,7 @@ def run(
             numbers = (gradients.expected_N, *softmax[:2], loss_N)
             d_weight, d_bias = _finish(
                 x._replace(hidden=hidden[part], ids=ids[part]),
-                terms._replace(weight_N=None if terms.weight_N is None else terms.weight_N[part]),
+                terms.of_tokens(part),
                 *(numbers_N[part] for numbers_N in numbers),
                 Grads(
                     wanted[0],
@@ -360,10 +369,16 @@ def _finish(
     backend, spec, group = named(call.way.backend), call.spec, merge.resolve(call.layout.group_name)
     # Only the filter merges a bound over ranks, and it takes two passes.
     stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
-    nll_N, lse_N, _, uniform_nll_N, *_, merged = backend.token_losses(merge.gather_stats(stats_KN, group), x.ids, spec)
-    loss_N.copy_(terms.losses(nll_N, lse_N, uniform_nll_N))
-    max_N.copy_(merged[0])
-    log_sum_N.copy_(merged[1])
-    coef_4N = backend.coefficients(terms.gradients(expected_N, lse_N), x.ids, spec.vocab_size)
-    _, d_weight, d_bias = backend.gradients(x, Softmax(max_N, log_sum_N), coef_4N, saved, grads, spec)
+    stats_TKN = merge.gather_stats(stats_KN, group)
+    nll_N, lse_N, _, uniform_nll_N, entropy_N, merged = backend.token_losses(stats_TKN, x.ids, spec)
+    if terms.token is None:
+        losses_N, d_losses = terms.losses(nll_N, lse_N, uniform_nll_N), terms.gradients(expected_N, lse_N)
+    else:
+        losses_N, d_losses = terms.token.differentiated(nll_N, entropy_N, x.ids, expected_N)
+    loss_N.copy_(losses_N)
+    max_N.copy_(merged.max)
+    log_sum_N.copy_(merged.log_sum)
+    coef_4N = backend.coefficients(d_losses, x.ids, spec.vocab_size)
+    softmax = Softmax(max_N, log_sum_N, None if d_losses[-1] is None else merged.entropy)
+    _, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
     return d_weight, d_bias

@@ -23,7 +23,7 @@ def loss(x: Operands, terms: groups.Terms, call: Call, options: Options) -> Tens
 
     See ``groups.loss`` for the arguments.
     """
-    divisor, z_loss_weight, label_smoothing, weight_N = terms
+    divisor, z_loss_weight, label_smoothing, weight_N, _ = terms
     assert divisor is not None and not isinstance(z_loss_weight, Tensor)
     numbers = numbers_of(options.logit_scale, options.softcap, z_loss_weight, label_smoothing)
     divisor = groups.on_device(divisor, x.hidden)

@@ -9,7 +9,7 @@ d_loss          ──► op.backward: gradients (kernels) ─► dC stays on it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -24,6 +24,8 @@ from cce_dist.kernels import Filter, Operands, Spec, Want
 from cce_dist.kernels.extras import Outputs
 from cce_dist.kernels.precision import accumulator
 from cce_dist.shard import VocabShard
+from cce_dist.token_loss import TokenLoss, TokenLossOutput
+from cce_dist.token_loss import checked as checked_token_loss
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -67,8 +69,23 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     return_aux: Literal[False] = False,
+    token_loss: Callable[..., Any] | None = None,
+    token_inputs: Sequence[Tensor] = (),
     **options: Unpack[LossOptions],
 ) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_aux: Literal[True],
+    token_loss: Callable[..., Any],
+    token_inputs: Sequence[Tensor] = (),
+    **options: Unpack[LossOptions],
+) -> TokenLossOutput: ...
 
 
 @overload
@@ -107,8 +124,10 @@ def linear_cross_entropy(
     workspace_bytes: int | None = None,
     expected_weights: Tensor | bool = True,
     grad_weight_out: Tensor | None = None,
+    token_loss: Callable[..., Any] | None = None,
+    token_inputs: Sequence[Tensor] = (),
     options: Any = None,
-) -> Tensor | LinearCrossEntropyOutput:
+) -> Tensor | LinearCrossEntropyOutput | TokenLossOutput:
     """Compute the cross-entropy of a language-model head from its hidden states, without holding the logits.
 
     The logits are ``softcap * tanh(u / softcap)`` with ``u = logit_scale * (input @ linear_weight.T + linear_bias)``.
@@ -167,12 +186,22 @@ def linear_cross_entropy(
             nothing, so forward computes no gradients.
         grad_weight_out: [V_r, D] contiguous buffer in fp32 or linear_weight's dtype, such as Megatron's main_grad. Backward
             adds dC to it, and linear_weight itself gets no gradient.
+        token_loss: A function that replaces the negative log-likelihood by another loss: ``token_loss(log_probs, entropy,
+            *token_inputs) -> losses``, or ``(losses, metrics)`` with a dict or tuple of further numbers. All are [n] tensors
+            over some of the tokens, log_probs and losses in fp32. A token's loss must not depend on other tokens. entropy is
+            None unless the function has an attribute ``needs_entropy`` that is True. Autograd differentiates the function
+            with respect to log_probs and entropy only, once for each group of tokens; other tensors get no gradient. It
+            excludes weight, label_smoothing, z_loss_weight, grad_filter and expected_weights. ``cce_dist.objectives`` has
+            examples.
+        token_inputs: Tensors of target's shape without gradient, which token_loss gets with its tokens. Under
+            sequence_parallel they stay whole. Ignored tokens may hold anything.
         options: Ignored. In ``torch.nn.functional.linear_cross_entropy`` it selects how memory is saved; here
             workspace_bytes does.
 
     Returns:
         The loss in fp32 (float64 for float64 inputs): 0-d, or of target's shape for "none". With return_aux a
-        ``LinearCrossEntropyOutput``. Results are bitwise identical on every rank of the group and in every run.
+        ``LinearCrossEntropyOutput``, or a ``TokenLossOutput`` with token_loss. Results are bitwise identical on every rank of
+        the group and in every run.
 
     Sharding:
         input and target are replicated over the group (with sequence_parallel, input is split on dim 0); linear_weight and
@@ -201,14 +230,19 @@ def linear_cross_entropy(
         Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.); Online normalizer calculation for softmax
         (Milakov & Gimelshein); Megatron-LM's vocab-parallel cross-entropy for the sharding.
     """
-    x, shard, chosen, call, where, scale, expected = _prepare(
+    x, shard, chosen, call, where, scale, expected, token = _prepare(
         input, linear_weight, target, linear_bias=linear_bias, weight=weight, ignore_index=ignore_index,
         reduction=reduction, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap,
         z_loss_weight=z_loss_weight, num_tokens=num_tokens, shard=shard, sequence_parallel=sequence_parallel,
         input_grad=input_grad, reduce_dtype=reduce_dtype, grad_filter=grad_filter, return_aux=return_aux, backend=backend,
         workspace_bytes=workspace_bytes, expected_weights=expected_weights, grad_weight_out=grad_weight_out,
+        token_loss=token_loss, token_inputs=token_inputs,
     )  # fmt: skip
-    agree.check_ranks(x, {"weight": weight}, shard, chosen, call)
+    facts = {"weight": weight, "token_loss": token is not None}
+    if token is not None and call.debug:  # ignored tokens may hold anything
+        ignored = x.ids == chosen.ignore_index
+        facts |= {f"token_inputs[{i}]": values.masked_fill(ignored, 0) for i, values in enumerate(token.inputs)}
+    agree.check_ranks(x, facts, shard, chosen, call)
     class_weights = None if weight is None else terms.ClassWeights(weight, x, shard, chosen.ignore_index)
     as_operator = False
     if torch.compiler.is_compiling():
@@ -219,16 +253,20 @@ def linear_cross_entropy(
         is_learned = isinstance(num_tokens, Tensor) and num_tokens.requires_grad and torch.is_grad_enabled()
         divisor = None if reduction == "none" else 1.0 if is_learned else _divisor(x, chosen, class_weights)
         weight_N = None if class_weights is None else class_weights.of_labels
-        terms_of_loss = groups.Terms(divisor, chosen.z_loss_weight, chosen.label_smoothing, weight_N)
+        terms_of_loss = groups.Terms(divisor, chosen.z_loss_weight, chosen.label_smoothing, weight_N, token)
         if as_operator:
             loss = in_graph.loss(x, terms_of_loss, call, chosen)
         else:
             loss = groups.loss(x, terms_of_loss, call, expected, grad_weight_out)
         if is_learned:  # autograd divides, and num_tokens gets its gradient
-            return loss / _divisor(x, chosen, class_weights)
-        return loss.view(target.shape) if reduction == "none" else loss
+            loss = loss / _divisor(x, chosen, class_weights)
+        loss = loss.view(target.shape) if reduction == "none" else loss
+        return token.output(loss, target.shape) if token is not None and return_aux else loss
     found = op.forward(x, grad_weight_out, call, numbers_of(chosen.logit_scale, chosen.softcap))
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
+    if token is not None:
+        counts = (x.ids >= 0) & (x.ids < shard.vocab_size) & (x.ids != chosen.ignore_index)
+        loss = token.losses(-found.nll, found.entropy if token.needs_entropy else None, counts)
     if call.spec.want.uniform:
         loss = loss + chosen.label_smoothing * found.uniform_nll
     if chosen.has_z_loss:
@@ -245,6 +283,8 @@ def linear_cross_entropy(
             loss = loss / _divisor(x, chosen, class_weights)
     if not return_aux:
         return loss
+    if token is not None:
+        return token.output(loss, target.shape)
     return _output(loss, found, chosen.z_loss_weight * found.lse.square(), target, call.spec)
 
 
@@ -286,12 +326,13 @@ class _Prepared(NamedTuple):
     where: Where
     scale: float | Tensor  # logit_scale; a tensor inside a compiled graph, which does not read it
     expected: Tensor | None  # [N] expected weights
+    token: TokenLoss | None
 
 
 def _prepare(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None, weight: Tensor | None,
     shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None,
-    on_meta: bool = False, **given: Any,
+    token_loss: Any, token_inputs: Any, on_meta: bool = False, **given: Any,
 ) -> _Prepared:  # fmt: skip
     """Check the arguments of ``linear_cross_entropy``. With ``on_meta`` all tensors may be on "meta"."""
     # A compiled graph reads no tensor, so the scale becomes a per-token factor. The filter supports no such factors.
@@ -317,15 +358,28 @@ def _prepare(
         x = x._replace(hidden=hidden, head=x.head._replace(bias=bias))
     if unread is not None:
         x = terms.with_factors(x, unread, 1.0, target.shape, chosen.ignore_index)
-    call = operands.call_of(x, _spec(x, weight, shard, chosen), shard, chosen)
+    excluded = {
+        "weight": weight is not None,
+        "label_smoothing": chosen.label_smoothing != 0,
+        "z_loss_weight": chosen.has_z_loss,
+        "grad_filter": chosen.grad_filter is not None,
+        "expected_weights": isinstance(expected_weights, Tensor),
+    }
+    debug = operands.environment()[1]
+    token = checked_token_loss(token_loss, token_inputs, target, excluded, given["return_aux"], debug)
+    if token is not None:  # outputs of its own, which have no gradient
+        chosen = chosen._replace(return_aux=())
+    call = operands.call_of(x, _spec(x, weight, shard, chosen, token), shard, chosen)
     expected = _checked_expectation(expected_weights, target, chosen)
     # These terms of the loss are computed outside of the operator, by autograd.
     outside = unread is not None or isinstance(chosen.z_loss_weight, Tensor)
     outside = outside or (weight is not None and chosen.label_smoothing != 0)
+    # A graph of torch.compile contains the function of a token_loss, which is no part of an operator.
+    outside = outside or (token is not None and torch.compiler.is_compiling())
     returns_more = bool(chosen.return_aux) or outside
-    upstream = decide.upstream_of(chosen.reduction, chosen.expected_weights, returns_more)
+    upstream = decide.upstream_of(chosen.reduction, chosen.expected_weights and token is None, returns_more)
     where = op.where_of(call, x.hidden, shard.group_size, upstream, grad_weight_out is not None)
-    return _Prepared(x, shard, chosen, call, where, scale, expected)
+    return _Prepared(x, shard, chosen, call, where, scale, expected, token)
 
 
 def _check_no_tokens(options: Options, x: Operands) -> None:
@@ -340,13 +394,15 @@ def _check_no_tokens(options: Options, x: Operands) -> None:
         raise ValueError(f"num_tokens is 0, and {options.labels} has labels that are not ignored")
 
 
-def _spec(x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options) -> Spec:
+def _spec(
+    x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options, token: TokenLoss | None
+) -> Spec:
     # The operator computes a plain mean itself, in one launch.
-    plain = options.label_smoothing == 0 and not options.has_z_loss and class_weights is None
+    plain = options.label_smoothing == 0 and not options.has_z_loss and class_weights is None and token is None
     want = Want(
         grad=torch.is_grad_enabled() and x.requires_grad,
         uniform=options.label_smoothing > 0 and class_weights is None,
-        entropy="entropy" in options.return_aux,
+        entropy="entropy" in options.return_aux or (token is not None and token.needs_entropy),
         filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
         largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
         mean=plain and options.reduction == "mean" and options.num_tokens is None,

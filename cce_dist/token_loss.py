@@ -1,0 +1,159 @@
+"""``token_loss``: a function of the caller that turns log-probabilities of tokens into losses, and its derivative.
+
+In one pass (``groups.py``) autograd differentiates the function on the numbers of a group, and the kernels take the derivatives
+as coefficients of the logits' gradients. In two passes the function is a part of the surrounding graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from cce_dist import checks
+
+
+class TokenLossOutput(NamedTuple):
+    """The loss of a ``token_loss``, and numbers of target's shape without gradient, which are 0 for ignored tokens.
+
+    Attributes:
+        loss: The loss that ``linear_cross_entropy`` returns without ``return_aux``. It alone has gradients.
+        log_probs: Log-probability of the label.
+        entropy: Entropy of the softmax, in nats; None unless ``token_loss.needs_entropy`` is True.
+        losses: The losses that ``token_loss`` returned.
+        metrics: The dict or tuple of metrics that ``token_loss`` returned, or None.
+    """
+
+    loss: Tensor
+    log_probs: Tensor
+    entropy: Tensor | None
+    losses: Tensor
+    metrics: Any = None
+
+
+class TokenLoss(NamedTuple):
+    """A checked ``token_loss``, for the tokens of a call or of a group."""
+
+    function: Callable[..., Any]
+    inputs: tuple[Tensor, ...]  # [N] each
+    needs_entropy: bool
+    debug: bool  # check that a token's loss does not depend on other tokens, which waits for the device
+    found: list[Any] | None  # takes the outputs of each group; None: they are not wanted
+
+    def of_tokens(self, part: slice) -> TokenLoss:
+        return self._replace(inputs=tuple(values[part] for values in self.inputs))
+
+    def losses(self, log_probs_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor) -> Tensor:
+        """Return the losses, connected to log-probabilities and entropies by autograd if these require a gradient.
+
+        ``counts_N`` says which tokens have a label in the vocabulary. The losses of other tokens are their log-probabilities: 0
+        for ignored tokens, NaN for labels outside the vocabulary.
+        """
+        values_N = log_probs_N.detach()
+        with torch.autocast(values_N.device.type, enabled=False):
+            losses_N, metrics = self._called(log_probs_N, entropy_N)
+            if log_probs_N.requires_grad and not losses_N.requires_grad:
+                raise _cut_off()
+            if self.debug and not torch.compiler.is_compiling():
+                self._check_elementwise(losses_N.detach()[counts_N], values_N, entropy_N, counts_N)
+        losses_N = torch.where(counts_N, losses_N.to(values_N.dtype), values_N)
+        if self.found is not None:
+            numbers = (values_N, entropy_N, losses_N, metrics)
+            self.found.append(tree_map(lambda values: _masked(values, counts_N), numbers))
+        return losses_N
+
+    def differentiated(
+        self, nll_N: Tensor, entropy_N: Tensor | None, ids_N: Tensor, upstream_N: Tensor
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the losses, and the gradients of nll, lse, target logit, uniform nll and entropy."""
+        leaves = [x.detach().requires_grad_() for x in (nll_N, entropy_N) if x is not None]
+        with torch.enable_grad():
+            losses_N = self.losses(-leaves[0], leaves[1] if self.needs_entropy else None, ids_N >= 0)
+            d_nll_N, d_entropy_N, *_ = *torch.autograd.grad(losses_N, leaves, upstream_N, allow_unused=True), None
+        if d_nll_N is None and d_entropy_N is None:
+            raise _cut_off()
+        return losses_N.detach(), [d_nll_N, None, None, None, d_entropy_N]
+
+    def output(self, loss: Tensor, shape: torch.Size) -> TokenLossOutput:
+        """Return the loss with the outputs of all groups, in ``shape``."""
+
+        def joined(*groups: Any) -> Any:
+            return None if groups[0] is None else torch.cat(groups).view(shape)
+
+        return TokenLossOutput(loss, *tree_map(joined, *(self.found or ())))
+
+    def _called(self, log_probs_N: Tensor, entropy_N: Tensor | None) -> tuple[Tensor, Any]:
+        """Call the function. Raise unless it returns one fp32 or float64 loss for each token."""
+        result = self.function(log_probs_N, entropy_N, *self.inputs)
+        losses_N, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        _check(losses_N, log_probs_N)
+        if losses_N.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"token_loss must return float32 or float64 losses, got {losses_N.dtype}")
+        return losses_N, metrics
+
+    def _check_elementwise(
+        self, losses_K: Tensor, log_probs_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor
+    ) -> None:
+        """Raise ValueError unless the function returns the same losses for halves of the tokens."""
+        half, halves = len(log_probs_N) // 2, []
+        for part in (slice(0, half), slice(half, None)):
+            entropy = None if entropy_N is None else entropy_N.detach()[part]
+            halves.append(self.of_tokens(part)._called(log_probs_N[part], entropy)[0])
+        again_K = torch.cat(halves)[counts_N]
+        if again_K.requires_grad:
+            raise ValueError("token_loss uses a tensor that requires a gradient and would get none")
+        if not torch.allclose(again_K, losses_K, rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise ValueError("token_loss is not elementwise: it returns other losses for half of the tokens")
+
+
+def checked(
+    function: Any, inputs: Any, target: Tensor, excluded: dict[str, bool], return_aux: Any, debug: bool
+) -> TokenLoss | None:
+    """Return the checked ``token_loss`` and ``token_inputs`` of a call, or None. Raise ValueError or TypeError.
+
+    ``excluded`` says by name which arguments are given that cannot be combined with a ``token_loss``.
+    """
+    if not isinstance(inputs, (tuple, list)) or not (callable(function) or function is None):
+        raise TypeError("token_loss must be a function, and token_inputs a tuple of tensors")
+    if function is None:
+        if inputs:
+            raise ValueError("token_inputs are given, but no token_loss")
+        return None
+    names = [name for name, is_given in excluded.items() if is_given]
+    if names:
+        raise ValueError(f"token_loss cannot be combined with {', '.join(names)}")
+    if not isinstance(return_aux, bool):
+        raise TypeError(f"return_aux must be a bool with token_loss, got {return_aux!r}")
+    for number, values in enumerate(inputs):
+        name = f"token_inputs[{number}]"
+        checks.tensors({name: values}, on_meta=True)
+        if values.requires_grad:
+            raise TypeError(f"{name} requires a gradient, and would get none: detach it")
+        if values.shape != target.shape or values.device != target.device:
+            wanted, given = (f"{tuple(x.shape)} on {x.device}" for x in (target, values))
+            raise ValueError(f"{name} must be {wanted} as target, got {given}")
+    needs_entropy = bool(getattr(function, "needs_entropy", False))
+    found = [] if return_aux else None
+    return TokenLoss(function, tuple(values.reshape(-1) for values in inputs), needs_entropy, debug, found)
+
+
+def _cut_off() -> ValueError:
+    return ValueError("the losses of token_loss have no gradient: the function detaches log_probs, or uses no_grad()")
+
+
+def _check(values: Any, like_N: Tensor) -> None:
+    if not isinstance(values, Tensor):
+        raise TypeError(f"token_loss must return tensors, got {type(values).__name__}")
+    if values.shape != like_N.shape:
+        raise ValueError(f"token_loss must return one number per token, {list(like_N.shape)}, got {list(values.shape)}")
+
+
+def _masked(values: Any, counts_N: Tensor) -> Tensor | None:
+    """Return an output without gradient, and 0 for tokens without a label."""
+    if values is None:
+        return None
+    _check(values, counts_N)
+    return values.detach().masked_fill(~counts_N, 0)

@@ -1,0 +1,351 @@
+"""Losses that a function of the caller makes of log-probabilities: the dense loss's numbers, in one pass and in two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from shards import DEVICE, GPU
+from torch import Tensor
+
+from cce_dist import TokenLossOutput, VocabShard, explain, groups, linear_cross_entropy, merge, objectives, reference
+from cce_dist.token_loss import TokenLoss
+from cce_dist.tools.ranks import run_ranks
+from cce_dist.tools.verify.check import assert_no_worse
+
+N, D, V, ROWS = 22, 16, 75, 6  # four groups, the last of four tokens
+DTYPE = torch.bfloat16 if GPU else torch.float32
+
+
+def bonus(log_probs: Tensor, entropy: Tensor, advantages: Tensor, old: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A policy gradient with an entropy bonus, whose derivative goes through both arguments."""
+    ratio = (log_probs - old).exp()
+    return -advantages * ratio - 0.3 * entropy.square(), (ratio, ratio > 1)
+
+
+bonus.needs_entropy = True  # type: ignore[attr-defined]
+FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {  # and the number of inputs
+    "dft": (objectives.dft(), 0),
+    "entropy-adaptive": (objectives.entropy_adaptive(2.0), 0),
+    "clipped": (objectives.clipped_policy(0.2, 0.3, kl_coef=0.1, dual=2.0), 3),
+    "bonus": (bonus, 2),
+}
+
+
+def operands(biased: bool = True) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Hidden states, weight and bias that require gradients, labels, and inputs, which are NaN for ignored tokens."""
+    shapes = [(N, D), (V, D), (V,)][: 2 + biased]
+    labels = torch.randint(V, (N,))
+    labels[[0, *range(ROWS, 2 * ROWS), N - 1]] = -100
+    inputs = [torch.randn(N), -5 * torch.rand(N), -5 * torch.rand(N)]
+    inputs = [values.masked_fill(labels == -100, torch.nan).to(DEVICE) for values in inputs]
+    tensors = [torch.randn(shape, device=DEVICE).to(DTYPE).requires_grad_() for shape in shapes]
+    return tensors, labels.to(DEVICE), inputs
+
+
+def dense(
+    tensors: list[Tensor], labels: Tensor, function: Callable[..., Any], inputs: list[Tensor], dtype: torch.dtype,
+    factor: float = 1.0, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the loss in a dtype from all logits, the gradients of ``factor`` times the loss, and the tokens' losses."""
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+    known = {name: value for name, value in options.items() if name in ("softcap", "logit_scale")}
+    bias = leaves[2] if len(leaves) > 2 else None
+    out = reference.linear_cross_entropy(leaves[0], leaves[1], labels, linear_bias=bias, **known)
+    counts = labels != -100
+    wide = [values[counts].to(out.nll.dtype) for values in inputs]
+    result = function(-out.nll[counts], out.entropy[counts], *wide)
+    losses = result[0] if isinstance(result, tuple) else result
+    divisor = {"sum": 1, "mean": options.get("num_tokens", counts.sum())}[options.get("reduction", "mean")]
+    loss = losses.sum() / divisor
+    return loss, *torch.autograd.grad(factor * loss, leaves), losses.detach()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("rows", [ROWS, None], ids=["one-pass", "two-passes"])
+@pytest.mark.parametrize(
+    ("name", "options", "factor"),
+    [
+        ("dft", {}, 1.0),
+        ("clipped", {"num_tokens": torch.tensor(33), "softcap": 3.0}, -2.0),
+        ("bonus", {"reduction": "sum", "logit_scale": 0.5}, 0.3),
+        ("entropy-adaptive", {"num_tokens": 40, "softcap": 5.0}, 1.0),
+    ],
+)
+def test_same_numbers_as_dense(
+    name: str, options: dict[str, Any], factor: float, rows: int | None, backend: str
+) -> None:
+    """Catches: a derivative by log_probs with the sign of nll's, one by the entropy that is lost, inputs of another group's
+    tokens, a divisor that is left out, NaN of ignored tokens, outputs of one group for another."""
+    options = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in options.items()}
+    tensors, labels, inputs = operands()
+    function, count = FUNCTIONS[name]
+    inputs = inputs[:count]
+    truth, base = (
+        dense(tensors, labels, function, inputs, dtype, factor, **options) for dtype in (torch.float64, DTYPE)
+    )
+    with groups.of_rows(rows), mock.patch.object(groups, "loss", wraps=groups.loss) as one_pass:
+        out = linear_cross_entropy(
+            tensors[0], tensors[1], labels, linear_bias=tensors[2], backend=backend, token_loss=function,
+            token_inputs=inputs, return_aux=True, **options,
+        )  # fmt: skip
+    assert one_pass.called == (rows is not None)
+    gradients = torch.autograd.grad(factor * out.loss, tensors, retain_graph=True)
+    counts = labels != -100
+    ours = (out.loss, *gradients, out.losses[counts])
+    for what, *values in zip(("loss", "dE", "dC", "dbias", "losses"), ours, base, truth, strict=True):
+        dtype = torch.float32 if what in ("loss", "losses") else DTYPE
+        assert_no_worse(values[0], values[1], values[2], dtype, what)
+    assert not gradients[0][~counts].any()
+    for again, first in zip(torch.autograd.grad(factor * out.loss, tensors), gradients, strict=True):
+        assert torch.equal(again, first)
+    assert_outputs(out, name, labels)
+
+
+def assert_outputs(out: TokenLossOutput, name: str, labels: Tensor) -> None:
+    """Catches: an output that is not masked, has a graph, or is made although nobody asked for it."""
+    found = [out.log_probs, out.losses]
+    assert (out.entropy is None) == (name in ("dft", "clipped"))
+    found += [] if out.entropy is None else [out.entropy]
+    if name == "clipped":
+        assert out.metrics["clipped"].dtype == torch.bool
+        found += out.metrics.values()
+    elif name == "bonus":
+        found += out.metrics
+    else:
+        assert out.metrics is None
+    for values in found:
+        assert values.shape == labels.shape and not values.requires_grad
+        assert not values[labels == -100].any() and (values.dtype == torch.bool or values[labels != -100].any())
+    assert (out.log_probs <= 0).all()
+
+
+def test_other_arguments_of_a_reduced_loss() -> None:
+    """Catches: a buffer, a learned scale or a learned divisor that one pass leaves out; leading dimensions; "none"."""
+    tensors, labels, inputs = operands(biased=False)
+    hidden, weight = (tensor.detach().float().requires_grad_() for tensor in tensors)
+    scale, number = (torch.tensor(x, device=DEVICE, requires_grad=True) for x in (0.7, 9.0))
+    function, found = FUNCTIONS["clipped"][0], []
+    for rows in (None, ROWS):
+        buffer = torch.zeros(V, D, device=DEVICE)
+        with groups.of_rows(rows):
+            loss = linear_cross_entropy(
+                hidden.view(2, 11, D), weight, labels.view(2, 11), logit_scale=scale, num_tokens=number,
+                grad_weight_out=buffer, token_loss=function, token_inputs=[x.view(2, 11) for x in inputs],
+            )  # fmt: skip
+            each = linear_cross_entropy(
+                hidden, weight, labels, reduction="none", token_loss=function, token_inputs=inputs,
+                logit_scale=0.7,
+            )  # fmt: skip
+        torch.testing.assert_close(each.sum() / 9, loss)
+        found.append((loss, buffer, *torch.autograd.grad(loss, (hidden, scale, number))))
+        found[-1] += torch.autograd.grad(each, (hidden, weight), torch.full_like(each, 1 / 9))
+    for ours, other in zip(*found, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[0][2].view(N, D), found[0][5], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[0][1], found[0][6], rtol=1e-4, atol=1e-5)
+
+
+def test_float64_and_half_precision() -> None:
+    """Catches: fp32 inside a float64 loss; a function that runs under autocast."""
+    tensors, labels, inputs = operands(biased=False)
+    hidden, weight = (tensor.detach().double().cpu().requires_grad_() for tensor in tensors)
+    labels, inputs = labels.cpu(), [values.cpu() for values in inputs]
+    function = FUNCTIONS["clipped"][0]
+    right = dense([hidden, weight], labels, function, inputs, torch.float64)
+    loss = linear_cross_entropy(hidden, weight, labels, token_loss=function, token_inputs=inputs)
+    assert loss.dtype == torch.float64
+    for ours, true in zip((loss, *torch.autograd.grad(loss, (hidden, weight))), right, strict=False):
+        torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
+    dtypes = []
+
+    def seen(log_probs: Tensor, _: None) -> Tensor:
+        dtypes.append((log_probs.dtype, torch.is_autocast_enabled("cpu")))
+        return -log_probs
+
+    for rows in (None, ROWS):
+        with groups.of_rows(rows), torch.autocast("cpu", torch.bfloat16):
+            linear_cross_entropy(hidden.float(), weight.float(), labels, token_loss=seen)
+    assert set(dtypes) == {(torch.float32, False)}
+
+
+def test_no_tokens_no_labels_no_gradient() -> None:
+    tensors, labels, _ = operands(biased=False)
+    hidden, weight = tensors
+    for rows in (None, ROWS):
+        with groups.of_rows(rows):
+            loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), token_loss=objectives.dft())
+            assert loss == 0 and not any(grad.any() for grad in torch.autograd.grad(loss, (hidden, weight)))
+            loss = linear_cross_entropy(hidden[:0], weight, labels[:0], token_loss=objectives.dft())
+            assert loss == 0 and not torch.autograd.grad(loss, weight)[0].any()
+    with torch.no_grad():
+        out = linear_cross_entropy(hidden, weight, labels, token_loss=objectives.dft(), return_aux=True)
+    assert torch.equal(out.loss, out.losses.sum() / (labels != -100).sum())
+
+
+def test_a_label_outside_the_vocabulary_is_nan_whatever_the_function_says() -> None:
+    """Catches: a function that hides the NaN of such a label, as a GPU gives it."""
+    token = TokenLoss(lambda log_probs, _: log_probs.nan_to_num(0.0), (), False, False, None)
+    nll = torch.tensor([1.0, torch.nan, 0.0])
+    losses, gradients = token.differentiated(nll, None, torch.tensor([5, -2, -1]), torch.full((3,), 0.5))
+    assert losses.isnan().tolist() == [False, True, False] and losses[2] == 0
+    assert gradients[0] is not None and gradients[0][0] == -0.5
+
+
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_under_torch_compile(rows: int | None) -> None:
+    """Catches: a graph that ends at the function, and gradients in forward, where the function is no part of the operator."""
+    tensors, labels, inputs = operands()
+
+    def call(*tensors: Tensor) -> Any:
+        return linear_cross_entropy(
+            tensors[0], tensors[1], labels, linear_bias=tensors[2], token_loss=bonus, token_inputs=inputs[:2],
+            return_aux=True,
+        )  # fmt: skip
+
+    with groups.of_rows(rows):
+        out = torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors)
+    truth = dense(tensors, labels, bonus, inputs[:2], torch.float64)
+    for ours, true in zip((out.loss, *torch.autograd.grad(out.loss, tensors)), truth, strict=False):
+        assert (ours - true).norm() <= (2e-2 if GPU else 1e-5) * true.norm()
+    assert_outputs(out, "bonus", labels)
+
+
+def test_the_way_is_that_of_a_reduced_loss() -> None:
+    """Catches: a token_loss that takes two passes where a plain mean takes one, and an entropy that is computed unasked."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta").requires_grad_(dtype.is_floating_point)
+
+    inputs = meta(8192, 4096), meta(128256, 4096), meta(8192, dtype=torch.int64)
+    for budget in (None, 256 << 20, 1 << 40):
+        plain = explain(*inputs, workspace_bytes=budget)
+        for function in (objectives.dft(), bonus):
+            for aux in (False, True):
+                said = explain(
+                    *inputs, workspace_bytes=budget, token_loss=function, return_aux=aux, token_inputs=(inputs[2],)
+                )
+                assert said == plain
+        assert "all exponentials kept" in plain or "one pass" in plain
+    assert "two passes" in explain(*inputs, workspace_bytes=256 << 20, token_loss=bonus, softcap=30.0)
+
+
+def doubled(log_probs: Tensor, _: None) -> Tensor:
+    return torch.cat((log_probs, log_probs))
+
+
+BETA = torch.tensor(0.5, requires_grad=True)
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "not a function": ({"token_loss": 0.5}, TypeError, "must be a function"),
+    "one tensor": ({"token_inputs": torch.ones(N)}, TypeError, "token_inputs a tuple"),
+    "no function": ({"token_loss": None, "token_inputs": (torch.ones(N),)}, ValueError, "no token_loss"),
+    "a number": ({"token_inputs": (0.5,)}, TypeError, r"token_inputs\[0\] must be a tensor"),
+    "shape": ({"token_inputs": (torch.ones(N - 1),)}, ValueError, r"token_inputs\[0\] must be \(22,\)"),
+    "device": ({"token_inputs": (torch.ones(N, device="meta"),)}, ValueError, "on meta"),
+    "gradient": ({"token_inputs": (torch.ones(N, requires_grad=True),)}, TypeError, "detach it"),
+    "weights": ({"weight": torch.ones(V)}, ValueError, "cannot be combined with weight"),
+    "smoothing": ({"label_smoothing": 0.1, "z_loss_weight": 0.1}, ValueError, "label_smoothing, z_loss_weight"),
+    "expected": ({"expected_weights": torch.ones(N), "reduction": "none"}, ValueError, "expected_weights"),
+    "names": ({"return_aux": ("nll",)}, TypeError, "return_aux must be a bool"),
+    "returns a number": ({"token_loss": lambda log_probs, _: 0.5}, TypeError, "must return tensors, got float"),
+    "other shape": ({"token_loss": doubled}, ValueError, r"one number per token, \[\d+\], got \[\d+\]"),
+    "sum": ({"token_loss": lambda log_probs, _: -log_probs.sum()}, ValueError, r"got \[\]"),
+    "integers": ({"token_loss": lambda log_probs, _: log_probs.long()}, TypeError, "got torch.int64"),
+    "bf16": ({"token_loss": lambda log_probs, _: log_probs.bfloat16()}, TypeError, "got torch.bfloat16"),
+    "cut off": ({"token_loss": lambda log_probs, _: -log_probs.detach()}, ValueError, "have no gradient"),
+    "metrics": (
+        {"token_loss": lambda log_probs, _: (-log_probs, {"mean": log_probs.mean()}), "return_aux": True},
+        ValueError,
+        r"one number per token, \[\d+\], got \[\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [ROWS, None])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_refused(name: str, rows: int | None) -> None:
+    (hidden, weight), labels = (x.detach().float().cpu().requires_grad_() for x in operands(False)[0]), torch.arange(N)
+    given, error, says = WRONG[name]
+    with groups.of_rows(rows), pytest.raises(error, match=says):
+        linear_cross_entropy(hidden, weight, labels, **{"token_loss": objectives.dft(), **given})
+
+
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_debug_finds_a_function_that_is_not_elementwise(rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a baseline made of a group's tokens, and a parameter whose gradient would be lost."""
+    monkeypatch.setenv("CCE_DIST_DEBUG", "1")
+    (hidden, weight), labels, inputs = operands(biased=False)
+    wrong: list[tuple[Callable[..., Any], str]] = [
+        (lambda log_probs, _, a: -log_probs * (a - a.nanmean()), "not elementwise"),
+        (lambda log_probs, _, a: -log_probs * BETA.to(DEVICE), "requires a gradient"),
+    ]
+    with groups.of_rows(rows):
+        for function, says in wrong:
+            with pytest.raises(ValueError, match=says):
+                linear_cross_entropy(hidden, weight, labels, token_loss=function, token_inputs=inputs[:1])
+        for function, count in FUNCTIONS.values():
+            linear_cross_entropy(hidden, weight, labels, token_loss=function, token_inputs=inputs[:count])
+
+
+def _on_ranks(backend: str) -> None:
+    """One batch over uneven shards, one of them empty at last, whole and in groups, with and without sequence parallelism."""
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(3)
+    tensors, labels, inputs = operands()
+    tensors = [tensor.detach().cpu().float() for tensor in tensors]
+    labels, inputs = labels.cpu(), [values.cpu() for values in inputs]
+    ranks, rank = group.size(), group.rank()
+    pad = -N % ranks  # slices of equal length
+    tensors[0] = torch.cat((tensors[0], torch.full((pad, D), 0.5)))
+    labels = torch.cat((labels, labels.new_full((pad,), -100)))
+    inputs = [torch.cat((values, torch.full((pad,), torch.nan))) for values in inputs]
+    cuts = [0, *(10 + 30 * r for r in range(ranks - 1)), V]
+    uneven = VocabShard(cuts[rank], cuts[rank + 1], V, group)
+    empty = VocabShard(V * (rank > 0), V, V, group)
+    layouts: list[tuple[dict[str, Any], VocabShard]] = [
+        ({}, uneven), ({"sequence_parallel": True}, uneven), ({"input_grad": "partial"}, uneven),
+        ({"sequence_parallel": True}, empty),
+    ]  # fmt: skip
+    for rows in (ROWS, None):
+        for name in ("clipped", "bonus"):
+            function, count = FUNCTIONS[name]
+            given = inputs[:count]
+            truth, base = (
+                dense(tensors, labels, function, given, dtype, 0.5) for dtype in (torch.float64, torch.float32)
+            )
+            for options, shard in layouts:
+                own, slices = slice(shard.start, shard.stop), slice(None)
+                if "sequence_parallel" in options:
+                    size = len(labels) // ranks
+                    slices = slice(rank * size, (rank + 1) * size)
+                parts = (tensors[0][slices], tensors[1][own], tensors[2][own])
+                local = [x.clone().requires_grad_() for x in parts]
+                with groups.of_rows(rows), mock.patch.object(merge, "HiddenGradSum", wraps=merge.HiddenGradSum) as sums:
+                    loss = linear_cross_entropy(
+                        local[0], local[1], labels, linear_bias=local[2], shard=shard, backend=backend,
+                        token_loss=function, token_inputs=given, **options,
+                    )  # fmt: skip
+                assert sums.called == (rows is not None and "input_grad" not in options)
+                d_hidden, d_weight, d_bias = torch.autograd.grad(0.5 * loss, local)
+                if "input_grad" in options:
+                    dist.all_reduce(d_hidden)
+                what = f"{name} {rows} {options}"
+                assert_no_worse(loss, base[0], truth[0], torch.float32, f"loss {what}")
+                assert_no_worse(d_hidden, base[1][slices], truth[1][slices], torch.float32, f"dE {what}")
+                assert_no_worse(d_weight, base[2][own], truth[2][own], torch.float32, f"dC {what}")
+                assert_no_worse(d_bias, base[3][own], truth[3][own], torch.float32, f"dbias {what}")
+
+
+def test_on_two_ranks(ranks2: Callable[..., None]) -> None:
+    """Catches: inputs that are cut for sequence parallelism, a function of one shard's log-probabilities."""
+    ranks2(_on_ranks, "torch")
+
+
+@pytest.mark.slow
+def test_on_three_ranks() -> None:
+    run_ranks(_on_ranks, 3, "torch")
