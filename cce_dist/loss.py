@@ -332,7 +332,7 @@ class _Prepared(NamedTuple):
 def _prepare(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None, weight: Tensor | None,
     shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None,
-    token_loss: Any, token_inputs: Any, on_meta: bool = False, **given: Any,
+    on_meta: bool = False, **given: Any,
 ) -> _Prepared:  # fmt: skip
     """Check the arguments of ``linear_cross_entropy``. With ``on_meta`` all tensors may be on "meta"."""
     # A compiled graph reads no tensor, so the scale becomes a per-token factor. The filter supports no such factors.
@@ -341,6 +341,7 @@ def _prepare(
         unread = logit_scale.detach() if torch.compiler.is_compiling() else None
     given["logit_scale"] = logit_scale if unread is None else 1.0
     given["expected_weights"] = isinstance(expected_weights, Tensor) or expected_weights
+    of_token_loss = given.pop("token_loss"), given.pop("token_inputs")
     chosen = checked(Options, **given)
     x, shard = operands.prepare(
         input, linear_weight, target, linear_bias, grad_weight_out, shard, chosen.logit_scale, chosen, on_meta
@@ -365,9 +366,8 @@ def _prepare(
         "grad_filter": chosen.grad_filter is not None,
         "expected_weights": isinstance(expected_weights, Tensor),
     }
-    debug = operands.environment()[1]
-    token = checked_token_loss(token_loss, token_inputs, target, excluded, given["return_aux"], debug)
-    if token is not None:  # outputs of its own, which have no gradient
+    token = checked_token_loss(*of_token_loss, target, excluded, given["return_aux"], operands.environment()[1])
+    if token is not None:  # it has outputs of its own, without gradients
         chosen = chosen._replace(return_aux=())
     call = operands.call_of(x, _spec(x, weight, shard, chosen, token), shard, chosen)
     expected = _checked_expectation(expected_weights, target, chosen)

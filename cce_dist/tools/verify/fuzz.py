@@ -25,7 +25,7 @@ from cce_dist.tools.verify.cases import BF16, FP16, FP32, PER_TOKEN, Bounds, Cas
 from cce_dist.tools.verify.check import Error, Function, run_case
 from cce_dist.tools.verify.divergence import DIVERGENCE
 from cce_dist.tools.verify.log_probs import LOG_PROBS
-from cce_dist.tools.verify.loss import RANDOM_LOSS
+from cce_dist.tools.verify.loss import RANDOM_LOSS, TOKEN_LOSSES
 from cce_dist.tools.verify.views import LAYOUTS, WRITABLE
 
 ROUNDED = 1e-15  # float64's error in a gradient that is 1 minus a probability
@@ -92,6 +92,9 @@ def draw_loss(setting: Setting, number: int) -> cases.LossCase:
     apart = random.Random(f"groups/{setting.seed}/{number}/{where}")
     if not filtered and apart.random() < 0.2:
         _draw_groups(apart, call, setting)
+    apart = random.Random(f"token loss/{setting.seed}/{number}/{where}")
+    if not filtered and apart.random() < 0.15:
+        _draw_token_loss(apart, call)
     drawn = {name: value for name, value in vars(call).items() if name in cases.LossCase.__dataclass_fields__}
     return cases.LossCase(f"loss {number}", problem=_problem(call, number), **drawn)
 
@@ -244,6 +247,13 @@ def _draw_groups(apart: random.Random, call: SimpleNamespace, setting: Setting) 
     count = torch.Size(call.shape).numel()
     call.in_groups = apart.randint(max(1, count // MOST_GROUPS), max(1, count))
     call.low = setting.backend == "triton" and call.dtype == torch.bfloat16 and apart.random() < 0.5
+
+
+def _draw_token_loss(apart: random.Random, call: SimpleNamespace) -> None:
+    """Replace the loss by a function of log-probabilities, and remove the options that exclude it."""
+    call.token, call.upstream, call.expected, call.classes = apart.choice([*TOKEN_LOSSES]), ("loss",), "", False
+    for name in ("label_smoothing", "z_loss_weight", "return_aux"):
+        call.options.pop(name, None)
 
 
 def draw_log_probs(setting: Setting, number: int) -> cases.LogProbCase:
