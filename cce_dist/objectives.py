@@ -2,7 +2,7 @@
 
     loss = linear_cross_entropy(hidden, weight, ids, token_loss=clipped_policy(), token_inputs=(advantages, old_log_probs))
 
-Each function of this module returns such a function. To write another one, start from its source.
+Each function here returns a function of tokens.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ def entropy_adaptive(alpha: float = 1.0, scale: float = 3.0) -> Callable[..., An
 
 
 def clipped_policy(
-    low: float = 0.2, high: float = 0.2, kl_coef: float = 0.0, dual: float | None = None
+    low: float = 0.2, high: float = 0.2, kl_coef: float = 0.0, entropy_coef: float = 0.0, dual: float | None = None
 ) -> Callable[..., Any]:
     """PPO's clipped loss, with ``token_inputs=(advantages, old_log_probs)``, and ``ref_log_probs`` if ``kl_coef`` is not 0.
 
     The metrics are "ratio" and "clipped". Source: https://arxiv.org/abs/1707.06347; TRL's GRPO, with ``kl_coef`` as its beta
-    (the estimator k3); verl's ``compute_policy_loss``, with ``dual`` as its ``clip_ratio_c``. verl also clamps
-    the log-ratio to 20.
+    (the estimator k3); verl's ``compute_policy_loss``, with ``dual`` as its ``clip_ratio_c``. verl also clamps the log-ratio.
     """
 
-    def function(log_probs: Tensor, _: None, advantages: Tensor, old: Tensor, *ref: Tensor) -> tuple[Tensor, dict]:
+    def function(log_probs: Tensor, entropy: Any, advantages: Tensor, old: Tensor, *ref: Tensor) -> tuple[Tensor, dict]:
         ratio = (log_probs - old).exp()
         unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
         losses = torch.maximum(unclipped, clipped)
@@ -54,18 +53,21 @@ def clipped_policy(
             losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual), losses)
         if kl_coef:
             losses = losses + kl_coef * (torch.expm1(ref[0] - log_probs) - (ref[0] - log_probs))
+        if entropy_coef:
+            losses = losses - entropy_coef * entropy
         return losses, {"ratio": ratio, "clipped": clipped > unclipped}
 
+    function.needs_entropy = entropy_coef != 0  # type: ignore[attr-defined]
     return function
 
 
 def truncated_importance(high: float = 5.0) -> Callable[..., Any]:
     """The policy gradient times a truncated importance weight without gradient; ``token_inputs=(advantages, old_log_probs)``.
 
-    Source: https://arxiv.org/abs/2506.13585 (CISPO), TRL's ``loss_type="cispo"``, with ``high`` as its ``epsilon_high``.
+    Source: https://arxiv.org/abs/2506.13585 (CISPO); TRL's ``loss_type="cispo"``, with ``high`` as its ``epsilon_high``.
     """
 
-    def function(log_probs: Tensor, _: None, advantages: Tensor, old: Tensor) -> tuple[Tensor, dict]:
+    def function(log_probs: Tensor, _: Any, advantages: Tensor, old: Tensor) -> tuple[Tensor, dict]:
         ratio = (log_probs - old).detach().exp()
         return -ratio.clamp(max=high) * advantages * log_probs, {"ratio": ratio}
 

@@ -7,6 +7,8 @@ test.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +39,21 @@ def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, ignore_index: int = -100,
     reduction: str = "mean", label_smoothing: float = 0.0, logit_scale: float | Tensor = 1.0, softcap: float | None = None,
     z_loss_weight: float = 0.0, num_tokens: float | Tensor | None = None, weight: Tensor | None = None,
+    token_loss: Callable[..., Any] | None = None, token_inputs: Sequence[Tensor] = (),
 ) -> LinearCrossEntropyOutput:  # fmt: skip
     """Compute ``cce_dist.linear_cross_entropy`` from all logits, with all outputs of ``return_aux``."""
     z = logits(input, linear_weight, linear_bias, logit_scale, softcap)
-    return _loss_of(z, target, ignore_index, reduction, label_smoothing, z_loss_weight, num_tokens, weight)
+    out = _loss_of(z, target, ignore_index, reduction, label_smoothing, z_loss_weight, num_tokens, weight)
+    if token_loss is None:
+        return out
+    valid = target != ignore_index
+    found = token_loss(-out.nll[valid], out.entropy[valid], *(values[valid] for values in token_inputs))
+    loss = torch.zeros_like(out.nll).masked_scatter(valid, found[0] if isinstance(found, tuple) else found)
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        loss = loss / (valid.sum().clamp(min=1) if num_tokens is None else num_tokens)
+    return out._replace(loss=loss)
 
 
 def _loss_of(

@@ -47,10 +47,9 @@ class TokenLoss(NamedTuple):
         return self._replace(inputs=tuple(values[part] for values in self.inputs))
 
     def losses(self, log_probs_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor) -> Tensor:
-        """Return the losses, connected to log-probabilities and entropies by autograd if these require a gradient.
+        """Return the losses, connected to their arguments by autograd. Tokens that do not count keep their log-probability.
 
-        ``counts_N`` says which tokens have a label in the vocabulary. The losses of other tokens are their log-probabilities: 0
-        for ignored tokens, NaN for labels outside the vocabulary.
+        This is 0 for ignored tokens, and NaN for labels outside the vocabulary.
         """
         values_N = log_probs_N.detach()
         with torch.autocast(values_N.device.type, enabled=False):
@@ -58,7 +57,7 @@ class TokenLoss(NamedTuple):
             if log_probs_N.requires_grad and not losses_N.requires_grad:
                 raise _cut_off()
             if self.debug and not torch.compiler.is_compiling():
-                self._check_elementwise(losses_N.detach()[counts_N], values_N, entropy_N, counts_N)
+                self._check_elementwise(losses_N.detach(), log_probs_N, entropy_N, counts_N)
         losses_N = torch.where(counts_N, losses_N.to(values_N.dtype), values_N)
         if self.found is not None:
             numbers = (values_N, entropy_N, losses_N, metrics)
@@ -79,11 +78,9 @@ class TokenLoss(NamedTuple):
 
     def output(self, loss: Tensor, shape: torch.Size) -> TokenLossOutput:
         """Return the loss with the outputs of all groups, in ``shape``."""
-
-        def joined(*groups: Any) -> Any:
-            return None if groups[0] is None else torch.cat(groups).view(shape)
-
-        return TokenLossOutput(loss, *tree_map(joined, *(self.found or ())))
+        groups = self.found or []
+        joined = tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts).view(shape), *groups)
+        return TokenLossOutput(loss, *joined)
 
     def _called(self, log_probs_N: Tensor, entropy_N: Tensor | None) -> tuple[Tensor, Any]:
         """Call the function. Raise unless it returns one fp32 or float64 loss for each token."""
@@ -94,18 +91,18 @@ class TokenLoss(NamedTuple):
             raise TypeError(f"token_loss must return float32 or float64 losses, got {losses_N.dtype}")
         return losses_N, metrics
 
-    def _check_elementwise(
-        self, losses_K: Tensor, log_probs_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor
-    ) -> None:
+    def _check_elementwise(self, losses_N: Tensor, *numbers: Tensor | None) -> None:
         """Raise ValueError unless the function returns the same losses for halves of the tokens."""
-        half, halves = len(log_probs_N) // 2, []
-        for part in (slice(0, half), slice(half, None)):
-            entropy = None if entropy_N is None else entropy_N.detach()[part]
-            halves.append(self.of_tokens(part)._called(log_probs_N[part], entropy)[0])
-        again_K = torch.cat(halves)[counts_N]
-        if again_K.requires_grad:
+        half = len(losses_N) // 2
+        log_probs_N, entropy_N, counts_N = (x if x is None else x.detach() for x in numbers)
+        halves = [
+            self.of_tokens(part)._called(log_probs_N[part], None if entropy_N is None else entropy_N[part])[0]
+            for part in (slice(0, half), slice(half, None))
+        ]
+        again_N = torch.cat(halves)
+        if again_N.requires_grad:
             raise ValueError("token_loss uses a tensor that requires a gradient and would get none")
-        if not torch.allclose(again_K, losses_K, rtol=1e-3, atol=1e-5, equal_nan=True):
+        if not torch.allclose(again_N[counts_N], losses_N[counts_N], rtol=1e-3, atol=1e-5, equal_nan=True):
             raise ValueError("token_loss is not elementwise: it returns other losses for half of the tokens")
 
 

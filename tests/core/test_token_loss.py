@@ -53,16 +53,11 @@ def dense(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the loss in a dtype from all logits, the gradients of ``factor`` times the loss, and the tokens' losses."""
     leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
-    known = {name: value for name, value in options.items() if name in ("softcap", "logit_scale")}
-    bias = leaves[2] if len(leaves) > 2 else None
-    out = reference.linear_cross_entropy(leaves[0], leaves[1], labels, linear_bias=bias, **known)
-    counts = labels != -100
-    wide = [values[counts].to(out.nll.dtype) for values in inputs]
-    result = function(-out.nll[counts], out.entropy[counts], *wide)
-    losses = result[0] if isinstance(result, tuple) else result
-    divisor = {"sum": 1, "mean": options.get("num_tokens", counts.sum())}[options.get("reduction", "mean")]
-    loss = losses.sum() / divisor
-    return loss, *torch.autograd.grad(factor * loss, leaves), losses.detach()
+    options |= {"token_loss": function, "token_inputs": [values.to(leaves[0]) for values in inputs]}
+    options["linear_bias"] = leaves[2] if len(leaves) > 2 else None
+    loss = reference.linear_cross_entropy(leaves[0], leaves[1], labels, **options).loss
+    each = reference.linear_cross_entropy(leaves[0], leaves[1], labels, **options | {"reduction": "none"}).loss
+    return loss, *torch.autograd.grad(factor * loss, leaves), each.detach()
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -96,7 +91,7 @@ def test_same_numbers_as_dense(
     assert one_pass.called == (rows is not None)
     gradients = torch.autograd.grad(factor * out.loss, tensors, retain_graph=True)
     counts = labels != -100
-    ours = (out.loss, *gradients, out.losses[counts])
+    ours = (out.loss, *gradients, out.losses)
     for what, *values in zip(("loss", "dE", "dC", "dbias", "losses"), ours, base, truth, strict=True):
         dtype = torch.float32 if what in ("loss", "losses") else DTYPE
         assert_no_worse(values[0], values[1], values[2], dtype, what)
@@ -130,24 +125,30 @@ def test_other_arguments_of_a_reduced_loss() -> None:
     hidden, weight = (tensor.detach().float().requires_grad_() for tensor in tensors)
     scale, number = (torch.tensor(x, device=DEVICE, requires_grad=True) for x in (0.7, 9.0))
     function, found = FUNCTIONS["clipped"][0], []
+    upstream = torch.linspace(-1.0, 2.0, N, device=DEVICE)  # in no proportion to anything
     for rows in (None, ROWS):
         buffer = torch.zeros(V, D, device=DEVICE)
-        with groups.of_rows(rows):
+        with groups.of_rows(rows), mock.patch.object(groups, "loss", wraps=groups.loss) as one_pass:
             loss = linear_cross_entropy(
                 hidden.view(2, 11, D), weight, labels.view(2, 11), logit_scale=scale, num_tokens=number,
                 grad_weight_out=buffer, token_loss=function, token_inputs=[x.view(2, 11) for x in inputs],
             )  # fmt: skip
             each = linear_cross_entropy(
-                hidden, weight, labels, reduction="none", token_loss=function, token_inputs=inputs,
-                logit_scale=0.7,
-            )  # fmt: skip
+                hidden, weight, labels, reduction="none", token_loss=function, token_inputs=inputs, logit_scale=0.7
+            )
+        assert one_pass.call_count == (rows is not None)
         torch.testing.assert_close(each.sum() / 9, loss)
-        found.append((loss, buffer, *torch.autograd.grad(loss, (hidden, scale, number))))
-        found[-1] += torch.autograd.grad(each, (hidden, weight), torch.full_like(each, 1 / 9))
+        whole = torch.autograd.grad(loss, (hidden, scale, number))
+        parts = torch.autograd.grad(each, (hidden, weight), torch.full_like(each, 1 / 9), retain_graph=True)
+        found.append((whole[0], buffer, *whole[1:], *torch.autograd.grad(each, (hidden, weight), upstream)))
+        for ours, other in zip((whole[0], buffer), parts, strict=True):
+            torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
     for ours, other in zip(*found, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[0][2].view(N, D), found[0][5], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[0][1], found[0][6], rtol=1e-4, atol=1e-5)
+    right = dense([hidden, weight], labels, lambda *x: (function(*x)[0] * upstream[labels != -100]), inputs,
+                  torch.float64, logit_scale=0.7, reduction="sum")  # fmt: skip
+    for ours, true in zip(found[0][-2:], right[1:], strict=False):
+        torch.testing.assert_close(ours.double(), true, rtol=1e-4, atol=1e-5)
 
 
 def test_float64_and_half_precision() -> None:

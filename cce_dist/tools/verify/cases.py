@@ -186,7 +186,7 @@ class LossCase(Case):
     in_groups: int | None = None  # force one pass in groups of this many tokens; None: as the sizes say
     low: bool = False  # dC has 8 more bits while groups are added to it
     expected: str = ""  # ``expected_weights``: "upstream" gradients, "other" values, or "" for none
-    token: str = ""  # ``token_loss``, a name of ``loss.TOKEN_LOSSES``; "" for none
+    token_loss: str = ""  # a name of ``TOKEN_LOSSES``; "" for none
     broken: int = -1  # a token with a NaN in its hidden state; -1: none
     # Share of the plain filter's error that a filter may leave in dE, dC, and the sum of dE over tokens (1: not compared).
     left: tuple[float, ...] = (1.0, 1.0, 1.0)

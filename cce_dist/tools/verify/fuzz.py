@@ -251,7 +251,7 @@ def _draw_groups(apart: random.Random, call: SimpleNamespace, setting: Setting) 
 
 def _draw_token_loss(apart: random.Random, call: SimpleNamespace) -> None:
     """Replace the loss by a function of log-probabilities, and remove the options that exclude it."""
-    call.token, call.upstream, call.expected, call.classes = apart.choice([*TOKEN_LOSSES]), ("loss",), "", False
+    call.token_loss, call.upstream, call.expected, call.classes = apart.choice([*TOKEN_LOSSES]), ("loss",), "", False
     for name in ("label_smoothing", "z_loss_weight", "return_aux"):
         call.options.pop(name, None)
 

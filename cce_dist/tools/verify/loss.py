@@ -18,29 +18,10 @@ from cce_dist.tools.verify.cases import FP32, PER_TOKEN, Bounds, Drawn, Gaussian
 from cce_dist.tools.verify.check import EPS, GRADIENTS, Error, Function, Part, compare, found
 from cce_dist.tools.verify.views import view_of
 
+TOKEN_LOSSES = {"dft": objectives.dft(), "policy": objectives.clipped_policy(entropy_coef=0.1)}
 UNSAFE = 1000.0  # a dense fp32 baseline with an error of this many eps is itself wrong
 # Arguments that the reference does not have.
-OWN = (
-    "grad_filter",
-    "sequence_parallel",
-    "input_grad",
-    "workspace_bytes",
-    "return_aux",
-    "reduce_dtype",
-    "token_inputs",
-)
-
-
-def _bonus(log_probs: Tensor, entropy: Tensor, advantages: Tensor, old: Tensor) -> Tensor:
-    return -advantages * (log_probs - old).exp() - 0.1 * entropy.square()
-
-
-_bonus.needs_entropy = True  # type: ignore[attr-defined]
-TOKEN_LOSSES: dict[str, Callable[..., Any]] = {  # of two inputs
-    "dft": lambda log_probs, _, *inputs: objectives.dft()(log_probs, None),
-    "clipped": lambda *numbers: objectives.clipped_policy(0.2, 0.3, dual=2.0)(*numbers)[0],
-    "bonus": _bonus,
-}
+OWN = ("grad_filter", "sequence_parallel", "input_grad", "workspace_bytes", "return_aux", "reduce_dtype")
 
 
 def draw(case: LossCase, generator: torch.Generator) -> Drawn:
@@ -51,10 +32,11 @@ def draw(case: LossCase, generator: torch.Generator) -> Drawn:
     if case.classes:
         weights = torch.rand(len(problem.weight), generator=generator)
         options["weight"] = weights.masked_fill(weights < 0.05, 0.0)
-    if case.token:
+    if case.token_loss:
+        options["token_loss"] = TOKEN_LOSSES[case.token_loss]
         ignored = problem.labels == options.get("ignore_index", -100)
-        inputs = torch.randn(of_tokens, generator=generator), -5 * torch.rand(of_tokens, generator=generator)
-        options["token_inputs"] = tuple(values.masked_fill(ignored, torch.nan) for values in inputs)
+        numbers = torch.randn(2, *of_tokens, generator=generator).masked_fill(ignored, torch.nan)
+        options["token_inputs"] = (numbers[0], -numbers[1].abs()) if case.token_loss == "policy" else ()
     return Drawn(case, problem, options, upstream)
 
 
@@ -73,21 +55,7 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
     out = reference.linear_cross_entropy(
         hidden, weight, labels, linear_bias=bias, logit_scale=leaves["dscale"], **known
     )
-    if drawn.case.token:
-        out = out._replace(loss=_token_loss(drawn, out.nll, out.entropy, labels != -100)[0])
     return found(out, upstream, leaves)
-
-
-def _token_loss(drawn: Drawn, nll: Tensor, entropy: Any, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss and the tokens' losses from all tokens' nll and entropies."""
-    options = drawn.options
-    inputs = (values.to(nll)[counts] for values in options["token_inputs"])
-    losses = torch.zeros_like(nll).masked_scatter(
-        counts, TOKEN_LOSSES[drawn.case.token](-nll[counts], entropy[counts], *inputs)
-    )
-    number = options.get("num_tokens", counts.sum().clamp(min=1))
-    loss = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / number}[options.get("reduction", "mean")]
-    return loss, losses
 
 
 def _truth(drawn: Drawn, bounds: Bounds, backend: str, device: str) -> Truth:
@@ -120,20 +88,12 @@ def _oracle(drawn: Drawn, bounds: Bounds, backend: str, device: str) -> Truth:
     grad_filter = drawn.options.get("grad_filter", GradFilter(eps=0.0))
     bounds = bounds if len(bounds) > 1 else []
     problem = drawn.problem.rounded(drawn.case.dtype, FP32) if drawn.case.autocast else drawn.problem
-    if not drawn.case.token:
-        return oracle.truth(problem, drawn.options, drawn.upstream, grad_filter.eps, bounds)
-    plain = oracle.truth(problem, drawn.options, {}, 0.0, bounds)
-    numbers = [plain.values[name].requires_grad_() for name in ("nll", "entropy")]
-    loss, losses = _token_loss(drawn, *numbers, problem.labels != drawn.options.get("ignore_index", -100))
-    upstream = drawn.upstream["loss"].to(loss).view(loss.shape)
-    slopes = torch.autograd.grad(losses.sum(), numbers, retain_graph=True, materialize_grads=True)
-    gradients = torch.autograd.grad(loss, numbers, upstream, materialize_grads=True)
-    # The rounding of nll and entropy is a rounding of the loss and of its derivatives.
-    largest = 1 + max(values.abs().max().item() if len(values) else 0.0 for values in (losses, *slopes))
-    truth = oracle.truth(problem, drawn.options, dict(zip(("nll", "entropy"), gradients, strict=True)), 0.0, bounds)
-    truth.values["loss"] = loss.detach()
-    truth.noise["loss"] *= largest
-    return truth
+    truth = oracle.truth(problem, drawn.options, drawn.upstream, grad_filter.eps, bounds)
+    if not drawn.case.token_loss:
+        return truth
+    # The function multiplies the rounding of nll by its derivatives, which are at most about 10.
+    noise = {name: 10 * value for name, value in truth.noise.items()}
+    return replace(truth, values=reference_of(drawn, torch.float64, device), noise=noise)
 
 
 def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str, Tensor]:
@@ -159,8 +119,7 @@ def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str
     if case.expected:
         expected = upstream["loss"].view(labels.shape)
         options["expected_weights"] = 3.0 * expected if case.expected == "upstream" else expected.abs() + 0.1
-    if case.token:
-        options["token_loss"] = TOKEN_LOSSES[case.token]
+    if case.token_loss:
         options["token_inputs"] = [values.view(labels.shape) for values in options["token_inputs"]]
     with groups.of_rows(case.in_groups, case.low), torch.autocast(device, case.dtype, enabled=case.autocast):
         out = linear_cross_entropy(
