@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 pytest.importorskip("trl")
 
-from dense_scores import assert_same_curve
+from dense_scores import assert_same_curve, dense_scores, operands
 from tiny_trainer import (
     LENGTH,
     VOCAB,
@@ -37,6 +38,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import cce_dist
+from cce_dist import linear_cross_entropy, objectives
 from cce_dist.integrations import deepspeed as cce_deepspeed
 from cce_dist.integrations import trl as cce_trl
 from cce_dist.tools.ranks import run_ranks
@@ -238,6 +240,7 @@ def trainer_of(kind: str, data: str, **given: Any) -> Callable:
 ROLLOUT: dict[str, Any] = dict(num_generations=2, max_completion_length=6, temperature=0.7, beta=0.1)
 TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
     "sft": (sft, "Llama", {}),
+    "dft": (sft, "Gemma2", {"loss_type": "dft"}),
     # With WPO's weights, which need the sum of squared probabilities.
     "dpo": (trainer_of("DPO", "pairs"), "Gemma2", {"use_weighting": True, "beta": 0.5}),
     "kto": (trainer_of("KTO", "rated"), "Cohere", {}),
@@ -318,7 +321,7 @@ def test_distillation_trainer_logs_and_learns_as_it_does(beta: float, tmp_path: 
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["sft", "grpo", "distillation"])
+@pytest.mark.parametrize("kind", ["sft", "dft", "grpo", "distillation"])
 def test_the_curve_of_fifty_steps_is_trls(kind: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"max_steps": 50, "optim": "adamw_torch", "learning_rate": 3e-3}
 
@@ -333,6 +336,75 @@ def test_the_curve_of_fifty_steps_is_trls(kind: str, tmp_path: Path) -> None:
     stock = curve()
     cce_trl.install()
     assert_same_curve(f"TRL's {kind}", curve(), stock)
+
+
+POLICIES = {
+    "dapo": (objectives.clipped_policy(0.2, 0.3, kl_coef=0.1), 0.3),
+    "cispo": (objectives.truncated_importance(2.0), 2.0),
+}
+
+
+@pytest.mark.parametrize("loss_type", POLICIES)
+def test_the_objectives_are_trls(loss_type: str) -> None:
+    """GRPOTrainer's own loss beside ours. Catches: a sign, a bound of the ratio, a divergence in the other direction."""
+    from trl import GRPOTrainer
+
+    function, high = POLICIES[loss_type]
+    hidden, weight, labels = operands(2)
+    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+    mask = torch.ones(labels.shape).index_fill_(1, torch.arange(9, 12), 0.0)
+    old, ref = (-4 * torch.rand(labels.shape, dtype=torch.float64) for _ in range(2))
+    inputs: dict[str, Any] = {"prompt_ids": labels[:, :0], "completion_ids": labels, "num_items_in_batch": mask.sum()}
+    inputs |= {"prompt_mask": mask[:, :0], "completion_mask": mask, "advantages": torch.tensor([1.5, -0.7])}
+    inputs |= {"old_per_token_logps": old, "ref_per_token_logps": ref}
+    same: Any = lambda values, **_: values  # noqa: E731
+    beta = 0.1 if loss_type == "dapo" else 0.0
+    trainer: Any = types.SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (*dense_scores(leaves[0] @ leaves[1].t(), labels), None),
+        accelerator=types.SimpleNamespace(gather=same, reduce=same, num_processes=1),
+        model=types.SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}, importance_sampling_level="token",
+        args=types.SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=beta, use_vllm=False,
+        loss_type=loss_type, epsilon_low=0.2, epsilon_high=high, current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
+    )  # fmt: skip
+    theirs = GRPOTrainer._compute_loss(trainer, None, inputs)
+    given = [inputs["advantages"][:, None].expand_as(labels), old, ref][: 2 + (loss_type == "dapo")]
+    ours = linear_cross_entropy(
+        leaves[0], leaves[1], labels.masked_fill(mask == 0, -100), token_loss=function, token_inputs=given
+    )
+    for mine, stock in zip(
+        (ours, *torch.autograd.grad(ours, leaves)), (theirs, *torch.autograd.grad(theirs, leaves)), strict=True
+    ):
+        torch.testing.assert_close(mine, stock, rtol=1e-6, atol=1e-9)
+
+
+def test_dft_is_trls() -> None:
+    """SFTTrainer's own loss beside ours."""
+    from trl import SFTTrainer
+
+    hidden, weight, labels = operands(2)
+    labels[:, :3] = -100
+    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+
+    def model(**_: Any) -> Any:
+        log_probs, entropy = dense_scores(leaves[0] @ leaves[1].t(), labels.clamp(min=0))
+        mask = labels != -100
+        log_probs, entropy = (x.masked_fill(~mask, 0.0) for x in (log_probs, entropy))
+        return types.SimpleNamespace(log_probs=log_probs, entropy=entropy, is_top1=mask, label_mask=mask)
+
+    trainer: Any = types.SimpleNamespace(
+        accelerator=types.SimpleNamespace(gather_for_metrics=lambda values: values, parallelism_config=None),
+        model=types.SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}, aux_loss_enabled=False,
+        compute_loss_func=None, label_smoother=None, _total_train_tokens=0, _tp_size=1,
+        args=types.SimpleNamespace(loss_type="dft", average_tokens_across_devices=False),
+    )  # fmt: skip
+    theirs = SFTTrainer.compute_loss(trainer, model, {"labels": labels, "attention_mask": labels != 0})
+    ours = linear_cross_entropy(leaves[0], leaves[1], labels, token_loss=objectives.dft())
+    for mine, stock in zip(
+        (ours, *torch.autograd.grad(ours, leaves)), (theirs, *torch.autograd.grad(theirs, leaves)), strict=True
+    ):
+        torch.testing.assert_close(mine, stock, rtol=1e-9, atol=1e-12)
 
 
 def test_distillation_under_zero_3_is_refused() -> None:

@@ -24,6 +24,7 @@ from cce_dist import (
     linear_cross_entropy,
     linear_kl_divergence,
     linear_log_probs,
+    objectives,
     topk_kl_divergence,
 )
 from cce_dist.tools.ranks import run_ranks
@@ -54,9 +55,15 @@ DISAGREEMENTS: list[tuple[str, Callable[[int], dict[str, Any]], str]] = [
     ("target-ignored", lambda r: dict(target=torch.arange(N).index_fill(0, torch.tensor([r]), -100)), "disagree on target"),
     ("input-needs-gradient", lambda r: dict(input=_hidden().requires_grad_(r == 0)), "disagree on input.*gradient"),
     ("class-weights", lambda r: dict(weight=torch.ones(V) + r), "disagree on weight"),
+    ("token-loss", lambda r: dict(token_loss=(None, objectives.dft())[r]), "disagree on token_loss"),
+    ("token-inputs", lambda r: dict(token_loss=_weighted, token_inputs=(torch.ones(N) + r,)), r"disagree on token_inputs\[0\]"),
     ("num-of-labels", lambda r: dict(input=_hidden()[r:], target=torch.arange(r, N)), r"disagree on .*by rank .*6.*5"),
     ("shards", lambda r: dict(shard=VocabShard(11 * r, 10 + 11 * r, V, dist.group.WORLD)), "do not tile"),
 ]  # fmt: skip
+
+
+def _weighted(log_probs: Tensor, _: None, weights: Tensor) -> Tensor:
+    return -log_probs * weights
 
 
 def _hidden() -> Tensor:
