@@ -28,6 +28,7 @@ from megatron_on_cpu import use_cpu
 from nemo_rl_on_cpu import use_stand_ins
 from test_megatron_scores import of_this_rank, packed_lengths
 
+from cce_dist import linear_cross_entropy, objectives
 from cce_dist.integrations import megatron as cce_megatron
 from cce_dist.integrations import nemo_rl as cce_nemo_rl
 from cce_dist.integrations import patching
@@ -502,6 +503,36 @@ def test_the_curve_of_fifty_steps_is_verls() -> None:
             optimizer.step()
         found.append(losses)
     assert_same_curve("verl's policy", *found)
+
+
+def compute_policy_loss(
+    old_log_prob, log_prob, advantages, response_mask, cliprange=None, cliprange_low=None, cliprange_high=None,
+    clip_ratio_c=3.0, loss_agg_mode="token-mean",
+):  # fmt: skip
+    """The dual clip, as verl's function of this name has it."""
+    ratio = (log_prob - old_log_prob).clamp(-20, 20).exp()
+    losses = -advantages * ratio
+    upper = torch.maximum(losses, -advantages * ratio.clamp(1 - cliprange_low, 1 + cliprange_high))
+    clipped = torch.where(advantages < 0, torch.minimum(-advantages * clip_ratio_c, upper), upper)
+    return (clipped * response_mask).sum() / response_mask.sum(), None, None, None
+
+
+def test_the_clipped_policy_is_verls() -> None:
+    """Catches: bounds that change places, a dual clip of advantages of the other sign."""
+    theirs = stand_in("verl.trainer.ppo.core_algos", compute_policy_loss=compute_policy_loss).compute_policy_loss
+    hidden, weight, labels = operands(4)
+    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+    mask = torch.ones(labels.shape).index_fill_(1, torch.arange(9, TOKENS), 0.0)
+    advantages, old = torch.randn(labels.shape), -4 * torch.rand(labels.shape)
+    log_probs, _ = dense_scores(leaves[0] @ leaves[1].t(), labels)
+    stock = theirs(old, log_probs, advantages, mask, cliprange_low=0.1, cliprange_high=0.3, clip_ratio_c=2.0)[0]
+    ours = linear_cross_entropy(
+        leaves[0], leaves[1], labels.masked_fill(mask == 0, -100), token_inputs=(advantages, old),
+        token_loss=objectives.clipped_policy(0.1, 0.3, dual=2.0),
+    )  # fmt: skip
+    gradients = [torch.autograd.grad(loss, leaves) for loss in (ours, stock)]
+    for mine, right in zip((ours, *gradients[0]), (stock, *gradients[1]), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("package", ADAPTERS)
