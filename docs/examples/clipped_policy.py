@@ -1,4 +1,4 @@
-"""A policy learns to say even ids: log-probabilities from hidden states, and PPO's clipped loss with group-relative advantages.
+"""A policy learns to say even ids: PPO's clipped loss from hidden states, with group-relative advantages.
 
 python docs/examples/clipped_policy.py
 """
@@ -6,7 +6,7 @@ python docs/examples/clipped_policy.py
 import torch
 from torch import nn
 
-from cce_dist import linear_log_probs
+from cce_dist import linear_cross_entropy, linear_log_probs, objectives
 
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,23 +29,20 @@ def sample(prompts):
     return torch.stack(inputs, 1), torch.stack(drawn, 1)
 
 
-def log_probs(inputs, drawn):
-    hidden, _ = cell(embedding(inputs))  # [B, LENGTH, SIZE]
-    return linear_log_probs(hidden, head.weight, drawn, entropy=True)
-
-
+policy_loss = objectives.clipped_policy(CLIP, CLIP, entropy_coef=1e-3)
 for step in range(40):
     inputs, drawn = sample(torch.arange(PROMPTS, device=device).repeat_interleave(GROUP))
     with torch.no_grad():
-        old = log_probs(inputs, drawn).log_probs
+        hidden, _ = cell(embedding(inputs))  # [B, LENGTH, SIZE]
+        old = linear_log_probs(hidden, head.weight, drawn).log_probs
     reward = (drawn % 2 == 0).float().mean(1)
     groups = reward.view(PROMPTS, GROUP)
     advantage = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1, 1)
     for _ in range(2):
-        new = log_probs(inputs, drawn)
-        ratio = (new.log_probs - old).exp()
-        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-        loss = -torch.minimum(ratio * advantage, clipped * advantage).mean() - 1e-3 * new.entropy.mean()
+        hidden, _ = cell(embedding(inputs))
+        loss = linear_cross_entropy(
+            hidden, head.weight, drawn, token_loss=policy_loss, token_inputs=(advantage.expand_as(old), old)
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

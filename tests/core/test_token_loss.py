@@ -12,7 +12,17 @@ import torch.distributed as dist
 from shards import DEVICE, GPU
 from torch import Tensor
 
-from cce_dist import TokenLossOutput, VocabShard, explain, groups, linear_cross_entropy, merge, objectives, reference
+from cce_dist import (
+    TokenLossOutput,
+    VocabShard,
+    explain,
+    groups,
+    linear_cross_entropy,
+    linear_log_probs,
+    merge,
+    objectives,
+    reference,
+)
 from cce_dist.token_loss import TokenLoss
 from cce_dist.tools.ranks import run_ranks
 from cce_dist.tools.verify.check import assert_no_worse
@@ -149,6 +159,44 @@ def test_other_arguments_of_a_reduced_loss() -> None:
                   torch.float64, logit_scale=0.7, reduction="sum")  # fmt: skip
     for ours, true in zip(found[0][-2:], right[1:], strict=False):
         torch.testing.assert_close(ours.double(), true, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_of_whole_sequences_takes_two_calls() -> None:
+    """The recipe of docs/rl.md beside one call with autograd. Catches: slopes of ignored tokens, or of another sign."""
+    (hidden, weight), labels, _ = operands(biased=False)
+    tokens, ids = hidden.view(2, 11, D), labels.view(2, 11)
+
+    def of_sequences(log_probs: Tensor) -> Tensor:
+        return -torch.nn.functional.logsigmoid(0.1 * log_probs.sum(1).diff()).sum()
+
+    right = torch.autograd.grad(of_sequences(linear_log_probs(tokens, weight, ids).log_probs), (hidden, weight))
+    with torch.no_grad():
+        log_probs = linear_log_probs(tokens, weight, ids).log_probs
+    slopes = torch.autograd.grad(of_sequences(log_probs.requires_grad_()), log_probs)
+    how: Any = {"reduction": "sum", "token_loss": lambda log_probs, _, slopes: log_probs * slopes}
+    for rows in (None, ROWS):
+        with groups.of_rows(rows):
+            loss = linear_cross_entropy(tokens, weight, ids, token_inputs=slopes, **how)
+        for ours, true in zip(torch.autograd.grad(loss, (hidden, weight)), right, strict=True):
+            assert (ours - true).norm() <= (2e-2 if GPU else 1e-5) * true.norm()
+
+
+def test_entropy_adaptive_is_llama_factorys() -> None:
+    """LLaMA-Factory takes the entropy over the 20 largest logits. Catches: a gradient through the weight."""
+    hidden, weight, labels = (
+        torch.randn(N, D).double(),
+        torch.randn(20, D).double().requires_grad_(),
+        torch.arange(N) % 20,
+    )
+    logits = hidden @ weight.t()
+    top = logits.detach().topk(20).values.softmax(-1)
+    factor = (-(top * (top + 1e-10).log()).sum(-1) / 3) ** 1.5
+    theirs = (torch.nn.functional.cross_entropy(logits, labels, reduction="none") * factor).mean()
+    ours = linear_cross_entropy(hidden, weight, labels, token_loss=objectives.entropy_adaptive(1.5))
+    for mine, stock in zip(
+        (ours, *torch.autograd.grad(ours, weight)), (theirs, *torch.autograd.grad(theirs, weight)), strict=True
+    ):
+        torch.testing.assert_close(mine, stock, rtol=1e-7, atol=1e-9)
 
 
 def test_float64_and_half_precision() -> None:
