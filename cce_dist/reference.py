@@ -47,6 +47,7 @@ def linear_cross_entropy(
     if token_loss is None:
         return out
     valid = target != ignore_index
+    assert out.entropy is not None
     found = token_loss(-out.nll[valid], out.entropy[valid], *(values[valid] for values in token_inputs))
     loss = torch.zeros_like(out.nll).masked_scatter(valid, found[0] if isinstance(found, tuple) else found)
     if reduction != "none":

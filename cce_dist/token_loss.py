@@ -84,21 +84,21 @@ class TokenLoss(NamedTuple):
 
     def _called(self, log_probs_N: Tensor, entropy_N: Tensor | None) -> tuple[Tensor, Any]:
         """Call the function. Raise unless it returns one fp32 or float64 loss for each token."""
-        result = self.function(log_probs_N, entropy_N, *self.inputs)
+        result: Any = self.function(log_probs_N, entropy_N, *self.inputs)
         losses_N, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         _check(losses_N, log_probs_N)
         if losses_N.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"token_loss must return float32 or float64 losses, got {losses_N.dtype}")
         return losses_N, metrics
 
-    def _check_elementwise(self, losses_N: Tensor, *numbers: Tensor | None) -> None:
+    def _check_elementwise(
+        self, losses_N: Tensor, log_probs_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor
+    ) -> None:
         """Raise ValueError unless the function returns the same losses for halves of the tokens."""
-        half = len(losses_N) // 2
-        log_probs_N, entropy_N, counts_N = (x if x is None else x.detach() for x in numbers)
-        halves = [
-            self.of_tokens(part)._called(log_probs_N[part], None if entropy_N is None else entropy_N[part])[0]
-            for part in (slice(0, half), slice(half, None))
-        ]
+        half, halves = len(losses_N) // 2, []
+        for part in (slice(0, half), slice(half, None)):
+            entropy = None if entropy_N is None else entropy_N.detach()[part]
+            halves.append(self.of_tokens(part)._called(log_probs_N.detach()[part], entropy)[0])
         again_N = torch.cat(halves)
         if again_N.requires_grad:
             raise ValueError("token_loss uses a tensor that requires a gradient and would get none")

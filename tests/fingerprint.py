@@ -117,16 +117,18 @@ class Recorder:
         self.hashes: dict[str, str] = {}
 
     def call(self, function: Callable, *args: Any, **options: Any) -> Any:
-        self.bound = dict(inspect.signature(function).bind(*args, **options).arguments)
-        self.hashes = {"called with": of_tensors(self.bound)}
+        bound = dict(inspect.signature(function).bind(*args, **options).arguments)
+        self.hashes = {"called with": of_tensors(bound)}
         try:
             out = function(*args, **options)
         except (TypeError, ValueError, NotImplementedError) as error:
             self.hashes["refused"] = type(error).__name__
             raise Recorded from error
+        finally:  # not before: the call may ask for gradients itself
+            self.bound = bound
         values = out._asdict() if hasattr(out, "_asdict") else {"value": out}
         self.hashes |= {name: of_tensors({name: value}) for name, value in values.items() if value is not None}
-        if not any(getattr(value, "requires_grad", False) for value in self.bound.values()):
+        if not any(getattr(value, "requires_grad", False) for value in bound.values()):
             raise Recorded
         return out
 

@@ -506,7 +506,7 @@ def test_the_curve_of_fifty_steps_is_verls() -> None:
 
 
 def compute_policy_loss(
-    old_log_prob, log_prob, advantages, response_mask, cliprange=None, cliprange_low=None, cliprange_high=None,
+    old_log_prob, log_prob, advantages, response_mask, cliprange=None, cliprange_low=0.2, cliprange_high=0.2,
     clip_ratio_c=3.0, loss_agg_mode="token-mean",
 ):  # fmt: skip
     """The dual clip, as verl's function of this name has it."""

@@ -387,7 +387,7 @@ def test_dft_is_trls() -> None:
     labels[:, :3] = -100
     leaves = [x.double().requires_grad_() for x in (hidden, weight)]
 
-    def model(**_: Any) -> Any:
+    def outputs_of(**_: Any) -> Any:
         log_probs, entropy = dense_scores(leaves[0] @ leaves[1].t(), labels.clamp(min=0))
         mask = labels != -100
         log_probs, entropy = (x.masked_fill(~mask, 0.0) for x in (log_probs, entropy))
@@ -399,6 +399,7 @@ def test_dft_is_trls() -> None:
         compute_loss_func=None, label_smoother=None, _total_train_tokens=0, _tp_size=1,
         args=types.SimpleNamespace(loss_type="dft", average_tokens_across_devices=False),
     )  # fmt: skip
+    model: Any = outputs_of
     theirs = SFTTrainer.compute_loss(trainer, model, {"labels": labels, "attention_mask": labels != 0})
     ours = linear_cross_entropy(leaves[0], leaves[1], labels, token_loss=objectives.dft())
     for mine, stock in zip(

@@ -63,10 +63,10 @@ def dense(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the loss in a dtype from all logits, the gradients of ``factor`` times the loss, and the tokens' losses."""
     leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
-    options |= {"token_loss": function, "token_inputs": [values.to(leaves[0]) for values in inputs]}
-    options["linear_bias"] = leaves[2] if len(leaves) > 2 else None
-    loss = reference.linear_cross_entropy(leaves[0], leaves[1], labels, **options).loss
-    each = reference.linear_cross_entropy(leaves[0], leaves[1], labels, **options | {"reduction": "none"}).loss
+    how: dict[str, Any] = {"token_loss": function, "token_inputs": [values.to(leaves[0]) for values in inputs]}
+    how |= options | {"linear_bias": leaves[2] if len(leaves) > 2 else None}
+    loss = reference.linear_cross_entropy(leaves[0], leaves[1], labels, **how).loss
+    each = reference.linear_cross_entropy(leaves[0], leaves[1], labels, **how | {"reduction": "none"}).loss
     return loss, *torch.autograd.grad(factor * loss, leaves), each.detach()
 
 
@@ -319,8 +319,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_what_is_refused(name: str, rows: int | None) -> None:
     (hidden, weight), labels = (x.detach().float().cpu().requires_grad_() for x in operands(False)[0]), torch.arange(N)
     given, error, says = WRONG[name]
+    given = {"token_loss": objectives.dft(), **given}
     with groups.of_rows(rows), pytest.raises(error, match=says):
-        linear_cross_entropy(hidden, weight, labels, **{"token_loss": objectives.dft(), **given})
+        linear_cross_entropy(hidden, weight, labels, **given)
 
 
 @pytest.mark.parametrize("rows", [ROWS, None])
