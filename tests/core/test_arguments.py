@@ -28,8 +28,9 @@ CASES = {
         "--only nosuch", "--fuzz -1", "--fuzz x", "--seed -1", "--case -1", "--backend nosuch",
     ],
     "compare": [
-        "--steps 0", "--seeds 0", "--measure-every 0", "--eval-batches 0", "--filter-eps nan", "--filter-eps 1", "--lr nan",
-        "--clip -1", "--show nosuch.json", "--out /dev/null", "--warmup -1", f"--out {LONG}", f"--show {LONG}",
+        "--steps 0", "--seeds 0", "--measure-every 0", "--gradients-every 0", "--eval-batches 0", "--filter-eps nan",
+        "--filter-eps 1", "--lr nan", "--clip -1", "--show nosuch.json", "--out /dev/null", "--warmup -1",
+        f"--out {LONG}", f"--show {LONG}",
     ],
     "plot": ["x.jsonl -o curves.nosuch", "x.jsonl -o nosuch/curves.png"],
 }  # fmt: skip

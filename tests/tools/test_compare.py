@@ -19,7 +19,7 @@ from cce_dist import linear_cross_entropy
 from cce_dist.tools import cli
 from cce_dist.tools.compare import heads, report
 from cce_dist.tools.compare.probe import Agreement
-from cce_dist.tools.compare.runs import Run, train
+from cce_dist.tools.compare.runs import Every, Run, train
 from cce_dist.tools.pretrain.ranks import Ranks
 from cce_dist.tools.pretrain.recipe import PRESETS, Recipe
 from cce_dist.tools.report import write_json
@@ -66,6 +66,17 @@ def test_every_run_is_there_and_learns(comparison: report.Comparison) -> None:
         assert [measured.step for measured in run.measurements] == [0, 2, 4]
         assert losses[0] == pytest.approx(math.log(4096), abs=0.1)
         assert losses[-1] < losses[0]
+
+
+def test_gradients_are_compared_less_often_than_losses(tmp_path: Path) -> None:
+    """Catches: gradients compared with every loss, or not after the last step; steps that fall between two losses."""
+    argv = ["compare", *TOY, *SHORT, "--seeds", "1", "--methods", "exact"]
+    argv += ["--out", str(tmp_path), "--cache", str(tmp_path)]
+    assert cli.main([*argv, "--measure-every", "1", "--gradients-every", "3"]) == 0
+    (run,) = report.joined([tmp_path / "compare.json"]).runs
+    assert [measured.step for measured in run.measurements] == [0, 1, 2, 3, 4]
+    assert [measured.step for measured in run.measurements if measured.cosine] == [0, 3, 4]
+    assert cli.main([*argv, "--measure-every", "2", "--gradients-every", "3"]) == 1
 
 
 def test_methods_of_a_seed_start_alike_and_seeds_do_not(comparison: report.Comparison) -> None:
@@ -218,5 +229,5 @@ def test_a_run_that_learns_nothing_says_so(last: float, learned: bool) -> None:
     )
     recipe: Any = SimpleNamespace(steps=100, batch_size=1, shape=SimpleNamespace(seq_len=1))
     run = Run("exact", 0)
-    train(recipe, training, run, 100, lambda: None)
+    train(recipe, training, run, Every(100, 100), lambda: None)
     assert ("nothing was learned" in run.problem) == (not learned)
