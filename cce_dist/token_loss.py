@@ -84,9 +84,9 @@ class TokenLoss(NamedTuple):
 
     def _called(self, log_probs_N: Tensor, entropy_N: Tensor | None) -> tuple[Tensor, Any]:
         """Call the function. Raise unless it returns one fp32 or float64 loss for each token."""
-        result: Any = self.function(log_probs_N, entropy_N, *self.inputs)
-        losses_N, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-        _check(losses_N, log_probs_N)
+        result = self.function(log_probs_N, entropy_N, *self.inputs)
+        losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        losses_N = _checked_output(losses, log_probs_N)
         if losses_N.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"token_loss must return float32 or float64 losses, got {losses_N.dtype}")
         return losses_N, metrics
@@ -141,16 +141,14 @@ def _cut_off() -> ValueError:
     return ValueError("the losses of token_loss have no gradient: the function detaches log_probs, or uses no_grad()")
 
 
-def _check(values: Any, like_N: Tensor) -> None:
+def _checked_output(values: Any, like_N: Tensor) -> Tensor:
     if not isinstance(values, Tensor):
         raise TypeError(f"token_loss must return tensors, got {type(values).__name__}")
     if values.shape != like_N.shape:
         raise ValueError(f"token_loss must return one number per token, {list(like_N.shape)}, got {list(values.shape)}")
+    return values
 
 
 def _masked(values: Any, counts_N: Tensor) -> Tensor | None:
     """Return an output without gradient, and 0 for tokens without a label."""
-    if values is None:
-        return None
-    _check(values, counts_N)
-    return values.detach().masked_fill(~counts_N, 0)
+    return None if values is None else _checked_output(values, counts_N).detach().masked_fill(~counts_N, 0)

@@ -66,7 +66,8 @@ def dense(
     how: dict[str, Any] = {"token_loss": function, "token_inputs": [values.to(leaves[0]) for values in inputs]}
     how |= options | {"linear_bias": leaves[2] if len(leaves) > 2 else None}
     loss = reference.linear_cross_entropy(leaves[0], leaves[1], labels, **how).loss
-    each = reference.linear_cross_entropy(leaves[0], leaves[1], labels, **how | {"reduction": "none"}).loss
+    how["reduction"] = "none"
+    each = reference.linear_cross_entropy(leaves[0], leaves[1], labels, **how).loss
     return loss, *torch.autograd.grad(factor * loss, leaves), each.detach()
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from cce_dist import reference
 from cce_dist.kernels import dense, extras
 from cce_dist.kernels.divergence import dense as dense_heads
+from cce_dist.token_loss import TokenLoss
 from cce_dist.tools import cli
 from cce_dist.tools.ranks import run_ranks
 from cce_dist.tools.verify import FUNCTIONS
@@ -98,6 +99,18 @@ def test_a_mutation_of_the_loss_is_seen(name, change, says, case, monkeypatch):
     assert "cce-dist verify --fuzz 1 --seed 1 --case" in found and says in found
     (line,) = [line for line in CASES if line.name == case]
     assert not all(result.ok for result in run_case(LOSS, line, None, "cpu"))
+
+
+def test_a_mutation_of_a_token_loss_is_seen(monkeypatch):
+    """Catches a function of the caller that is hardly ever drawn, or whose bounds are too wide."""
+
+    def off(*args, differentiated=TokenLoss.differentiated):
+        losses, (d_nll, *others) = differentiated(*args)
+        return losses, [None if d_nll is None else 1.01 * d_nll, *others]
+
+    monkeypatch.setattr(TokenLoss, "differentiated", off)
+    found = failures(Setting(seed=1, backend="torch"), 500)
+    assert "token_loss=dft" in found and "token_loss=policy" in found and "dE: error" in found
 
 
 @pytest.mark.parametrize(("row", "case"), [(0, "label-smoothing"), (1, "plain"), (2, "label-smoothing"), (3, "aux")])

@@ -91,8 +91,8 @@ def _oracle(drawn: Drawn, bounds: Bounds, backend: str, device: str) -> Truth:
     truth = oracle.truth(problem, drawn.options, drawn.upstream, grad_filter.eps, bounds)
     if not drawn.case.token_loss:
         return truth
-    # The function multiplies the rounding of nll by its derivatives, which are at most about 10.
-    noise = {name: 10 * value for name, value in truth.noise.items()}
+    # The function multiplies the rounding of nll by its derivatives.
+    noise = {name: 3 * value for name, value in truth.noise.items()}
     return replace(truth, values=reference_of(drawn, torch.float64, device), noise=noise)
 
 
