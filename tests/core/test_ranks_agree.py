@@ -166,8 +166,13 @@ def _bad_arguments() -> list[str]:
 
 
 def _agreement() -> list[str]:
-    """Catches a check that sees differences where there are none: shards and bias are each rank's own."""
-    got = _error(lambda: _call(linear_bias=torch.full((V // 2,), float(dist.get_rank())), num_tokens=torch.tensor(5)))
+    """Catches a check that sees differences where there are none: shards, bias and inputs of ignored tokens are a rank's own."""
+    rank = float(dist.get_rank())
+    ignored, inputs = torch.arange(N).index_fill(0, torch.tensor([1]), -100), torch.ones(N)
+    inputs[1] = rank
+    bias = torch.full((V // 2,), rank)
+    got = _error(lambda: _call(linear_bias=bias, num_tokens=torch.tensor(5)))
+    got = got or _error(lambda: _call(target=ignored, token_loss=_weighted, token_inputs=(inputs,)))
     return [f"a call that agrees: got {got!r}"] if got is not None else []
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shards import DEVICE, GPU
+from shards import DEVICE, GPU, needs_gpu
 from torch import Tensor
 
 from cce_dist import (
@@ -392,11 +392,43 @@ def _on_ranks(backend: str) -> None:
                 assert_no_worse(d_bias, base[3][own], truth[3][own], torch.float32, f"dbias {what}")
 
 
-def test_on_two_ranks(ranks2: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "torch",
+        pytest.param(
+            "triton", marks=[pytest.mark.slow, pytest.mark.skipif(GPU, reason="ranks are on CPUs, interpreted")]
+        ),
+    ],
+)
+def test_on_two_ranks(ranks2: Callable[..., None], backend: str) -> None:
     """Catches: inputs that are cut for sequence parallelism, a function of one shard's log-probabilities."""
-    ranks2(_on_ranks, "torch")
+    ranks2(_on_ranks, backend)
 
 
 @pytest.mark.slow
 def test_on_three_ranks() -> None:
     run_ranks(_on_ranks, 3, "torch")
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_kept_exponentials_serve_each_group(name: str) -> None:
+    """The default path on a GPU. Catches: an entropy's gradient that reads the exponentials of another group."""
+    hidden = torch.randn(5000, 512, device="cuda").bfloat16().requires_grad_()
+    weight = (0.1 * torch.randn(32000, 512, device="cuda")).bfloat16().requires_grad_()
+    labels = torch.randint(32000, (5000,), device="cuda")
+    labels[::3] = -100
+    function, count = FUNCTIONS[name]
+    inputs = [torch.randn(5000, device="cuda"), *(-10 * torch.rand(5000, device="cuda") for _ in range(2))][:count]
+    truth = dense([hidden, weight], labels, function, inputs, torch.float64)
+    found = []
+    for mib in (1 << 14, 160):
+        with mock.patch.object(groups, "loss", wraps=groups.loss) as one_pass:
+            loss = linear_cross_entropy(
+                hidden, weight, labels, workspace_bytes=mib << 20, token_loss=function, token_inputs=inputs
+            )
+            found.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+        assert one_pass.called == (mib == 160)
+    for ours, whole, true in zip(found[1], found[0], truth, strict=False):
+        assert (ours - true).norm() <= 1.3 * (whole - true).norm() + 1e-6 * true.norm()
