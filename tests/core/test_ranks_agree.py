@@ -166,7 +166,7 @@ def _bad_arguments() -> list[str]:
 
 
 def _agreement() -> list[str]:
-    """Catches a check that sees differences where there are none: shards, bias and inputs of ignored tokens are a rank's own."""
+    """Catches a check that sees differences where there are none: shards, bias, inputs of ignored tokens."""
     rank = float(dist.get_rank())
     ignored, inputs = torch.arange(N).index_fill(0, torch.tensor([1]), -100), torch.ones(N)
     inputs[1] = rank
