@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from cce_dist import VocabShard
 from cce_dist.tools import cli
 from cce_dist.tools.bench import methods, problem, records, report
+from cce_dist.tools.bench import workload as workload_module
 from cce_dist.tools.bench.cases import choose
 from cce_dist.tools.bench.collectives import Collective
 from cce_dist.tools.bench.heads import measure_problem
@@ -59,6 +60,16 @@ def test_the_ladder_goes_from_unigram_to_sharp():
     outside = [rung.num_outside for rung in rungs]
     assert min(outside[1:4]) > 30 > outside[-1]
     assert all(rung.num_outside < rung.num_above for rung in rungs)
+
+
+def test_probabilities_by_rank_are_sorted_for_each_token(monkeypatch):
+    """Catches means over tokens that are sorted, a softcap left out, and the last chunk counted alone."""
+    hidden, weight = torch.randn(40, 16), torch.randn(90, 16)
+    monkeypatch.setattr(workload_module, "LABEL_CHUNK_BYTES", 4 * 90 * 16)
+    for softcap, logits in ((None, hidden @ weight.T), (3.0, 3 * (hidden @ weight.T / 3).tanh())):
+        ranked = logits.softmax(1).sort(1, descending=True).values.mean(0)
+        found = workload_module.probability_by_rank(hidden, weight, softcap)
+        assert found == pytest.approx([ranked[rank - 1].item() for rank in (1, 2, 4, 8, 16, 32, 64)], rel=1e-5)
 
 
 def test_bench_reads_captured_states(tmp_path, capsys, monkeypatch):
@@ -228,6 +239,19 @@ def test_jobs_are_timed_in_turns_and_a_failure_ends_its_own_method_alone():
     assert min(seconds for row in rows for seconds in row.total.seconds) == 9
     assert all(row.total.host == [seconds / 2 for seconds in row.total.seconds] for row in rows)
     assert [row.problem for row in rows if row.problem] == ["RuntimeError: no more"]
+
+
+def test_a_shape_is_a_name_or_two_sizes(tmp_path, capsys):
+    """Catches the two sizes exchanged, and a stored case that --shapes does not find again."""
+    out = ["--out", str(tmp_path)]
+    command = ["bench", "--shapes", "toy", "24x2048", "--tokens", "32", "--repeats", "1", "--device", "cpu"]
+    assert cli.main([*command, "--methods", "torch", "--dtype", "float32", *out]) == 0
+    cases = json.loads((tmp_path / "bench.json").read_text())["cases"]
+    sizes = [(case["shape"], case["hidden_size"], case["vocab_size"]) for case in cases]
+    assert sizes == [("toy", 256, 4096), ("24x2048", 24, 2048)]
+    capsys.readouterr()
+    assert cli.main(["bench", "--show", str(tmp_path / "bench.json"), "--shapes", "24x2048"]) == 0
+    assert capsys.readouterr().out.startswith("### 24x2048, N 32, D 24, V 2,048, float32")
 
 
 def test_bench_writes_table_json_and_figure(tmp_path, capsys, monkeypatch):
