@@ -8,6 +8,7 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import kernel_times
 import pytest
 import torch
 import torch.nn.functional as F
@@ -543,3 +544,21 @@ def test_a_library_that_is_not_here_is_one_line(name, library, monkeypatch):
     method = methods.all_methods()[name]._replace(needs_cuda=False)
     (row,), _, _ = measure(tiny_workload(), {name: method}, repeats=1)
     assert row.missing and library in row.problem and "\n" not in row.problem
+
+
+def test_the_kernels_of_a_loss_are_told_apart(tmp_path, capsys, monkeypatch):
+    """Catches the products of backward counted in forward, a warm-up round that is counted, and a sum without small kernels."""
+    out = tmp_path / "times.json"
+    argv = ["kernel_times.py", "24x2048", "--tokens", "16", "--methods", "torch", "quack", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--out", str(out)])
+    monkeypatch.setitem(sys.modules, "quack", None)
+    kernel_times.main()
+    times = json.loads(out.read_text())["times"]["torch"]
+    assert {len(rounds) for phase in times.values() for rounds in phase.values()} == {2}
+    assert "aten::_log_softmax" in times["forward"] and "aten::_log_softmax_backward_data" not in times["forward"]
+    assert "aten::_log_softmax_backward_data" in times["backward"] and "aten::mm" in times["backward"]
+    table, _, refusal = capsys.readouterr().out.partition("### quack")
+    cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in table.splitlines() if line.startswith("|")][2:]
+    *parts, (_, total) = cells
+    assert float(total) == pytest.approx(sum(float(ms) for _, ms in parts), abs=0.01)
+    assert "quack" in refusal and "Error" not in refusal

@@ -25,7 +25,7 @@ STAGES = ("megatron", "deepspeed")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cce-dist bench``."""
     add = parser.add_argument
-    add("--shapes", nargs="+", type=shape, metavar="SHAPE", help=f"heads to time: {', '.join(SHAPES)}; or as 2048x32768")
+    add("--shapes", nargs="+", type=shape, metavar="SHAPE", help=f"heads: {', '.join(SHAPES)}; or D x V, 2048x32768")
     add("--tokens", nargs="+", type=whole(1), metavar="N", help="numbers of tokens (default: 8192; on a CPU 512)")
     add(
         "--workload",
