@@ -93,8 +93,8 @@ def test_the_tables_of_the_page_are_what_their_commands_print(capsys) -> None:
 def test_the_table_of_the_paper_stands_beside_what_its_command_prints(capsys) -> None:
     """Catches a number of ours that moves, and a published one that is mistyped: all follow from the model's sizes.
 
-    The slack of "before" is for the paper's vocabularies, which are those of tokenizers. The slack of "after" is for buffers that
-    the paper counts as parameters.
+    "before" has slack for the vocabularies of the paper, which are those of tokenizers, and "after" for buffers among its
+    parameters.
     """
     found = re.search(r"<!-- columns of: cce-dist plan (.+) -->\n\n((?:\|.*\n)*)", (ROOT / "docs/plan.md").read_text())
     assert found
