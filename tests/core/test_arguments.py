@@ -21,7 +21,7 @@ CASES = {
     "bench": [
         "--tokens 0", "--tokens -1", "--tokens x", "--ignored nan", "--ignored 2", "--ignored -0.1", "--ignored 1",
         "--workspace 0", "--workspace -256", "--repeats 0", "--repeats -3", "--tp 0", "--tp a,b", "--tp 2,", "--device nosuch",
-        "--device cuda:99", "--out /dev/null", "--show nosuch.json", "--shapes nosuch",
+        "--device cuda:99", "--out /dev/null", "--show nosuch.json", "--shapes nosuch", "--shapes 0x8", "--shapes 8x",
         f"--out {LONG}", f"--out nosuch/{LONG}", f"--show {LONG}",
     ],
     "verify": [

@@ -8,6 +8,7 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import kernel_times
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from cce_dist import VocabShard
 from cce_dist.tools import cli
 from cce_dist.tools.bench import methods, problem, records, report
+from cce_dist.tools.bench import workload as workload_module
 from cce_dist.tools.bench.cases import choose
 from cce_dist.tools.bench.collectives import Collective
 from cce_dist.tools.bench.heads import measure_problem
@@ -59,6 +61,16 @@ def test_the_ladder_goes_from_unigram_to_sharp():
     outside = [rung.num_outside for rung in rungs]
     assert min(outside[1:4]) > 30 > outside[-1]
     assert all(rung.num_outside < rung.num_above for rung in rungs)
+
+
+def test_probabilities_by_rank_are_sorted_for_each_token(monkeypatch):
+    """Catches means over tokens that are sorted, a softcap left out, and the last chunk counted alone."""
+    hidden, weight = torch.randn(40, 16), torch.randn(90, 16)
+    monkeypatch.setattr(workload_module, "LABEL_CHUNK_BYTES", 4 * 90 * 16)
+    for softcap, logits in ((None, hidden @ weight.T), (3.0, 3 * (hidden @ weight.T / 3).tanh())):
+        ranked = logits.softmax(1).sort(1, descending=True).values.mean(0)
+        found = workload_module.probability_by_rank(hidden, weight, softcap)
+        assert found == pytest.approx([ranked[rank - 1].item() for rank in (1, 2, 4, 8, 16, 32, 64)], rel=1e-5)
 
 
 def test_bench_reads_captured_states(tmp_path, capsys, monkeypatch):
@@ -228,6 +240,19 @@ def test_jobs_are_timed_in_turns_and_a_failure_ends_its_own_method_alone():
     assert min(seconds for row in rows for seconds in row.total.seconds) == 9
     assert all(row.total.host == [seconds / 2 for seconds in row.total.seconds] for row in rows)
     assert [row.problem for row in rows if row.problem] == ["RuntimeError: no more"]
+
+
+def test_a_shape_is_a_name_or_two_sizes(tmp_path, capsys):
+    """Catches the two sizes exchanged, and a stored case that --shapes does not find again."""
+    out = ["--out", str(tmp_path)]
+    command = ["bench", "--shapes", "toy", "24x2048", "--tokens", "32", "--repeats", "1", "--device", "cpu"]
+    assert cli.main([*command, "--methods", "torch", "--dtype", "float32", *out]) == 0
+    cases = json.loads((tmp_path / "bench.json").read_text())["cases"]
+    sizes = [(case["shape"], case["hidden_size"], case["vocab_size"]) for case in cases]
+    assert sizes == [("toy", 256, 4096), ("24x2048", 24, 2048)]
+    capsys.readouterr()
+    assert cli.main(["bench", "--show", str(tmp_path / "bench.json"), "--shapes", "24x2048"]) == 0
+    assert capsys.readouterr().out.startswith("### 24x2048, N 32, D 24, V 2,048, float32")
 
 
 def test_bench_writes_table_json_and_figure(tmp_path, capsys, monkeypatch):
@@ -519,3 +544,21 @@ def test_a_library_that_is_not_here_is_one_line(name, library, monkeypatch):
     method = methods.all_methods()[name]._replace(needs_cuda=False)
     (row,), _, _ = measure(tiny_workload(), {name: method}, repeats=1)
     assert row.missing and library in row.problem and "\n" not in row.problem
+
+
+def test_the_kernels_of_a_loss_are_told_apart(tmp_path, capsys, monkeypatch):
+    """Catches the products of backward counted in forward, a warm-up round that is counted, and a sum without small kernels."""
+    out = tmp_path / "times.json"
+    argv = ["kernel_times.py", "24x2048", "--tokens", "16", "--methods", "torch", "quack", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--out", str(out)])
+    monkeypatch.setitem(sys.modules, "quack", None)
+    kernel_times.main()
+    times = json.loads(out.read_text())["times"]["torch"]
+    assert {len(rounds) for phase in times.values() for rounds in phase.values()} == {2}
+    assert "aten::_log_softmax" in times["forward"] and "aten::_log_softmax_backward_data" not in times["forward"]
+    assert "aten::_log_softmax_backward_data" in times["backward"] and "aten::mm" in times["backward"]
+    table, _, refusal = capsys.readouterr().out.partition("### quack")
+    cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in table.splitlines() if line.startswith("|")][2:]
+    *parts, (_, total) = cells
+    assert float(total) == pytest.approx(sum(float(ms) for _, ms in parts), abs=0.01)
+    assert "quack" in refusal and "Error" not in refusal

@@ -115,6 +115,17 @@ def test_full_c_filters_dE_alone(comparison: report.Comparison) -> None:
         assert first == pytest.approx(other, abs=1e-12)
 
 
+def test_the_softmax_by_rank_is_that_of_the_last_step(comparison: report.Comparison) -> None:
+    """Catches a rank that is off by one power of two, ranks of the first weights, and one seed for all."""
+    for method in ("dense", "exact"):
+        found = comparison.by_rank(method)
+        assert list(found) == [1 << power for power in range(13)]  # 4,096 ids
+        assert all(len(set(values)) == 2 and max(values) <= 1 / rank for rank, values in found.items())
+        assert list(found.values()) == sorted(found.values(), reverse=True)
+    (first, *_, last), other = comparison.runs[0].measurements, comparison.by_rank("dense")
+    assert [values[0] for values in other.values()] == last.by_rank != first.by_rank
+
+
 def test_a_missing_library_is_reported(comparison: report.Comparison) -> None:
     assert comparison.missing == {"cce": "needs a GPU"}
     assert report.table(comparison).splitlines()[-1] == "Not measured: cce (needs a GPU)."
@@ -224,7 +235,7 @@ def test_a_run_that_learns_nothing_says_so(last: float, learned: bool) -> None:
     losses = iter([4.0, last])
     training: Any = SimpleNamespace(
         validate=lambda: next(losses),
-        probe=lambda _: Agreement({}, {}, 0.0, {}, 0.0),
+        probe=lambda _: Agreement({}, {}, 0.0, {}, 0.0, []),
         step=lambda _: torch.tensor(4.0),
     )
     recipe: Any = SimpleNamespace(steps=100, batch_size=1, shape=SimpleNamespace(seq_len=1))

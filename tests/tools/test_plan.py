@@ -93,7 +93,8 @@ def test_the_tables_of_the_page_are_what_their_commands_print(capsys) -> None:
 def test_the_table_of_the_paper_stands_beside_what_its_command_prints(capsys) -> None:
     """Catches a number of ours that moves, and a published one that is mistyped: all follow from the model's sizes.
 
-    A few percent are left for the paper's vocabularies, which are tokenizers', and for buffers that it counts as parameters.
+    "before" has slack for the vocabularies of the paper, which are those of tokenizers, and "after" for buffers among its
+    parameters.
     """
     found = re.search(r"<!-- columns of: cce-dist plan (.+) -->\n\n((?:\|.*\n)*)", (ROOT / "docs/plan.md").read_text())
     assert found
@@ -105,7 +106,7 @@ def test_the_table_of_the_paper_stands_beside_what_its_command_prints(capsys) ->
         before, after = (int(row[f"paper, {name}"].replace(",", "")) for name in ("before", "after"))
         model = MODELS[row["model"]]
         left, inputs = 16 * 75 * GIB - 8 * model.params, 2 * model.num_layers * model.hidden_size
-        assert after == pytest.approx(left / inputs, rel=0.01)
+        assert after == pytest.approx(left / inputs, rel=5e-4)
         assert before == pytest.approx(left / (inputs + 4 * model.vocab_size), rel=0.015)
         assert row["after / before"] == f"{after / before:.1f}"
 

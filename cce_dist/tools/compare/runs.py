@@ -19,7 +19,7 @@ from cce_dist.tools.report import describe
 
 @dataclass
 class Measurement:
-    """The state of a run after ``step`` optimizer steps. ``Agreement`` describes the last five fields, empty
+    """The state of a run after ``step`` optimizer steps. ``Agreement`` describes the last six fields, empty
     or NaN where gradients were not compared."""
 
     step: int
@@ -31,6 +31,7 @@ class Measurement:
     kept_tiles: float = math.nan
     dense_norm: dict[str, float] = field(default_factory=dict)
     batch_loss: float = math.nan
+    by_rank: list[float] = field(default_factory=list)
 
     @property
     def error_of_mean(self) -> float:
