@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Spec
 from cce_dist.kernels.dense import FLOOR, Block, blocks_of
-from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, above_mixture, merge
+from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, above_mixture, merge, merge_second, or_zero, pair_of
 
 
 def saved_like(x: Heads, spec: Divergence) -> list[Tensor]:
@@ -25,8 +25,13 @@ def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[B
         yield cols, zip(student, teacher, strict=True)
 
 
-def statistics(x: Heads, spec: Divergence) -> tuple[Tensor, list[Tensor]]:
-    """Return stats_5N, and nothing to save for backward. Blocks are merged as the statistics of shards are."""
+def statistics(
+    x: Heads, spec: Divergence, merged: Callable[[Tensor], Tensor], rows: int
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Return the merged stats_5N, this shard's sums of a second pass, and nothing to save for backward.
+
+    Blocks are merged as the statistics of shards are. ``rows`` is of no use here.
+    """
     stats_5N = torch.zeros(5, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
     stats_5N[[0, 2]] = -torch.inf
     for _, pairs in _pairs(x, spec):
@@ -34,7 +39,8 @@ def statistics(x: Heads, spec: Divergence) -> tuple[Tensor, list[Tensor]]:
             of_block_5R = _of_block(student.logits(), teacher.logits(), spec)
             before_5R = stats_5N[:, student.rows]
             before_5R.copy_(merge(torch.stack((before_5R, of_block_5R)), spec))
-    return stats_5N, []
+    stats_5N = merged(stats_5N)
+    return stats_5N, _second_sums(x, pair_of(stats_5N, spec), spec) if spec.two_passes else None, []
 
 
 def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
@@ -44,7 +50,7 @@ def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
     z_t -= max_t.clamp(min=FLOOR)[:, None]
     sum_s, sum_t = z_s.exp().sum(1), z_t.exp().sum(1)
     moment = torch.zeros_like(sum_s)
-    if spec.kind != "jsd":
+    if not spec.two_passes:
         lead, other = (z_s, z_t) if spec.kind == "reverse" else (z_t, z_s)
         weight = lead.exp()
         # Avoid 0 * -inf = NaN for a logit of -inf.
@@ -61,18 +67,38 @@ def _log_softmaxes(student: Block, teacher: Block, pair: Pair) -> tuple[Tensor, 
     return log_p, log_t, z_s
 
 
-def mixture_sums(x: Heads, pair: Pair, saved: list[Tensor], spec: Divergence) -> Tensor:
-    """Return this shard's parts of KL(t || m) and KL(p || m), [2, N]."""
+def _second_sums(x: Heads, pair: Pair, spec: Divergence) -> Tensor:
+    """Return this shard's two sums of the second pass, [2, N]."""
     sums_2N = torch.zeros(2, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
+    if spec.kind == "lk":
+        sums_2N[0] = -torch.inf
     for _, pairs in _pairs(x, spec):
         for student, teacher in pairs:
             log_p, log_t, _ = _log_softmaxes(student, teacher, pair)
-            for sum_N, log_q, log_other, share in (
-                (sums_2N[0], log_t, log_p, 1 - spec.beta), (sums_2N[1], log_p, log_t, spec.beta),
-            ):
-                q = log_q.exp()
-                sum_N[student.rows] += torch.where(q == 0, 0.0, q * above_mixture(log_q, log_other, share)).sum(1)
+            before_2R = sums_2N[:, student.rows]
+            before_2R.copy_(merge_second(torch.stack((before_2R, _second_of_block(log_p, log_t, spec))), spec.kind))
     return sums_2N
+
+
+def _second_of_block(log_p: Tensor, log_t: Tensor, spec: Divergence) -> Tensor:
+    """Return the two sums of one block."""
+    if spec.kind == "jsd":
+        kinds = (log_t, log_p, 1 - spec.beta), (log_p, log_t, spec.beta)
+        return torch.stack([_mean_above(*each) for each in kinds])
+    below = log_p < log_t
+    if spec.kind == "tv":
+        # A NaN is not below, so that the difference passes it on.
+        p = log_p.exp()
+        return torch.stack((torch.where(log_p >= log_t, 0.0, log_t.exp() - p).sum(1), torch.where(below, p, 0.0).sum(1)))
+    log_smaller = torch.minimum(log_p, log_t)
+    log_sum = log_smaller.logsumexp(1)
+    shares = (log_smaller - or_zero(log_sum)[:, None]).exp()
+    return torch.stack((log_sum, torch.where(below, shares, 0.0).sum(1)))
+
+
+def _mean_above(log_q: Tensor, log_other: Tensor, share: float) -> Tensor:
+    q = log_q.exp()
+    return torch.where(q == 0, 0.0, q * above_mixture(log_q, log_other, share)).sum(1)
 
 
 def gradients(
@@ -111,6 +137,9 @@ def _block_gradients(student: Block, teacher: Block, pair: Pair, spec: Divergenc
     head, p = student.head, log_p.exp()
     if spec.kind == "forward":
         grad = p - log_t.exp_()
+    elif spec.kind in ("tv", "lk"):
+        shares = p if pair.log_overlap is None else (log_p - pair.log_overlap[student.rows, None]).exp()
+        grad = p * pair.offset[student.rows, None] - torch.where(log_p < log_t, shares, 0.0)
     else:
         above = log_p - log_t if spec.kind == "reverse" else above_mixture(log_p, log_t, spec.beta)
         factor = 1.0 if spec.kind == "reverse" else 1 - spec.beta

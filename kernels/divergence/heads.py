@@ -8,10 +8,19 @@ kind       value of a token                     as sums                         
 forward    KL(t || p)                           E_t[z_t - z_s] - lse_t + lse_s   p_j - t_j
 reverse    KL(p || t)                           E_p[z_s - z_t] - lse_s + lse_t   p_j (log p_j - log t_j - KL(p || t))
 jsd        b KL(t || m) + (1 - b) KL(p || m)    two, once both lse are known     (1 - b) p_j (log p_j - log m_j - KL(p || m))
+tv         1 - o                                sum_j max(t_j - p_j, 0)          p_j (u - [p_j < t_j])
+lk         -log o                               log-sum-exp of log min(p, t)     p_j (u - [p_j < t_j]) / o
 =========  ===================================  ===============================  ==========================================
 
 with m = b t + (1 - b) p, as generalized knowledge distillation (Agarwal et al., 2023, equation 1) and TRL's GKDTrainer define
-it. The teacher has no gradient.
+it; o = sum_j min(p_j, t_j), the probability that speculative decoding accepts a token of the student (*LK Losses*, Samarin et
+al., 2026, arXiv:2602.23881); and u the sum of p_j over p_j < t_j. At a tie p_j = t_j, where o has no derivative, the gradient is
+the one of p_j > t_j. The teacher has no gradient.
+
+**A second pass over the logits**, once both log-sum-exps are known, sums two numbers per token for "jsd" (its two KL), "tv" and
+"lk". "tv" sums max(t_j - p_j, 0), since 1 - o would lose the digits of nearly equal heads, and u. "lk" takes log o as a
+log-sum-exp, since o underflows if the heads have little in common, and the share u / o. Its gradient is then finite for any
+logits: p_j (u / o) - [p_j < t_j] exp(log p_j - log o). For nearly equal heads "lk" is off by a rounding of the logits.
 
 **Statistics of a shard** are the rows of ``stats_5N``. MOMENT is relative to both maxima, so large logits cost no precision:
 with a the leading head and b the other, ``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``. If maxima grow by
@@ -26,7 +35,7 @@ row   name        value
 1     SUM_S       sum_j exp(z_sj - MAX_S)
 2     MAX_T       maximum of the teacher's logits
 3     SUM_T       sum_j exp(z_tj - MAX_T)
-4     MOMENT      see above; 0 for "jsd"
+4     MOMENT      see above; 0 if there is a second pass
 ====  ==========  =====================================================
 
 Both heads go through the same operations, so equal heads give a divergence and a gradient of exactly 0.
@@ -42,7 +51,7 @@ from torch import Tensor
 from cce_dist.kernels import Operands, ShardLogits
 from cce_dist.kernels.memory import Sizes
 
-KINDS = ("forward", "reverse", "jsd")
+KINDS = ("forward", "reverse", "jsd", "tv", "lk")
 # Bytes of two heads' logits at one token and column in ``PairLogits``, and of their gradient if it needs its own memory, by the
 # dtype of hidden states; 8 for any other dtype.
 PAIR_BYTES = {torch.bfloat16: 4, torch.float16: 10}
@@ -83,6 +92,11 @@ class Divergence(NamedTuple):
         return self.grad and dtype == "torch.bfloat16"
 
     @property
+    def two_passes(self) -> bool:
+        """Whether the value needs a second pass over the logits."""
+        return self.kind in ("jsd", "tv", "lk")
+
+    @property
     def leads(self) -> int:
         """Index of the leading head's first row of statistics: 0 for the student, 2 for the teacher."""
         return 0 if self.kind == "reverse" else 2
@@ -95,7 +109,8 @@ class Pair(NamedTuple):
     log_sum_s: Tensor
     max_t: Tensor
     log_sum_t: Tensor
-    offset: Tensor  # Number that a token's gradient subtracts: KL(p || t) for "reverse", KL(p || m) for "jsd"
+    offset: Tensor  # In the gradient, KL(p || t) for "reverse", KL(p || m) for "jsd", u for "tv", u / o for "lk"
+    log_overlap: Tensor | None = None  # log o, for "lk" only; 0 if o is 0
 
 
 def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:
@@ -116,7 +131,7 @@ def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:
 
 
 def pair_of(merged_5N: Tensor, spec: Divergence) -> Pair:
-    """Return the statistics for a second pass or for backward. For "jsd" the offset is 0 until the second pass."""
+    """Return the statistics for a second pass or for backward. The offset is 0 if a second pass has to find it."""
     max_s, sum_s, max_t, sum_t, moment = merged_5N
     log_sum_s, log_sum_t = sum_s.log(), sum_t.log()
     if spec.kind == "forward":
@@ -126,6 +141,32 @@ def pair_of(merged_5N: Tensor, spec: Divergence) -> Pair:
     else:
         value = torch.zeros_like(moment)
     return Pair(max_s, log_sum_s, max_t, log_sum_t, value)
+
+
+def merge_second(sums_T2N: Tensor, kind: str) -> Tensor:
+    """Merge the sums of a second pass over shards or over blocks of columns. [T, 2, N] -> [2, N]."""
+    if kind != "lk":
+        return sums_T2N.sum(0)
+    log_TN, share_TN = sums_T2N.unbind(1)
+    log_N = log_TN.logsumexp(0)
+    weight_TN = (log_TN - or_zero(log_N)).exp()
+    return torch.stack((log_N, (weight_TN * share_TN).sum(0)))
+
+
+def complete(pair: Pair, merged_2N: Tensor, spec: Divergence) -> tuple[Tensor, Pair]:
+    """Return each token's value, and the statistics for backward, from the merged sums of a second pass."""
+    first_N, offset_N = merged_2N
+    pair = pair._replace(offset=offset_N)
+    if spec.kind == "jsd":
+        return spec.beta * first_N + (1 - spec.beta) * offset_N, pair
+    if spec.kind == "tv":
+        return first_N, pair
+    return -first_N, pair._replace(log_overlap=or_zero(first_N))
+
+
+def or_zero(log_N: Tensor) -> Tensor:
+    """Replace -inf, which would give -inf - -inf = NaN."""
+    return torch.where(log_N == -torch.inf, 0.0, log_N)
 
 
 FARTHEST = 80.0  # nats: bound on the difference of log t and log p; beyond it the smaller probability does not matter

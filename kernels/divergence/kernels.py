@@ -1,16 +1,18 @@
 """Divergence of two heads on Triton: write the logits of both heads, then compute statistics and gradients from the logits.
 
 Matrix products (``pair_logits.py``) write the logits of both heads: the first columns' into memory that is kept for
-backward, the others chunk by chunk. In forward, passes over the logits sum up five numbers per token. In backward, a pass turns
-the student's logits into their gradient, in place, and the products of ``d_hidden.py`` and ``d_weight.py`` follow, as in
-``exact.py``. ``heads.py`` has the formulas. A second backward computes the overwritten logits again, with the same bits.
+backward, the others chunk by chunk. In forward, passes over the logits sum up five numbers per token. A kind with two passes
+takes both on one group of tokens before the next group begins: the logits of a group fit in the budget, so its second pass
+reads what the first one wrote. In backward, a pass turns the student's logits into their gradient, in place, and the products of
+``d_hidden.py`` and ``d_weight.py`` follow, as in ``exact.py``. ``heads.py`` has the formulas. A second backward computes the
+overwritten logits again, with the same bits.
 
 Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The moment relative to two maxima is this project's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ import triton.language as tl
 from cce_dist.kernels import Gradients, Grads, Rows, memory
 from cce_dist.kernels.blocks import kernel, on_device
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair
+from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, pair_of
 from cce_dist.kernels.divergence.pair_logits import PairLogits, fill_logits, new_pair_logits
 from cce_dist.kernels.exact import (
     Output,
@@ -38,8 +40,11 @@ from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.kernels.waves import cdiv
 
-FORWARD, REVERSE, JSD, MIXTURE = (tl.constexpr(i) for i in range(4))  # tasks: the kinds, and jsd's second pass
-TASKS = {"forward": FORWARD, "reverse": REVERSE, "jsd": JSD}
+# Tasks: first passes and gradients, then second passes. The first pass of "tv" and "lk" is JSD, their gradient is TV.
+FORWARD, REVERSE, JSD, MIXTURE, TV, LK = (tl.constexpr(i) for i in range(6))
+FIRST = {"forward": FORWARD, "reverse": REVERSE}
+SECOND = {"jsd": MIXTURE, "tv": TV, "lk": LK}
+GRADIENT = FIRST | {"jsd": JSD, "tv": TV, "lk": TV}
 SUMS_TILES = 4  # tiles read at a time by a program of ``_pair_sums_kernel``: one warp per row, so sums stay within a warp
 BLOCK_N = 16  # rows per program of ``_pair_gradients_kernel``
 
@@ -61,23 +66,32 @@ def _new_kept(x: Heads, spec: Divergence) -> PairLogits:
     return new_pair_logits(x.student.num_tokens, columns, tile_cols, hidden, columns > 0)
 
 
-def statistics(x: Heads, spec: Divergence) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return stats_5N, 0 for tokens that do not count, and the kept ``PairLogits``."""
-    stats_5N = x.student.hidden.new_zeros(5, x.student.num_tokens, dtype=torch.float32)
+def statistics(
+    x: Heads, spec: Divergence, merged: Callable[[torch.Tensor], torch.Tensor], rows: int
+) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+    """Return the merged stats_5N, this shard's sums_2N of a second pass, and the kept ``PairLogits``.
+
+    Args:
+        x: Operands of both heads.
+        spec: Options.
+        merged: Merges stats_5N of some tokens over the ranks, a collective. A second pass needs it for each group of tokens.
+        rows: Tokens of such a group, identical on all ranks.
+    """
+    hidden, num_tokens = x.student.hidden, x.student.num_tokens
+    stats_5N = hidden.new_zeros(5, num_tokens, dtype=torch.float32)
     kept = _new_kept(x, spec)
-    if x.student.num_tokens == 0 or x.student.num_valid == 0:
+    if x.student.num_valid == 0:
         stats_5N[::2][:2].fill_(float("-inf"))
-    else:
-        _sweep(x, None, TASKS[spec.kind], stats_5N, spec, kept)
-    return stats_5N, list(kept)
-
-
-def mixture_sums(x: Heads, pair: Pair, saved: list[torch.Tensor], spec: Divergence) -> torch.Tensor:
-    """Return this shard's parts of KL(t || m) and KL(p || m), [2, N]; 0 for tokens that do not count."""
-    sums_2N = x.student.hidden.new_zeros(2, x.student.num_tokens, dtype=torch.float32)
-    if x.student.num_tokens and x.student.num_valid:
-        _sweep(x, pair, MIXTURE, sums_2N, spec, PairLogits(*saved))
-    return sums_2N
+    if not spec.two_passes:
+        if num_tokens and x.student.num_valid:
+            _sweep(x, spec, kept, _work(x, spec, kept), stats_5N)
+        return merged(stats_5N), None, list(kept)
+    sums_2N = hidden.new_zeros(2, num_tokens, dtype=torch.float32)
+    if x.student.num_valid == 0 and spec.kind == "lk":
+        sums_2N[0] = float("-inf")
+    if num_tokens:
+        _sweep(x, spec, kept, _work(x, spec, kept, rows), stats_5N, sums_2N, merged)
+    return stats_5N, sums_2N, list(kept)
 
 
 class _Work(NamedTuple):
@@ -94,13 +108,18 @@ class _Work(NamedTuple):
         return [(col, min(col + cols, last)) for col in range(first, last, cols)]
 
 
-def _work(x: Heads, spec: Divergence, kept: PairLogits) -> _Work:
+def _work(x: Heads, spec: Divergence, kept: PairLogits, rows: int = 0) -> _Work:
+    """Allocate the buffers of a pass, for groups of ``rows`` tokens unless that is 0."""
     (student, teacher), sizes = x, x.sizes
     tiles = choose_tiles(student.hidden.dtype, student.hidden.device)
     left = sizes._replace(num_columns=max(0, sizes.num_columns - kept.columns))
-    at_once, cols = memory.exact_chunks(
-        left, spec.workspace_bytes, kept.z_2RC.nbytes + kept.top_2BR.nbytes, tiles, num_programs(student.hidden.device)
-    )
+    kept_bytes = kept.z_2RC.nbytes + kept.top_2BR.nbytes
+    if rows:
+        at_once, cols = memory.pair_chunks(left, spec.workspace_bytes, kept_bytes, rows, tiles.lse.cols)
+    else:
+        at_once, cols = memory.exact_chunks(
+            left, spec.workspace_bytes, kept_bytes, tiles, num_programs(student.hidden.device)
+        )
     at_once = min(at_once, sizes.num_tokens)
     hidden = tuple(head.hidden.new_empty(at_once, head.hidden.shape[1]) for head in (student, teacher))
     chunk = new_pair_logits(at_once, cols if left.num_columns else 0, tiles.lse.cols, student.hidden)
@@ -121,22 +140,29 @@ def _fill(
 
 
 def _sweep(
-    x: Heads, pair: Pair | None, task: tl.constexpr, sums_KN: torch.Tensor, spec: Divergence, kept: PairLogits
+    x: Heads, spec: Divergence, kept: PairLogits, work: _Work, stats_5N: torch.Tensor, sums_2N: torch.Tensor | None = None,
+    merged: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Write each token's K sums. The first pass (``pair`` is None) computes the kept logits; the mixture's pass reads them."""
+    """Write each token's statistics and the kept logits. With ``merged``, merge the statistics and write the second sums."""
     with on_device(x.student.hidden):
-        work, num_valid = _work(x, spec, kept), x.student.num_valid
-        last_kept = min(kept.columns, num_valid)
-        for order in token_groups(compact(x.student.ids), work.at_once):
+        last_kept = min(kept.columns, x.student.num_valid)
+        chunks = work.chunks(last_kept, x.student.num_valid)
+        for number, order in enumerate(token_groups(compact(x.student.ids), work.at_once)):
             both = _gather(x, order, work)
-            add_up = partial(_add_up, both[0], pair, sums_KN, task, spec.beta, work.tiles)
-            if last_kept:
-                if pair is None:
-                    _fill(x, enumerate(both), kept, 0, last_kept, work.tiles)
-                add_up(kept, 0, last_kept)
-            for first, last in work.chunks(last_kept, num_valid):
-                _fill(x, enumerate(both), work.chunk, first, last, work.tiles)
-                add_up(work.chunk, first, last)
+            own = kept.of_rows(number * work.at_once, order[0].shape[0])
+            parts = [(own, 0, last_kept)] * (last_kept > 0) + [(work.chunk, *chunk) for chunk in chunks]
+            for part in parts:
+                _fill(x, enumerate(both), *part, work.tiles)
+                _add_up(both[0], None, stats_5N, FIRST.get(spec.kind, JSD), spec.beta, work.tiles, *part)
+            if merged is None or sums_2N is None:
+                continue
+            index = order[0].long()
+            stats_5N[:, index] = merged(stats_5N[:, index])
+            pair = pair_of(stats_5N, spec)
+            for part in parts:
+                if part[0] is work.chunk and len(chunks) > 1:
+                    _fill(x, enumerate(both), *part, work.tiles)
+                _add_up(both[0], pair, sums_2N, SECOND[spec.kind], spec.beta, work.tiles, *part)
 
 
 @triton.jit
@@ -222,7 +248,7 @@ def _pair_sums_kernel(
     log_sum_s_ptr,  # in: [N] fp32, for the mixture, else None
     max_t_ptr,  # in: [N] fp32, for the mixture, else None
     log_sum_t_ptr,  # in: [N] fp32, for the mixture, else None
-    sums_ptr,  # in, out: [5, N] fp32; [2, N] for the mixture
+    sums_ptr,  # in, out: [5, N] fp32; [2, N] for a second pass
     num_tokens,
     z_stride,
     top_stride,
@@ -244,9 +270,10 @@ def _pair_sums_kernel(
     stride = num_tokens.to(tl.int64)
     before = goes_on > 0
     sum_s = tl.load(sums + stride, mask=before, other=0)
-    if TASK == MIXTURE:
-        # sum_t and sum_s are this shard's parts of KL(t || m) and KL(p || m).
-        sum_t = tl.load(sums, mask=before, other=0)
+    if TASK >= MIXTURE:
+        # sum_t and sum_s are the two sums of the pass. For LK, sum_t is log o, relative to which sum_s and ``overlap`` are.
+        sum_t = tl.load(sums, mask=before, other=float("-inf") if TASK == LK else 0)
+        overlap = 1.0
         shift_s = tl.load(max_s_ptr + token)
         shift_t = tl.load(max_t_ptr + token)
         log_sum_s = tl.load(log_sum_s_ptr + token)
@@ -268,23 +295,38 @@ def _pair_sums_kernel(
         z_t = tl.load(z_t_ptr + tile * BLOCK_V + cells, mask=here[:, None], other=float("-inf"))
         top_s = tl.load(top_s_ptr + tile * top_rows + tops, mask=here, other=float("-inf"))
         top_t = tl.load(top_t_ptr + tile * top_rows + tops, mask=here, other=float("-inf"))
-        if TASK != MIXTURE:
+        if TASK < MIXTURE:
             new_max_s = tl.maximum(max_s, tl.max(top_s, 0))
             new_max_t = tl.maximum(max_t, tl.max(top_t, 0))
             shift_s = _shift_of(new_max_s)
             shift_t = _shift_of(new_max_t)
         base_s = _shift_of(top_s) - shift_s
         base_t = _shift_of(top_t) - shift_t
-        if TASK == MIXTURE:
+        if TASK >= MIXTURE:
             base_s -= log_sum_s
             base_t -= log_sum_t
-        # Logits relative to the references of the sums; for the mixture log p and log t.
+        # Logits relative to the references of the sums; in a second pass log p and log t.
         z_s = z_s.to(tl.float32) + base_s[:, None]
         z_t = z_t.to(tl.float32) + base_t[:, None]
         if TASK == MIXTURE:
             p, t, above_p, above_t = _above_mixture(z_s, z_t, beta, FAST, FAST_LOG)
             sum_t += _moment(t, above_t)
             sum_s += _moment(p, above_p)
+        elif TASK == TV:
+            p = fast_exp2(z_s * LOG2_E, FAST)
+            # A NaN is not below, so that the difference passes it on.
+            short = tl.where(z_s >= z_t, 0.0, fast_exp2(z_t * LOG2_E, FAST) - p)
+            sum_t += tl.sum(tl.sum(short, 1), 0)
+            sum_s += tl.sum(tl.sum(tl.where(z_s < z_t, p, 0.0), 1), 0)
+        elif TASK == LK:
+            smaller = tl.minimum(z_s, z_t, propagate_nan=tl.PropagateNan.ALL)
+            largest = tl.maximum(sum_t, tl.max(tl.max(smaller, 1), 0))
+            shift = _shift_of(largest)
+            factor = tl.exp(sum_t - shift)
+            e = fast_exp2((smaller - shift) * LOG2_E, FAST)
+            overlap = factor * overlap + tl.sum(tl.sum(e, 1), 0)
+            sum_s = factor * sum_s + tl.sum(tl.sum(tl.where(z_s < z_t, e, 0.0), 1), 0)
+            sum_t = largest
         else:
             drop_s = shift_s - _shift_of(max_s)
             drop_t = shift_t - _shift_of(max_t)
@@ -299,8 +341,11 @@ def _pair_sums_kernel(
             max_s = new_max_s
             max_t = new_max_t
 
+    if TASK == LK:
+        sum_s = tl.where(overlap > 0, sum_s / overlap, 0.0)
+        sum_t += tl.log(overlap)
     tl.store(sums + stride, sum_s)
-    if TASK == MIXTURE:
+    if TASK >= MIXTURE:
         tl.store(sums, sum_t)
     else:
         tl.store(sums, max_s)
@@ -368,7 +413,7 @@ def _write_gradients(
         num_rows, z_2RC.stride(1), top_2BR.stride(1),
         # options
         spec.beta,
-        TASK=TASKS[spec.kind].value, FAST=has_fast_math(),
+        TASK=GRADIENT[spec.kind].value, FAST=has_fast_math(),
         FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_N=BLOCK_N, BLOCK_V=tiles.lse.cols, MAX_SIDE=MAX_SIDE,
     )
 
@@ -387,6 +432,7 @@ def _pair_gradients_kernel(
     max_t_ptr,  # in: [N] fp32
     log_sum_t_ptr,  # in: [N] fp32
     offset_ptr,  # in: [N] fp32
+    log_overlap_ptr,  # in: [N] fp32, for "lk", else None
     coef_ptr,  # in: [N] fp32
     dlogits_ptr,  # out: [R, B * BLOCK_V], in bf16 and fp32 the memory of z_s
     num_rows,
@@ -432,6 +478,13 @@ def _pair_gradients_kernel(
         p = fast_exp2(log_p * LOG2_E, FAST)
         # Avoid 0 * -inf = NaN where p underflows.
         grad = tl.where(p == 0, 0.0, p * ((log_p - log_t) - offset[:, None]))
+    elif TASK == TV:
+        p = fast_exp2(log_p * LOG2_E, FAST)
+        share = p
+        if log_overlap_ptr is not None:
+            log_overlap = tl.load(log_overlap_ptr + token, mask=live, other=0)
+            share = fast_exp2((log_p - log_overlap[:, None]) * LOG2_E, FAST)
+        grad = p * offset[:, None] - tl.where(log_p < log_t, share, 0.0)
     else:
         coef *= 1.0 - beta
         p, _, above_p, _ = _above_mixture(log_p, log_t, beta, FAST, FAST_LOG)

@@ -151,6 +151,10 @@ def dense(
         shares = torch.tensor([beta, 1 - beta], dtype=torch.float64, device=DEVICE).log().to(log_p.dtype)
         log_m = torch.logsumexp(torch.stack((log_t + shares[0], log_p + shares[1])), 0)
         value = beta * kl(log_t, log_m) + (1 - beta) * kl(log_p, log_m)
+    elif kind in ("tv", "lk"):
+        below = log_p < log_t
+        log_overlap = torch.where(below, log_p, log_t).logsumexp(-1)
+        value = torch.where(below, log_t.exp() - log_p.exp(), 0.0).sum(-1) if kind == "tv" else -log_overlap
     else:
         value = kl(log_t, log_p) if kind == "forward" else kl(log_p, log_t)
     value = value if p.mask is None else value * p.mask
