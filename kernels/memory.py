@@ -252,27 +252,17 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, tiles: Til
     return Chunks(rows, fill_waves(rows, sizes.num_columns, sizes.hidden_size, tiles, at_once, cols))
 
 
-def pair_rows(sizes: Sizes, workspace_bytes: int, keeps: bool, tile_cols: int = 256) -> int:
-    """Return the tokens per group of a divergence with two passes over the logits (``divergence/kernels.py``).
+def pair_rows(sizes: Sizes, workspace_bytes: int, kept: int, tile_cols: int = 256) -> int:
+    """Return how many tokens' logits of both heads fit in the budget beside ``kept`` columns of all tokens.
 
-    These are as many as fit with the logits of all columns that are not kept. If fewer than ROWS fit, each pass computes the
-    logits chunk by chunk.
+    An eighth of the memory is left free, about as much as the chunks of backward leave.
     """
-    kept = columns_kept(sizes, workspace_bytes, tile_cols) if keeps else 0
     tile_bytes = tile_cols * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads
-    available = max(workspace_bytes, LEAST_BYTES) - sizes.num_tokens * (kept // tile_cols) * tile_bytes
-    left = cdiv(max(0, sizes.num_columns - kept), tile_cols)
-    rows = available // (sizes.hidden_bytes + left * tile_bytes)
-    if rows < ROWS:
-        rows = available // (2 * sizes.hidden_bytes)
-    return max(ROWS, rows // ROWS * ROWS)
-
-
-def pair_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, rows: int, tile_cols: int) -> Chunks:
-    """Return the chunk that fits in the budget with the hidden states of ``rows`` tokens; ``sizes`` has its columns alone."""
-    available = max(workspace_bytes, LEAST_BYTES) - kept_bytes - rows * sizes.hidden_bytes
-    most = available // (rows * (tile_cols * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads))
-    return Chunks(rows, max(1, min(most, cdiv(sizes.num_columns, tile_cols))) * tile_cols)
+    kept_tiles = cdiv(min(kept, sizes.num_columns), tile_cols)
+    available = max(workspace_bytes, LEAST_BYTES) - sizes.num_tokens * kept_tiles * tile_bytes
+    row_bytes = sizes.hidden_bytes + (cdiv(sizes.num_columns, tile_cols) - kept_tiles) * tile_bytes
+    rows = available * 7 // 8 // row_bytes
+    return max(1, rows // ROWS * ROWS if rows > ROWS else rows)
 
 
 def keeps_sample(num_tokens: int, num_columns: int, itemsize: int, workspace_bytes: int) -> bool:

@@ -71,8 +71,7 @@ def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
         pair = heads.pair_of(merged_5N, spec)
         value = pair.offset
         if sums_2N is not None:
-            merged_2N = heads.merge_second(merge.gather_stats(sums_2N, group), spec.kind)
-            value, pair = heads.complete(pair, merged_2N, spec)
+            value, pair = heads.complete(pair, merge.gather_stats(sums_2N, group), spec)
         value = value.masked_fill(x.student.ids < 0, 0.0)
     return value, [torch.stack([numbers for numbers in pair if numbers is not None]), *kept]
 
@@ -154,7 +153,7 @@ def _forward_fake(hidden, weight, head, mask, teacher_hidden, teacher_weight, te
     whole, whole_teacher = (x.new_empty(num_tokens, x.shape[1]) for x in (hidden, teacher_hidden))
     x = _heads((whole, weight, head), (whole_teacher, teacher_weight, teacher_head), ids, call.spec)
     spec = decided(call, hidden, weight, head, mask, teacher_hidden).spec
-    pair_KN = hidden.new_empty((5 + (spec.kind == "lk"), num_tokens), dtype=torch.float32)
+    pair_KN = hidden.new_empty((5 + (spec.kind in ("tv", "lk")), num_tokens), dtype=torch.float32)
     return torch.empty_like(pair_KN[0]), [pair_KN, *_backend(call).saved_like(x, spec)]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Spec
 from cce_dist.kernels.dense import FLOOR, Block, blocks_of
-from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, above_mixture, merge, merge_second, or_zero, pair_of
+from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, above_mixture, merge, pair_of
 
 
 def saved_like(x: Heads, spec: Divergence) -> list[Tensor]:
@@ -28,10 +28,7 @@ def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[B
 def statistics(
     x: Heads, spec: Divergence, merged: Callable[[Tensor], Tensor], rows: int
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Return the merged stats_5N, this shard's sums of a second pass, and nothing to save for backward.
-
-    Blocks are merged as the statistics of shards are. ``rows`` is of no use here.
-    """
+    """Return what the Triton backend does, with nothing to save. Blocks are merged as shards are; ``rows`` is of no use."""
     stats_5N = torch.zeros(5, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
     stats_5N[[0, 2]] = -torch.inf
     for _, pairs in _pairs(x, spec):
@@ -40,7 +37,7 @@ def statistics(
             before_5R = stats_5N[:, student.rows]
             before_5R.copy_(merge(torch.stack((before_5R, of_block_5R)), spec))
     stats_5N = merged(stats_5N)
-    return stats_5N, _second_sums(x, pair_of(stats_5N, spec), spec) if spec.two_passes else None, []
+    return stats_5N, _second_sums(x, pair_of(stats_5N, spec), spec), []
 
 
 def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
@@ -50,7 +47,7 @@ def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
     z_t -= max_t.clamp(min=FLOOR)[:, None]
     sum_s, sum_t = z_s.exp().sum(1), z_t.exp().sum(1)
     moment = torch.zeros_like(sum_s)
-    if not spec.two_passes:
+    if spec.empty_sum is None:
         lead, other = (z_s, z_t) if spec.kind == "reverse" else (z_t, z_s)
         weight = lead.exp()
         # Avoid 0 * -inf = NaN for a logit of -inf.
@@ -67,38 +64,28 @@ def _log_softmaxes(student: Block, teacher: Block, pair: Pair) -> tuple[Tensor, 
     return log_p, log_t, z_s
 
 
-def _second_sums(x: Heads, pair: Pair, spec: Divergence) -> Tensor:
-    """Return this shard's two sums of the second pass, [2, N]."""
-    sums_2N = torch.zeros(2, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
-    if spec.kind == "lk":
-        sums_2N[0] = -torch.inf
+def _second_sums(x: Heads, pair: Pair, spec: Divergence) -> Tensor | None:
+    """Return this shard's sums of a second pass, [2, N], or None if there is none."""
+    if spec.empty_sum is None:
+        return None
+    sums_2N = pair.offset.new_full((2, x.student.num_tokens), spec.empty_sum)
     for _, pairs in _pairs(x, spec):
         for student, teacher in pairs:
             log_p, log_t, _ = _log_softmaxes(student, teacher, pair)
-            before_2R = sums_2N[:, student.rows]
-            before_2R.copy_(merge_second(torch.stack((before_2R, _second_of_block(log_p, log_t, spec))), spec.kind))
+            if spec.kind == "lk":
+                logs = torch.minimum(log_p, log_t), torch.where(log_p < log_t, log_p, -torch.inf)
+                of_block_2R = torch.stack([z.logsumexp(1) for z in logs])
+                sums_2N[:, student.rows] = torch.logaddexp(sums_2N[:, student.rows], of_block_2R)
+                continue
+            p, t = log_p.exp(), log_t.exp()
+            if spec.kind == "tv":
+                # A NaN is not >=, so it is passed on.
+                parts = torch.where(log_p >= log_t, 0.0, t - p), torch.where(log_p < log_t, p, 0.0)
+            else:
+                pairs_of_logs = (t, log_t, log_p, 1 - spec.beta), (p, log_p, log_t, spec.beta)
+                parts = (torch.where(q == 0, 0.0, q * above_mixture(*logs)) for q, *logs in pairs_of_logs)
+            sums_2N[:, student.rows] += torch.stack([part.sum(1) for part in parts])
     return sums_2N
-
-
-def _second_of_block(log_p: Tensor, log_t: Tensor, spec: Divergence) -> Tensor:
-    """Return the two sums of one block."""
-    if spec.kind == "jsd":
-        kinds = (log_t, log_p, 1 - spec.beta), (log_p, log_t, spec.beta)
-        return torch.stack([_mean_above(*each) for each in kinds])
-    below = log_p < log_t
-    if spec.kind == "tv":
-        # A NaN is not below, so that the difference passes it on.
-        p = log_p.exp()
-        return torch.stack((torch.where(log_p >= log_t, 0.0, log_t.exp() - p).sum(1), torch.where(below, p, 0.0).sum(1)))
-    log_smaller = torch.minimum(log_p, log_t)
-    log_sum = log_smaller.logsumexp(1)
-    shares = (log_smaller - or_zero(log_sum)[:, None]).exp()
-    return torch.stack((log_sum, torch.where(below, shares, 0.0).sum(1)))
-
-
-def _mean_above(log_q: Tensor, log_other: Tensor, share: float) -> Tensor:
-    q = log_q.exp()
-    return torch.where(q == 0, 0.0, q * above_mixture(log_q, log_other, share)).sum(1)
 
 
 def gradients(
@@ -138,8 +125,9 @@ def _block_gradients(student: Block, teacher: Block, pair: Pair, spec: Divergenc
     if spec.kind == "forward":
         grad = p - log_t.exp_()
     elif spec.kind in ("tv", "lk"):
-        shares = p if pair.log_overlap is None else (log_p - pair.log_overlap[student.rows, None]).exp()
-        grad = p * pair.offset[student.rows, None] - torch.where(log_p < log_t, shares, 0.0)
+        assert pair.log_overlap is not None
+        below = torch.where(log_p < log_t, log_p - pair.log_overlap[student.rows, None], -torch.inf)
+        grad = p * pair.offset[student.rows, None] - below.exp_()
     else:
         above = log_p - log_t if spec.kind == "reverse" else above_mixture(log_p, log_t, spec.beta)
         factor = 1.0 if spec.kind == "reverse" else 1 - spec.beta

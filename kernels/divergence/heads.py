@@ -8,19 +8,15 @@ kind       value of a token                     as sums                         
 forward    KL(t || p)                           E_t[z_t - z_s] - lse_t + lse_s   p_j - t_j
 reverse    KL(p || t)                           E_p[z_s - z_t] - lse_s + lse_t   p_j (log p_j - log t_j - KL(p || t))
 jsd        b KL(t || m) + (1 - b) KL(p || m)    two, once both lse are known     (1 - b) p_j (log p_j - log m_j - KL(p || m))
-tv         1 - o                                sum_j max(t_j - p_j, 0)          p_j (u - [p_j < t_j])
-lk         -log o                               log-sum-exp of log min(p, t)     p_j (u - [p_j < t_j]) / o
+tv         1 - o                                sum_j max(t_j - p_j, 0), and u   u p_j - [p_j < t_j] p_j
+lk         -log o                               log o, and log u                 (u / o) p_j - [p_j < t_j] p_j / o
 =========  ===================================  ===============================  ==========================================
 
 with m = b t + (1 - b) p, as generalized knowledge distillation (Agarwal et al., 2023, equation 1) and TRL's GKDTrainer define
 it; o = sum_j min(p_j, t_j), the probability that speculative decoding accepts a token of the student (*LK Losses*, Samarin et
-al., 2026, arXiv:2602.23881); and u the sum of p_j over p_j < t_j. At a tie p_j = t_j, where o has no derivative, the gradient is
-the one of p_j > t_j. The teacher has no gradient.
-
-**A second pass over the logits**, once both log-sum-exps are known, sums two numbers per token for "jsd" (its two KL), "tv" and
-"lk". "tv" sums max(t_j - p_j, 0), since 1 - o would lose the digits of nearly equal heads, and u. "lk" takes log o as a
-log-sum-exp, since o underflows if the heads have little in common, and the share u / o. Its gradient is then finite for any
-logits: p_j (u / o) - [p_j < t_j] exp(log p_j - log o). For nearly equal heads "lk" is off by a rounding of the logits.
+al., 2026, arXiv:2602.23881); and u = sum_j [p_j < t_j] p_j. Where p_j = t_j, the gradient is the one of p_j > t_j. For nearly
+equal heads 1 - o would be off by a rounding of 1, so "tv" sums the differences. For heads with little in common o and u
+underflow, so "lk" takes log-sum-exps; its value is off by a rounding of 1 for equal heads. The teacher has no gradient.
 
 **Statistics of a shard** are the rows of ``stats_5N``. MOMENT is relative to both maxima, so large logits cost no precision:
 with a the leading head and b the other, ``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``. If maxima grow by
@@ -35,7 +31,7 @@ row   name        value
 1     SUM_S       sum_j exp(z_sj - MAX_S)
 2     MAX_T       maximum of the teacher's logits
 3     SUM_T       sum_j exp(z_tj - MAX_T)
-4     MOMENT      see above; 0 if there is a second pass
+4     MOMENT      see above; 0 for kinds with a second pass
 ====  ==========  =====================================================
 
 Both heads go through the same operations, so equal heads give a divergence and a gradient of exactly 0.
@@ -92,9 +88,9 @@ class Divergence(NamedTuple):
         return self.grad and dtype == "torch.bfloat16"
 
     @property
-    def two_passes(self) -> bool:
-        """Whether the value needs a second pass over the logits."""
-        return self.kind in ("jsd", "tv", "lk")
+    def empty_sum(self) -> float | None:
+        """Both sums of a second pass over no columns. None: the kind takes one pass over the logits."""
+        return {"jsd": 0.0, "tv": 0.0, "lk": -torch.inf}.get(self.kind)
 
     @property
     def leads(self) -> int:
@@ -109,8 +105,8 @@ class Pair(NamedTuple):
     log_sum_s: Tensor
     max_t: Tensor
     log_sum_t: Tensor
-    offset: Tensor  # In the gradient, KL(p || t) for "reverse", KL(p || m) for "jsd", u for "tv", u / o for "lk"
-    log_overlap: Tensor | None = None  # log o, for "lk" only; 0 if o is 0
+    offset: Tensor  # Number in a token's gradient: KL(p || t) for "reverse", KL(p || m) for "jsd", u for "tv", u / o for "lk"
+    log_overlap: Tensor | None = None  # log o for "lk", but 0 if o is 0; 0 for "tv"
 
 
 def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:
@@ -131,7 +127,7 @@ def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:
 
 
 def pair_of(merged_5N: Tensor, spec: Divergence) -> Pair:
-    """Return the statistics for a second pass or for backward. The offset is 0 if a second pass has to find it."""
+    """Return the statistics for a second pass or for backward. The offset is 0 if the second pass computes it."""
     max_s, sum_s, max_t, sum_t, moment = merged_5N
     log_sum_s, log_sum_t = sum_s.log(), sum_t.log()
     if spec.kind == "forward":
@@ -143,30 +139,16 @@ def pair_of(merged_5N: Tensor, spec: Divergence) -> Pair:
     return Pair(max_s, log_sum_s, max_t, log_sum_t, value)
 
 
-def merge_second(sums_T2N: Tensor, kind: str) -> Tensor:
-    """Merge the sums of a second pass over shards or over blocks of columns. [T, 2, N] -> [2, N]."""
-    if kind != "lk":
-        return sums_T2N.sum(0)
-    log_TN, share_TN = sums_T2N.unbind(1)
-    log_N = log_TN.logsumexp(0)
-    weight_TN = (log_TN - or_zero(log_N)).exp()
-    return torch.stack((log_N, (weight_TN * share_TN).sum(0)))
-
-
-def complete(pair: Pair, merged_2N: Tensor, spec: Divergence) -> tuple[Tensor, Pair]:
-    """Return each token's value, and the statistics for backward, from the merged sums of a second pass."""
-    first_N, offset_N = merged_2N
-    pair = pair._replace(offset=offset_N)
-    if spec.kind == "jsd":
-        return spec.beta * first_N + (1 - spec.beta) * offset_N, pair
+def complete(pair: Pair, sums_T2N: Tensor, spec: Divergence) -> tuple[Tensor, Pair]:
+    """Return each token's value, and the statistics for backward, from all shards' sums of a second pass."""
+    if spec.kind == "lk":
+        log_o, log_u = sums_T2N.logsumexp(0)
+        log_overlap = torch.where(log_o == -torch.inf, 0.0, log_o)
+        return -log_o, pair._replace(offset=(log_u - log_overlap).exp(), log_overlap=log_overlap)
+    first, offset = sums_T2N.sum(0)
     if spec.kind == "tv":
-        return first_N, pair
-    return -first_N, pair._replace(log_overlap=or_zero(first_N))
-
-
-def or_zero(log_N: Tensor) -> Tensor:
-    """Replace -inf, which would give -inf - -inf = NaN."""
-    return torch.where(log_N == -torch.inf, 0.0, log_N)
+        return first, pair._replace(offset=offset, log_overlap=torch.zeros_like(offset))
+    return spec.beta * first + (1 - spec.beta) * offset, pair._replace(offset=offset)
 
 
 FARTHEST = 80.0  # nats: bound on the difference of log t and log p; beyond it the smaller probability does not matter

@@ -1,11 +1,10 @@
 """Divergence of two heads on Triton: write the logits of both heads, then compute statistics and gradients from the logits.
 
 Matrix products (``pair_logits.py``) write the logits of both heads: the first columns' into memory that is kept for
-backward, the others chunk by chunk. In forward, passes over the logits sum up five numbers per token. A kind with two passes
-takes both on one group of tokens before the next group begins: the logits of a group fit in the budget, so its second pass
-reads what the first one wrote. In backward, a pass turns the student's logits into their gradient, in place, and the products of
-``d_hidden.py`` and ``d_weight.py`` follow, as in ``exact.py``. ``heads.py`` has the formulas. A second backward computes the
-overwritten logits again, with the same bits.
+backward, the others chunk by chunk. In forward, a pass over the logits sums up five numbers per token. A second pass reads the
+logits again before the next group of tokens overwrites them. In backward, a pass turns the student's logits into their
+gradient, in place, and the products of ``d_hidden.py`` and ``d_weight.py`` follow, as in ``exact.py``. ``heads.py`` has the
+formulas. A second backward computes the overwritten logits again, with the same bits.
 
 Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The moment relative to two maxima is this project's.
 """
@@ -23,7 +22,7 @@ import triton.language as tl
 from cce_dist.kernels import Gradients, Grads, Rows, memory
 from cce_dist.kernels.blocks import kernel, on_device
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, pair_of
+from cce_dist.kernels.divergence.heads import KINDS, Divergence, Heads, Pair, pair_of
 from cce_dist.kernels.divergence.pair_logits import PairLogits, fill_logits, new_pair_logits
 from cce_dist.kernels.exact import (
     Output,
@@ -40,11 +39,7 @@ from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.kernels.waves import cdiv
 
-# Tasks: first passes and gradients, then second passes. The first pass of "tv" and "lk" is JSD, their gradient is TV.
-FORWARD, REVERSE, JSD, MIXTURE, TV, LK = (tl.constexpr(i) for i in range(6))
-FIRST = {"forward": FORWARD, "reverse": REVERSE}
-SECOND = {"jsd": MIXTURE, "tv": TV, "lk": LK}
-GRADIENT = FIRST | {"jsd": JSD, "tv": TV, "lk": TV}
+FORWARD, REVERSE, JSD, TV, LK = (tl.constexpr(i) for i in range(len(KINDS)))  # in the order of KINDS
 SUMS_TILES = 4  # tiles read at a time by a program of ``_pair_sums_kernel``: one warp per row, so sums stay within a warp
 BLOCK_N = 16  # rows per program of ``_pair_gradients_kernel``
 
@@ -69,28 +64,22 @@ def _new_kept(x: Heads, spec: Divergence) -> PairLogits:
 def statistics(
     x: Heads, spec: Divergence, merged: Callable[[torch.Tensor], torch.Tensor], rows: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-    """Return the merged stats_5N, this shard's sums_2N of a second pass, and the kept ``PairLogits``.
+    """Return the merged stats_5N, this shard's sums of a second pass or None, and the kept ``PairLogits``.
 
-    Args:
-        x: Operands of both heads.
-        spec: Options.
-        merged: Merges stats_5N of some tokens over the ranks, a collective. A second pass needs it for each group of tokens.
-        rows: Tokens of such a group, identical on all ranks.
+    ``merged`` merges the statistics of some tokens over all shards. If there is a second pass, every rank calls it for each
+    group of ``rows`` tokens.
     """
-    hidden, num_tokens = x.student.hidden, x.student.num_tokens
-    stats_5N = hidden.new_zeros(5, num_tokens, dtype=torch.float32)
-    kept = _new_kept(x, spec)
-    if x.student.num_valid == 0:
+    student, kept = x.student, _new_kept(x, spec)
+    stats_5N = student.hidden.new_zeros(5, student.num_tokens, dtype=torch.float32)
+    if student.num_valid == 0:
         stats_5N[::2][:2].fill_(float("-inf"))
-    if not spec.two_passes:
-        if num_tokens and x.student.num_valid:
-            _sweep(x, spec, kept, _work(x, spec, kept), stats_5N)
+    if spec.empty_sum is None:
+        if student.num_tokens and student.num_valid:
+            _sweep(x, spec, kept, stats_5N)
         return merged(stats_5N), None, list(kept)
-    sums_2N = hidden.new_zeros(2, num_tokens, dtype=torch.float32)
-    if x.student.num_valid == 0 and spec.kind == "lk":
-        sums_2N[0] = float("-inf")
-    if num_tokens:
-        _sweep(x, spec, kept, _work(x, spec, kept, rows), stats_5N, sums_2N, merged)
+    sums_2N = stats_5N.new_full((2, student.num_tokens), spec.empty_sum)
+    if student.num_tokens:
+        _sweep(x, spec, kept, stats_5N, rows, sums_2N, merged)
     return stats_5N, sums_2N, list(kept)
 
 
@@ -109,17 +98,15 @@ class _Work(NamedTuple):
 
 
 def _work(x: Heads, spec: Divergence, kept: PairLogits, rows: int = 0) -> _Work:
-    """Allocate the buffers of a pass, for groups of ``rows`` tokens unless that is 0."""
+    """Allocate buffers. With ``rows`` they hold all logits of so many tokens that are not kept."""
     (student, teacher), sizes = x, x.sizes
     tiles = choose_tiles(student.hidden.dtype, student.hidden.device)
     left = sizes._replace(num_columns=max(0, sizes.num_columns - kept.columns))
-    kept_bytes = kept.z_2RC.nbytes + kept.top_2BR.nbytes
+    at_once, cols = memory.exact_chunks(
+        left, spec.workspace_bytes, kept.z_2RC.nbytes + kept.top_2BR.nbytes, tiles, num_programs(student.hidden.device)
+    )
     if rows:
-        at_once, cols = memory.pair_chunks(left, spec.workspace_bytes, kept_bytes, rows, tiles.lse.cols)
-    else:
-        at_once, cols = memory.exact_chunks(
-            left, spec.workspace_bytes, kept_bytes, tiles, num_programs(student.hidden.device)
-        )
+        at_once, cols = rows, cdiv(left.num_columns, tiles.lse.cols) * tiles.lse.cols
     at_once = min(at_once, sizes.num_tokens)
     hidden = tuple(head.hidden.new_empty(at_once, head.hidden.shape[1]) for head in (student, teacher))
     chunk = new_pair_logits(at_once, cols if left.num_columns else 0, tiles.lse.cols, student.hidden)
@@ -140,29 +127,27 @@ def _fill(
 
 
 def _sweep(
-    x: Heads, spec: Divergence, kept: PairLogits, work: _Work, stats_5N: torch.Tensor, sums_2N: torch.Tensor | None = None,
+    x: Heads, spec: Divergence, kept: PairLogits, stats_5N: torch.Tensor, rows: int = 0, sums_2N: torch.Tensor | None = None,
     merged: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Write each token's statistics and the kept logits. With ``merged``, merge the statistics and write the second sums."""
+    """Write the kept logits and each token's statistics; with ``merged``, merge these and write the sums of a second pass."""
     with on_device(x.student.hidden):
-        last_kept = min(kept.columns, x.student.num_valid)
-        chunks = work.chunks(last_kept, x.student.num_valid)
+        work, num_valid = _work(x, spec, kept, rows), x.student.num_valid
+        last_kept = min(kept.columns, num_valid)
         for number, order in enumerate(token_groups(compact(x.student.ids), work.at_once)):
-            both = _gather(x, order, work)
-            own = kept.of_rows(number * work.at_once, order[0].shape[0])
-            parts = [(own, 0, last_kept)] * (last_kept > 0) + [(work.chunk, *chunk) for chunk in chunks]
+            both, own = _gather(x, order, work), slice(number * work.at_once, (number + 1) * work.at_once)
+            of_group = kept._replace(z_2RC=kept.z_2RC[:, own], top_2BR=kept.top_2BR[:, :, own])
+            parts = [(of_group, 0, last_kept)] if last_kept else []
+            parts += [(work.chunk, *chunk) for chunk in work.chunks(last_kept, num_valid)]
             for part in parts:
                 _fill(x, enumerate(both), *part, work.tiles)
-                _add_up(both[0], None, stats_5N, FIRST.get(spec.kind, JSD), spec.beta, work.tiles, *part)
-            if merged is None or sums_2N is None:
-                continue
-            index = order[0].long()
-            stats_5N[:, index] = merged(stats_5N[:, index])
-            pair = pair_of(stats_5N, spec)
-            for part in parts:
-                if part[0] is work.chunk and len(chunks) > 1:
-                    _fill(x, enumerate(both), *part, work.tiles)
-                _add_up(both[0], pair, sums_2N, SECOND[spec.kind], spec.beta, work.tiles, *part)
+                _add_up(both[0], None, stats_5N, spec, work.tiles, *part)
+            if merged is not None and sums_2N is not None:
+                index = order[0].long()
+                stats_5N[:, index] = merged(stats_5N[:, index])
+                pair = pair_of(stats_5N, spec)
+                for part in parts:
+                    _add_up(both[0], pair, sums_2N, spec, work.tiles, *part)
 
 
 @triton.jit
@@ -216,10 +201,10 @@ def _above_mixture(log_p, log_t, beta, FAST: tl.constexpr, FAST_LOG: tl.constexp
 
 
 def _add_up(
-    rows: Rows, pair: Pair | None, sums_KN: torch.Tensor, task: tl.constexpr, beta: float, tiles: Tiles,
-    logits: PairLogits, first: int, last: int,
+    rows: Rows, pair: Pair | None, sums_KN: torch.Tensor, spec: Divergence, tiles: Tiles, logits: PairLogits, first: int,
+    last: int,
 ) -> None:
-    """Add columns [first, last) to the sums of the group's tokens; column 0 sets them."""
+    """Add columns [first, last) to the sums of the group's tokens; column 0 sets those of the first pass (no ``pair``)."""
     num_rows, (z_2RC, top_2BR, _) = rows.index.shape[0], logits
     _pair_sums_kernel[(num_rows,)](
         # in
@@ -228,11 +213,12 @@ def _add_up(
         # in and out
         sums_KN,
         # sizes
-        sums_KN.shape[1], z_2RC.stride(1), top_2BR.stride(1), cdiv(last - first, tiles.lse.cols), int(first > 0),
+        sums_KN.shape[1], z_2RC.stride(1), top_2BR.stride(1), cdiv(last - first, tiles.lse.cols),
+        int(first > 0 or pair is not None),
         # options
-        beta,
-        TASK=task.value, FAST=has_fast_math(), FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_V=tiles.lse.cols,
-        TILES=SUMS_TILES, num_warps=1,
+        spec.beta,
+        TASK=KINDS.index(spec.kind), FAST=has_fast_math(), FAST_LOG=has_fast_math() and z_2RC.itemsize == 2,
+        BLOCK_V=tiles.lse.cols, TILES=SUMS_TILES, num_warps=1,
     )
 
 
@@ -244,10 +230,10 @@ def _pair_sums_kernel(
     top_t_ptr,  # in: [B, R] fp32
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    max_s_ptr,  # in: [N] fp32, for the mixture, else None
-    log_sum_s_ptr,  # in: [N] fp32, for the mixture, else None
-    max_t_ptr,  # in: [N] fp32, for the mixture, else None
-    log_sum_t_ptr,  # in: [N] fp32, for the mixture, else None
+    max_s_ptr,  # in: [N] fp32, for a second pass, else None
+    log_sum_s_ptr,  # in: [N] fp32, for a second pass, else None
+    max_t_ptr,  # in: [N] fp32, for a second pass, else None
+    log_sum_t_ptr,  # in: [N] fp32, for a second pass, else None
     sums_ptr,  # in, out: [5, N] fp32; [2, N] for a second pass
     num_tokens,
     z_stride,
@@ -261,6 +247,7 @@ def _pair_sums_kernel(
     BLOCK_V: tl.constexpr,
     TILES: tl.constexpr,
 ):
+    SECOND: tl.constexpr = max_s_ptr is not None
     num_kept = tl.load(num_kept_ptr)
     row = tl.program_id(0)
     if row >= num_kept:
@@ -270,10 +257,9 @@ def _pair_sums_kernel(
     stride = num_tokens.to(tl.int64)
     before = goes_on > 0
     sum_s = tl.load(sums + stride, mask=before, other=0)
-    if TASK >= MIXTURE:
-        # sum_t and sum_s are the two sums of the pass. For LK, sum_t is log o, relative to which sum_s and ``overlap`` are.
-        sum_t = tl.load(sums, mask=before, other=float("-inf") if TASK == LK else 0)
-        overlap = 1.0
+    if SECOND:
+        # sum_t and sum_s are the two sums of ``heads.py``, in its order.
+        sum_t = tl.load(sums, mask=before, other=0)
         shift_s = tl.load(max_s_ptr + token)
         shift_t = tl.load(max_t_ptr + token)
         log_sum_s = tl.load(log_sum_s_ptr + token)
@@ -284,6 +270,11 @@ def _pair_sums_kernel(
         sum_t = tl.load(sums + 3 * stride, mask=before, other=0)
         moment = tl.load(sums + 4 * stride, mask=before, other=0)
 
+    if SECOND and TASK == LK:
+        # Until they are stored, sum_t and sum_s are sums of exponentials relative to ``largest``.
+        largest = sum_t
+        sum_t = tl.exp(sum_t - _shift_of(largest))
+        sum_s = tl.exp(sum_s - _shift_of(largest))
     offs_t = tl.arange(0, TILES)
     cells = row.to(tl.int64) * z_stride + offs_t[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
     top_rows = top_stride.to(tl.int64)
@@ -295,38 +286,37 @@ def _pair_sums_kernel(
         z_t = tl.load(z_t_ptr + tile * BLOCK_V + cells, mask=here[:, None], other=float("-inf"))
         top_s = tl.load(top_s_ptr + tile * top_rows + tops, mask=here, other=float("-inf"))
         top_t = tl.load(top_t_ptr + tile * top_rows + tops, mask=here, other=float("-inf"))
-        if TASK < MIXTURE:
+        if not SECOND:
             new_max_s = tl.maximum(max_s, tl.max(top_s, 0))
             new_max_t = tl.maximum(max_t, tl.max(top_t, 0))
             shift_s = _shift_of(new_max_s)
             shift_t = _shift_of(new_max_t)
         base_s = _shift_of(top_s) - shift_s
         base_t = _shift_of(top_t) - shift_t
-        if TASK >= MIXTURE:
+        if SECOND:
             base_s -= log_sum_s
             base_t -= log_sum_t
         # Logits relative to the references of the sums; in a second pass log p and log t.
         z_s = z_s.to(tl.float32) + base_s[:, None]
         z_t = z_t.to(tl.float32) + base_t[:, None]
-        if TASK == MIXTURE:
+        if SECOND and TASK == JSD:
             p, t, above_p, above_t = _above_mixture(z_s, z_t, beta, FAST, FAST_LOG)
             sum_t += _moment(t, above_t)
             sum_s += _moment(p, above_p)
-        elif TASK == TV:
+        elif SECOND and TASK == TV:
             p = fast_exp2(z_s * LOG2_E, FAST)
-            # A NaN is not below, so that the difference passes it on.
-            short = tl.where(z_s >= z_t, 0.0, fast_exp2(z_t * LOG2_E, FAST) - p)
-            sum_t += tl.sum(tl.sum(short, 1), 0)
+            # A NaN is not >=, so it is passed on.
+            above = tl.where(z_s >= z_t, 0.0, fast_exp2(z_t * LOG2_E, FAST) - p)
+            sum_t += tl.sum(tl.sum(above, 1), 0)
             sum_s += tl.sum(tl.sum(tl.where(z_s < z_t, p, 0.0), 1), 0)
-        elif TASK == LK:
+        elif SECOND:
             smaller = tl.minimum(z_s, z_t, propagate_nan=tl.PropagateNan.ALL)
-            largest = tl.maximum(sum_t, tl.max(tl.max(smaller, 1), 0))
-            shift = _shift_of(largest)
-            factor = tl.exp(sum_t - shift)
-            e = fast_exp2((smaller - shift) * LOG2_E, FAST)
-            overlap = factor * overlap + tl.sum(tl.sum(e, 1), 0)
-            sum_s = factor * sum_s + tl.sum(tl.sum(tl.where(z_s < z_t, e, 0.0), 1), 0)
-            sum_t = largest
+            new_largest = tl.maximum(largest, tl.max(tl.max(smaller, 1), 0))
+            drop = _shift_of(new_largest) - _shift_of(largest)
+            e = fast_exp2((smaller - _shift_of(new_largest)) * LOG2_E, FAST)
+            sum_t = _moved(sum_t, drop) + tl.sum(tl.sum(e, 1), 0)
+            sum_s = _moved(sum_s, drop) + tl.sum(tl.sum(tl.where(z_s < z_t, e, 0.0), 1), 0)
+            largest = new_largest
         else:
             drop_s = shift_s - _shift_of(max_s)
             drop_t = shift_t - _shift_of(max_t)
@@ -341,11 +331,11 @@ def _pair_sums_kernel(
             max_s = new_max_s
             max_t = new_max_t
 
-    if TASK == LK:
-        sum_s = tl.where(overlap > 0, sum_s / overlap, 0.0)
-        sum_t += tl.log(overlap)
+    if SECOND and TASK == LK:
+        sum_t = _shift_of(largest) + tl.log(sum_t)
+        sum_s = _shift_of(largest) + tl.log(sum_s)
     tl.store(sums + stride, sum_s)
-    if TASK >= MIXTURE:
+    if SECOND:
         tl.store(sums, sum_t)
     else:
         tl.store(sums, max_s)
@@ -413,7 +403,7 @@ def _write_gradients(
         num_rows, z_2RC.stride(1), top_2BR.stride(1),
         # options
         spec.beta,
-        TASK=GRADIENT[spec.kind].value, FAST=has_fast_math(),
+        TASK=KINDS.index(spec.kind), FAST=has_fast_math(),
         FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_N=BLOCK_N, BLOCK_V=tiles.lse.cols, MAX_SIDE=MAX_SIDE,
     )
 
@@ -432,7 +422,7 @@ def _pair_gradients_kernel(
     max_t_ptr,  # in: [N] fp32
     log_sum_t_ptr,  # in: [N] fp32
     offset_ptr,  # in: [N] fp32
-    log_overlap_ptr,  # in: [N] fp32, for "lk", else None
+    log_overlap_ptr,  # in: [N] fp32, for TV and LK, else None
     coef_ptr,  # in: [N] fp32
     dlogits_ptr,  # out: [R, B * BLOCK_V], in bf16 and fp32 the memory of z_s
     num_rows,
@@ -478,13 +468,10 @@ def _pair_gradients_kernel(
         p = fast_exp2(log_p * LOG2_E, FAST)
         # Avoid 0 * -inf = NaN where p underflows.
         grad = tl.where(p == 0, 0.0, p * ((log_p - log_t) - offset[:, None]))
-    elif TASK == TV:
-        p = fast_exp2(log_p * LOG2_E, FAST)
-        share = p
-        if log_overlap_ptr is not None:
-            log_overlap = tl.load(log_overlap_ptr + token, mask=live, other=0)
-            share = fast_exp2((log_p - log_overlap[:, None]) * LOG2_E, FAST)
-        grad = p * offset[:, None] - tl.where(log_p < log_t, share, 0.0)
+    elif TASK >= TV:
+        log_overlap = tl.load(log_overlap_ptr + token, mask=live, other=0)[:, None]
+        below = tl.where(log_p < log_t, fast_exp2((log_p - log_overlap) * LOG2_E, FAST), 0.0)
+        grad = fast_exp2(log_p * LOG2_E, FAST) * offset[:, None] - below
     else:
         coef *= 1.0 - beta
         p, _, above_p, _ = _above_mixture(log_p, log_t, beta, FAST, FAST_LOG)

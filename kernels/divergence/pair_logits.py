@@ -36,11 +36,6 @@ class PairLogits(NamedTuple):
         z_RC = self.z_2RC[0]
         return z_RC.view(dtype) if z_RC.dtype.itemsize == dtype.itemsize else torch.empty_like(z_RC, dtype=dtype)
 
-    def of_rows(self, first: int, num_rows: int) -> PairLogits:
-        """Return the logits of the tokens [first, first + num_rows)."""
-        rows = slice(first, first + num_rows)
-        return self._replace(z_2RC=self.z_2RC[:, rows], top_2BR=self.top_2BR[:, :, rows])
-
     @property
     def columns(self) -> int:
         return self.z_2RC.shape[2]
