@@ -252,17 +252,16 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, tiles: Til
     return Chunks(rows, fill_waves(rows, sizes.num_columns, sizes.hidden_size, tiles, at_once, cols))
 
 
-def pair_rows(sizes: Sizes, workspace_bytes: int, kept: int, tile_cols: int = 256) -> int:
+def pair_rows(sizes: Sizes, workspace_bytes: int, kept: int) -> int:
     """Return how many tokens' logits of both heads fit in the budget beside ``kept`` columns of all tokens.
 
     An eighth of the memory is left free, about as much as the chunks of backward leave.
     """
-    tile_bytes = tile_cols * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads
-    kept_tiles = cdiv(min(kept, sizes.num_columns), tile_cols)
-    available = max(workspace_bytes, LEAST_BYTES) - sizes.num_tokens * kept_tiles * tile_bytes
-    row_bytes = sizes.hidden_bytes + (cdiv(sizes.num_columns, tile_cols) - kept_tiles) * tile_bytes
-    rows = available * 7 // 8 // row_bytes
-    return max(1, rows // ROWS * ROWS if rows > ROWS else rows)
+    one, kept = sizes._replace(num_tokens=1), min(kept, sizes.num_columns)
+    kept_bytes = bytes_of_all(one._replace(num_columns=kept)) - sizes.hidden_bytes
+    available = max(workspace_bytes, LEAST_BYTES) - sizes.num_tokens * kept_bytes
+    rows = available * 7 // 8 // bytes_of_all(one._replace(num_columns=sizes.num_columns - kept))
+    return max(1, rows // ROWS * ROWS or rows)
 
 
 def keeps_sample(num_tokens: int, num_columns: int, itemsize: int, workspace_bytes: int) -> bool:

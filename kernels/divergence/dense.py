@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Spec
 from cce_dist.kernels.dense import FLOOR, Block, blocks_of
-from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, above_mixture, merge, pair_of
+from cce_dist.kernels.divergence.heads import Divergence, Heads, Merge, Pair, Sums, above_mixture, merge, pair_of
 
 
 def saved_like(x: Heads, spec: Divergence) -> list[Tensor]:
@@ -25,10 +25,8 @@ def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[B
         yield cols, zip(student, teacher, strict=True)
 
 
-def statistics(
-    x: Heads, spec: Divergence, merged: Callable[[Tensor], Tensor], rows: int
-) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Return what the Triton backend does, with nothing to save. Blocks are merged as shards are; ``rows`` is of no use."""
+def statistics(x: Heads, spec: Divergence, merged: Merge, rows: int) -> Sums:
+    """Return the sums, and nothing to save for backward. Blocks are merged as shards are. ``rows`` is not used."""
     stats_5N = torch.zeros(5, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
     stats_5N[[0, 2]] = -torch.inf
     for _, pairs in _pairs(x, spec):

@@ -39,6 +39,7 @@ Both heads go through the same operations, so equal heads give a divergence and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,8 @@ from cce_dist.kernels import Operands, ShardLogits
 from cce_dist.kernels.memory import Sizes
 
 KINDS = ("forward", "reverse", "jsd", "tv", "lk")
+Merge = Callable[[Tensor], Tensor]  # merges the stats_5N of some tokens over all shards
+Sums = tuple[Tensor, Tensor | None, list[Tensor]]  # merged stats_5N; this shard's sums_2N of a second pass; kept logits
 # Bytes of two heads' logits at one token and column in ``PairLogits``, and of their gradient if it needs its own memory, by the
 # dtype of hidden states; 8 for any other dtype.
 PAIR_BYTES = {torch.bfloat16: 4, torch.float16: 10}

@@ -11,7 +11,7 @@ Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The mome
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import triton.language as tl
 from cce_dist.kernels import Gradients, Grads, Rows, memory
 from cce_dist.kernels.blocks import kernel, on_device
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.divergence.heads import KINDS, Divergence, Heads, Pair, pair_of
+from cce_dist.kernels.divergence.heads import KINDS, Divergence, Heads, Merge, Pair, Sums, pair_of
 from cce_dist.kernels.divergence.pair_logits import PairLogits, fill_logits, new_pair_logits
 from cce_dist.kernels.exact import (
     Output,
@@ -61,26 +61,15 @@ def _new_kept(x: Heads, spec: Divergence) -> PairLogits:
     return new_pair_logits(x.student.num_tokens, columns, tile_cols, hidden, columns > 0)
 
 
-def statistics(
-    x: Heads, spec: Divergence, merged: Callable[[torch.Tensor], torch.Tensor], rows: int
-) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-    """Return the merged stats_5N, this shard's sums of a second pass or None, and the kept ``PairLogits``.
-
-    ``merged`` merges the statistics of some tokens over all shards. If there is a second pass, every rank calls it for each
-    group of ``rows`` tokens.
-    """
+def statistics(x: Heads, spec: Divergence, merged: Merge, rows: int) -> Sums:
+    """Return the sums, and the kept ``PairLogits``. For a second pass, ranks merge each group of ``rows`` tokens."""
     student, kept = x.student, _new_kept(x, spec)
     stats_5N = student.hidden.new_zeros(5, student.num_tokens, dtype=torch.float32)
-    if student.num_valid == 0:
-        stats_5N[::2][:2].fill_(float("-inf"))
-    if spec.empty_sum is None:
-        if student.num_tokens and student.num_valid:
-            _sweep(x, spec, kept, stats_5N)
-        return merged(stats_5N), None, list(kept)
-    sums_2N = stats_5N.new_full((2, student.num_tokens), spec.empty_sum)
-    if student.num_tokens:
-        _sweep(x, spec, kept, stats_5N, rows, sums_2N, merged)
-    return stats_5N, sums_2N, list(kept)
+    stats_5N[::2][:2].fill_(float("-inf"))
+    sums_2N = None if spec.empty_sum is None else stats_5N.new_full((2, student.num_tokens), spec.empty_sum)
+    if student.num_tokens and (student.num_valid or sums_2N is not None):
+        _sweep(x, spec, kept, stats_5N, sums_2N, merged, rows)
+    return merged(stats_5N) if sums_2N is None else stats_5N, sums_2N, list(kept)
 
 
 class _Work(NamedTuple):
@@ -127,10 +116,9 @@ def _fill(
 
 
 def _sweep(
-    x: Heads, spec: Divergence, kept: PairLogits, stats_5N: torch.Tensor, rows: int = 0, sums_2N: torch.Tensor | None = None,
-    merged: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    x: Heads, spec: Divergence, kept: PairLogits, stats_5N: torch.Tensor, sums_2N: torch.Tensor | None, merged: Merge, rows: int
 ) -> None:
-    """Write the kept logits and each token's statistics; with ``merged``, merge these and write the sums of a second pass."""
+    """Write the kept logits and each token's statistics; with ``sums_2N``, merge these and write the sums of a second pass."""
     with on_device(x.student.hidden):
         work, num_valid = _work(x, spec, kept, rows), x.student.num_valid
         last_kept = min(kept.columns, num_valid)
@@ -142,9 +130,8 @@ def _sweep(
             for part in parts:
                 _fill(x, enumerate(both), *part, work.tiles)
                 _add_up(both[0], None, stats_5N, spec, work.tiles, *part)
-            if merged is not None and sums_2N is not None:
-                index = order[0].long()
-                stats_5N[:, index] = merged(stats_5N[:, index])
+            if sums_2N is not None:
+                stats_5N[:, order[0]] = merged(stats_5N[:, order[0]])
                 pair = pair_of(stats_5N, spec)
                 for part in parts:
                     _add_up(both[0], pair, sums_2N, spec, work.tiles, *part)
