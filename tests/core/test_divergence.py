@@ -107,6 +107,7 @@ KEPT = [
     pytest.param(Case(kept=96, rows_of=(80, 128)), id="padded-differently"),
     pytest.param(Case(kept=96, spread=0.1, teacher_spread=30.0), id="teacher-far-sharper"),
     pytest.param(Case(kept=96, spread=30.0, teacher_spread=0.1), id="student-far-sharper"),
+    pytest.param(Case(kept=32, spread=8.0, teacher_spread=8.0), id="a-part-without-the-largest"),
     pytest.param(Case(kept=96, offset=1e4, bias=True), id="both-at-1e4"),
 ]
 HALF = ("bias-scale-softcap-of-both", "both-sharp")  # tried in 16 bits, too
@@ -266,7 +267,7 @@ def test_matches_dense(case: Case, backend: str, request: Any, monkeypatch: pyte
 def test_kept_exponentials_match_dense(case: Case, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a tile's exponentials relative to another's, the smaller of p and t taken for the larger, padding that is no
     number, the recomputed part's first column, a slope left out, a chunk that starts where another did, a group's kept logits
-    in another group's rows."""
+    in another group's rows, sums that stay relative to a smaller logit."""
     monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(case.kept))
     if case.budget == 1:
         monkeypatch.setattr(memory, "LEAST_BYTES", 40000)  # 15 tokens
