@@ -255,12 +255,12 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, tiles: Til
 def pair_rows(sizes: Sizes, workspace_bytes: int, kept: int) -> int:
     """Return how many tokens' logits of both heads fit in the budget beside ``kept`` columns of all tokens.
 
-    An eighth of the memory is left free, about as much as the chunks of backward leave.
+    Three sixteenths of the memory are left free, about as much as the chunks of backward leave.
     """
     one, kept = sizes._replace(num_tokens=1), min(kept, sizes.num_columns)
     kept_bytes = bytes_of_all(one._replace(num_columns=kept)) - sizes.hidden_bytes
     available = max(workspace_bytes, LEAST_BYTES) - sizes.num_tokens * kept_bytes
-    rows = available * 7 // 8 // bytes_of_all(one._replace(num_columns=sizes.num_columns - kept))
+    rows = available * 13 // 16 // bytes_of_all(one._replace(num_columns=sizes.num_columns - kept))
     return max(1, rows // ROWS * ROWS or rows)
 
 

@@ -70,19 +70,17 @@ def _second_sums(x: Heads, pair: Pair, spec: Divergence) -> Tensor | None:
     for _, pairs in _pairs(x, spec):
         for student, teacher in pairs:
             log_p, log_t, _ = _log_softmaxes(student, teacher, pair)
-            if spec.kind == "lk":
-                logs = torch.minimum(log_p, log_t), torch.where(log_p < log_t, log_p, -torch.inf)
-                of_block_2R = torch.stack([z.logsumexp(1) for z in logs])
-                sums_2N[:, student.rows] = torch.logaddexp(sums_2N[:, student.rows], of_block_2R)
-                continue
-            p, t = log_p.exp(), log_t.exp()
-            if spec.kind == "tv":
+            p, t, below = log_p.exp(), log_t.exp(), log_p < log_t
+            if spec.kind == "jsd":
+                of_teacher = torch.where(t == 0, 0.0, t * above_mixture(log_t, log_p, 1 - spec.beta)).sum(1)
+                parts = of_teacher, torch.where(p == 0, 0.0, p * above_mixture(log_p, log_t, spec.beta)).sum(1)
+            elif spec.kind == "tv":
                 # A NaN is not >=, so it is passed on.
-                parts = torch.where(log_p >= log_t, 0.0, t - p), torch.where(log_p < log_t, p, 0.0)
+                parts = torch.where(log_p >= log_t, 0.0, t - p).sum(1), torch.where(below, p, 0.0).sum(1)
             else:
-                pairs_of_logs = (t, log_t, log_p, 1 - spec.beta), (p, log_p, log_t, spec.beta)
-                parts = (torch.where(q == 0, 0.0, q * above_mixture(*logs)) for q, *logs in pairs_of_logs)
-            sums_2N[:, student.rows] += torch.stack([part.sum(1) for part in parts])
+                parts = torch.minimum(log_p, log_t).logsumexp(1), torch.where(below, log_p, -torch.inf).logsumexp(1)
+            before_2R, of_block_2R = sums_2N[:, student.rows], torch.stack(parts)
+            before_2R.copy_(torch.logaddexp(before_2R, of_block_2R) if spec.kind == "lk" else before_2R + of_block_2R)
     return sums_2N
 
 

@@ -204,8 +204,8 @@ def _add_up(
         int(first > 0 or pair is not None),
         # options
         spec.beta,
-        TASK=KINDS.index(spec.kind), FAST=has_fast_math(), FAST_LOG=has_fast_math() and z_2RC.itemsize == 2,
-        BLOCK_V=tiles.lse.cols, TILES=SUMS_TILES, num_warps=1,
+        TASK=KINDS.index(spec.kind), SECOND=pair is not None, FAST=has_fast_math(),
+        FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_V=tiles.lse.cols, TILES=SUMS_TILES, num_warps=1,
     )
 
 
@@ -229,12 +229,12 @@ def _pair_sums_kernel(
     goes_on,
     beta,
     TASK: tl.constexpr,
+    SECOND: tl.constexpr,
     FAST: tl.constexpr,
     FAST_LOG: tl.constexpr,
     BLOCK_V: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    SECOND: tl.constexpr = max_s_ptr is not None
     num_kept = tl.load(num_kept_ptr)
     row = tl.program_id(0)
     if row >= num_kept:

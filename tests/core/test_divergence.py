@@ -270,7 +270,7 @@ def test_kept_exponentials_match_dense(case: Case, kind: str, monkeypatch: pytes
     in another group's rows, sums that stay relative to a smaller logit."""
     monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(case.kept))
     if case.budget == 1:
-        monkeypatch.setattr(memory, "LEAST_BYTES", 40000)  # 15 tokens
+        monkeypatch.setattr(memory, "LEAST_BYTES", 43000)  # 15 tokens
     monkeypatch.setattr(memory, "exact_chunks", lambda sizes, *_: memory.Chunks(sizes.num_tokens, kept_columns(32)))
     p = draw(case, KEPT_IN)
     truth, baseline = dense(p.wide(), kind, **case.options), dense(p, kind, **case.options)
@@ -388,8 +388,7 @@ def test_ties(kind: str, backend: str) -> None:
     """Both heads have 40 ids of one probability, 20 of them in common. Catches: p_j = t_j taken for p_j < t_j in one pass."""
     p = draw(Case(bias=True), torch.float32)
     assert p.bias is not None and p.teacher_bias is not None
-    p = p._replace(hidden=torch.zeros_like(p.hidden), teacher=torch.zeros_like(p.teacher))
-    p.bias[:], p.teacher_bias[:] = -torch.inf, -torch.inf
+    p.hidden[:], p.teacher[:], p.bias[:], p.teacher_bias[:] = 0.0, 0.0, -torch.inf, -torch.inf
     p.bias[:40], p.teacher_bias[20:60] = 1.0, 1.0
     value, *grads = ours(p, Case(), kind, backend)
     expected = 0.5 if kind == "tv" else torch.tensor(2.0).log().item()
@@ -419,7 +418,7 @@ def test_disjoint_supports(kind: str, backend: str) -> None:
 def test_a_second_pass_reads_the_logits(kept: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One merge for each group of tokens, and both heads' logits once in forward. Catches: logits computed for each pass."""
     monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(kept))
-    monkeypatch.setattr(memory, "LEAST_BYTES", 40000)  # 15 tokens
+    monkeypatch.setattr(memory, "LEAST_BYTES", 43000)  # 15 tokens
     filled, merged = [], []
     monkeypatch.setattr(divergence, "fill_logits", lambda *given: filled.append(given[5]) or fill_logits(*given))
     merge_of = divergence_op.heads.merge
