@@ -25,6 +25,9 @@ PACKAGES = [
     "liger-kernel",
     "quack-kernels",
     "nvidia-cutlass-dsl",
+    "fla-core",
+    "trl",
+    "torchtune",
     "megatron-core",
     "deepspeed",
 ]

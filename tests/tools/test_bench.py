@@ -5,9 +5,10 @@ import math
 import sys
 import time
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import kernel_times
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from cce_dist import VocabShard
 from cce_dist.tools import cli
 from cce_dist.tools.bench import methods, problem, records, report
+from cce_dist.tools.bench import workload as workload_module
 from cce_dist.tools.bench.cases import choose
 from cce_dist.tools.bench.collectives import Collective
 from cce_dist.tools.bench.heads import measure_problem
@@ -59,6 +61,16 @@ def test_the_ladder_goes_from_unigram_to_sharp():
     outside = [rung.num_outside for rung in rungs]
     assert min(outside[1:4]) > 30 > outside[-1]
     assert all(rung.num_outside < rung.num_above for rung in rungs)
+
+
+def test_probabilities_by_rank_are_sorted_for_each_token(monkeypatch):
+    """Catches means over tokens that are sorted, a softcap left out, and the last chunk counted alone."""
+    hidden, weight = torch.randn(40, 16), torch.randn(90, 16)
+    monkeypatch.setattr(workload_module, "LABEL_CHUNK_BYTES", 4 * 90 * 16)
+    for softcap, logits in ((None, hidden @ weight.T), (3.0, 3 * (hidden @ weight.T / 3).tanh())):
+        ranked = logits.softmax(1).sort(1, descending=True).values.mean(0)
+        found = workload_module.probability_by_rank(hidden, weight, softcap)
+        assert found == pytest.approx([ranked[rank - 1].item() for rank in (1, 2, 4, 8, 16, 32, 64)], rel=1e-5)
 
 
 def test_bench_reads_captured_states(tmp_path, capsys, monkeypatch):
@@ -230,6 +242,19 @@ def test_jobs_are_timed_in_turns_and_a_failure_ends_its_own_method_alone():
     assert [row.problem for row in rows if row.problem] == ["RuntimeError: no more"]
 
 
+def test_a_shape_is_a_name_or_two_sizes(tmp_path, capsys):
+    """Catches the two sizes exchanged, and a stored case that --shapes does not find again."""
+    out = ["--out", str(tmp_path)]
+    command = ["bench", "--shapes", "toy", "24x2048", "--tokens", "32", "--repeats", "1", "--device", "cpu"]
+    assert cli.main([*command, "--methods", "torch", "--dtype", "float32", *out]) == 0
+    cases = json.loads((tmp_path / "bench.json").read_text())["cases"]
+    sizes = [(case["shape"], case["hidden_size"], case["vocab_size"]) for case in cases]
+    assert sizes == [("toy", 256, 4096), ("24x2048", 24, 2048)]
+    capsys.readouterr()
+    assert cli.main(["bench", "--show", str(tmp_path / "bench.json"), "--shapes", "24x2048"]) == 0
+    assert capsys.readouterr().out.startswith("### 24x2048, N 32, D 24, V 2,048, float32")
+
+
 def test_bench_writes_table_json_and_figure(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     monkeypatch.setattr(
@@ -298,8 +323,8 @@ def test_a_method_is_a_row_of_the_groups_that_it_can_run_in():
     table = methods.all_methods(workspace_mib=[64, 128])
     alone, split = ({name for name, method in table.items() if method.is_for(size)} for size in (1, 2))
     ours = "cce-dist@64MiB cce-dist@128MiB cce-dist-cached cce-dist-filtered@64MiB"
-    assert {*ours.split(), "torch-compile", "cce"} <= alone & split
-    assert {"torch", "liger", "quack"} <= alone - split
+    assert {*ours.split(), "torch-compile", "cce", "fla"} <= alone & split
+    assert {"torch", "torch-compile-chunked", "liger", "quack", "trl", "torchtune", "mgmalek"} <= alone - split
     assert {"cce-dist-sp@64MiB", "megatron", "deepspeed"} <= split - alone
     chosen = choose(["cce-dist-sp", "cce-dist"], table)
     assert list(chosen) == ["cce-dist@64MiB", "cce-dist@128MiB", "cce-dist-sp@64MiB", "cce-dist-sp@128MiB"]
@@ -402,12 +427,138 @@ def test_torchs_own_loss_is_a_row_with_every_way_of_chunking(monkeypatch):
     assert row.missing and row.problem == f"torch {torch.__version__} has no chunks with acc_policy=auto"
 
 
-@pytest.mark.parametrize(
-    ("name", "library"), [("liger", "liger_kernel"), ("quack", "quack"), ("cce", "cut_cross_entropy")]
-)
+def stub(monkeypatch, module, **members):
+    """Put a module with these members, and empty packages above it, in the place of another library."""
+    parts = module.split(".")
+    for length in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:length]), ModuleType(parts[length - 1]))
+    vars(sys.modules[module]).update(members)
+
+
+class Chunked(torch.nn.Module):
+    """torchtune 0.6.1's signatures: logits as a list of chunks [1, n, V], labels [1, N]."""
+
+    num_output_chunks = 8
+
+    def __init__(self, num_output_chunks=8, ignore_index=-100):
+        super().__init__()
+
+    def compute_cross_entropy(self, logits, labels, normalize=True):
+        return F.cross_entropy(logits.float(), labels, reduction="sum")
+
+    def forward(self, logits, labels):
+        pairs = zip(logits, labels.chunk(self.num_output_chunks, dim=1), strict=True)
+        return sum(self.compute_cross_entropy(some[0], ids[0]) for some, ids in pairs) / (labels != -100).sum()
+
+
+def test_a_library_gets_its_arguments_in_its_own_order(monkeypatch):
+    """Catches weight and labels exchanged, and chunks of logits that are not those of the labels.
+
+    FLA 0.6.0, torchtune 0.6.1 and mgmalek's loss are not installed here; the stubs have their signatures.
+    """
+
+    def of_fla(x, target, weight, bias=None):
+        return dense(x, weight, target)
+
+    def of_mgmalek(in_feat, proj_weight, targ, n_loop_iters, ignore_index, reduction):
+        return F.cross_entropy(F.linear(in_feat, proj_weight), targ, ignore_index=ignore_index, reduction=reduction)
+
+    stub(monkeypatch, "fla.modules", FusedLinearCrossEntropyLoss=lambda ignore_index: of_fla)
+    stub(monkeypatch, "torchtune.modules.loss", CEWithChunkedOutputLoss=Chunked)
+    mgmalek = SimpleNamespace(apply=of_mgmalek)
+    stub(monkeypatch, "efficient_cross_entropy.modules", FusedCrossEntropyLossFunction=mgmalek)
+    table = methods.all_methods()
+    chosen = {name: table[name]._replace(needs_cuda=False) for name in ("fla", "torchtune", "mgmalek", "trl")}
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    rows, _, _ = measure(tiny_workload(), chosen, repeats=1)
+    assert [row.problem for row in rows] == ["", "", "", ""]
+
+
+def test_fla_splits_the_vocabulary_or_says_why_not(monkeypatch):
+    """Catches a split vocabulary without its group, and unequal shards, whose ids FLA computes from their size."""
+    given = []
+
+    def old(ignore_index=-100):
+        return None
+
+    def new(ignore_index=-100, process_group=None):
+        given.append(process_group)
+
+    build = methods.all_methods()["fla"].build
+    shard = SimpleNamespace(group="of two ranks", group_size=2, vocab_size=300)
+    stub(monkeypatch, "fla.modules", FusedLinearCrossEntropyLoss=old)
+    with pytest.raises(ImportError, match="has no vocabulary-parallel mode"):
+        build(shard, torch.ones(4, 8))
+    stub(monkeypatch, "fla.modules", FusedLinearCrossEntropyLoss=new)
+    build(shard, torch.ones(4, 8))
+    assert given == ["of two ranks"]
+    shard.vocab_size = 301
+    with pytest.raises(ValueError, match="needs equal shards, which 301 rows over 2 ranks are not"):
+        build(shard, torch.ones(4, 8))
+
+
+def test_the_auto_chunker_says_if_it_split_nothing(monkeypatch):
+    """Catches the plain compiled loss timed as the auto-chunker's."""
+    from torch._inductor import metrics
+
+    method = {"chunked": methods.all_methods()["torch-compile-chunked"]}
+    case = tiny_workload()
+
+    def compile_to(number):
+        def run(*operands):
+            monkeypatch.setattr(metrics, "num_auto_chunking", number)
+            return dense(*operands)
+
+        return lambda function, options, **more: run
+
+    monkeypatch.setattr(metrics, "num_auto_chunking", 5, raising=False)
+    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace(auto_chunker=None))
+    monkeypatch.setattr(torch, "compile", compile_to(5))
+    (row,), _, _ = measure(case, method, repeats=1)
+    assert row.missing and row.problem == f"the auto-chunker of torch {torch.__version__} does not split this loss"
+    monkeypatch.setattr(torch, "compile", compile_to(6))
+    (row,), _, _ = measure(case, method, repeats=1)
+    assert not row.problem
+    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace())
+    (row,), _, _ = measure(case, method, repeats=1)
+    assert row.missing and row.problem == f"torch {torch.__version__} has no auto-chunker"
+
+
+LIBRARIES = {
+    "liger": "liger_kernel",
+    "quack": "quack",
+    "cce": "cut_cross_entropy",
+    "fla": "fla",
+    "trl": "trl",
+    "torchtune": "torchtune",
+    "mgmalek": "efficient_cross_entropy",
+}
+
+
+@pytest.mark.parametrize(("name", "library"), LIBRARIES.items())
 def test_a_library_that_is_not_here_is_one_line(name, library, monkeypatch):
     """Catches a peer whose absence ends the run, and one that is no row."""
+    for module in [module for module in sys.modules if module.startswith(f"{library}.")]:
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, library, None)
     method = methods.all_methods()[name]._replace(needs_cuda=False)
     (row,), _, _ = measure(tiny_workload(), {name: method}, repeats=1)
     assert row.missing and library in row.problem and "\n" not in row.problem
+
+
+def test_the_kernels_of_a_loss_are_told_apart(tmp_path, capsys, monkeypatch):
+    """Catches the products of backward counted in forward, a warm-up round that is counted, and a sum without small kernels."""
+    out = tmp_path / "times.json"
+    argv = ["kernel_times.py", "24x2048", "--tokens", "16", "--methods", "torch", "quack", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--out", str(out)])
+    monkeypatch.setitem(sys.modules, "quack", None)
+    kernel_times.main()
+    times = json.loads(out.read_text())["times"]["torch"]
+    assert {len(rounds) for phase in times.values() for rounds in phase.values()} == {2}
+    assert "aten::_log_softmax" in times["forward"] and "aten::_log_softmax_backward_data" not in times["forward"]
+    assert "aten::_log_softmax_backward_data" in times["backward"] and "aten::mm" in times["backward"]
+    table, _, refusal = capsys.readouterr().out.partition("### quack")
+    cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in table.splitlines() if line.startswith("|")][2:]
+    *parts, (_, total) = cells
+    assert float(total) == pytest.approx(sum(float(ms) for _, ms in parts), abs=0.01)
+    assert "quack" in refusal and "Error" not in refusal

@@ -19,7 +19,7 @@ from cce_dist import linear_cross_entropy
 from cce_dist.tools import cli
 from cce_dist.tools.compare import heads, report
 from cce_dist.tools.compare.probe import Agreement
-from cce_dist.tools.compare.runs import Run, train
+from cce_dist.tools.compare.runs import Every, Run, train
 from cce_dist.tools.pretrain.ranks import Ranks
 from cce_dist.tools.pretrain.recipe import PRESETS, Recipe
 from cce_dist.tools.report import write_json
@@ -68,6 +68,17 @@ def test_every_run_is_there_and_learns(comparison: report.Comparison) -> None:
         assert losses[-1] < losses[0]
 
 
+def test_gradients_are_compared_less_often_than_losses(tmp_path: Path) -> None:
+    """Catches: gradients compared with every loss, or not after the last step; steps that fall between two losses."""
+    argv = ["compare", *TOY, *SHORT, "--seeds", "1", "--methods", "exact"]
+    argv += ["--out", str(tmp_path), "--cache", str(tmp_path)]
+    assert cli.main([*argv, "--measure-every", "1", "--gradients-every", "3"]) == 0
+    (run,) = report.joined([tmp_path / "compare.json"]).runs
+    assert [measured.step for measured in run.measurements] == [0, 1, 2, 3, 4]
+    assert [measured.step for measured in run.measurements if measured.cosine] == [0, 3, 4]
+    assert cli.main([*argv, "--measure-every", "2", "--gradients-every", "3"]) == 1
+
+
 def test_methods_of_a_seed_start_alike_and_seeds_do_not(comparison: report.Comparison) -> None:
     starts = comparison.series("dense", "val_loss")[0]
     assert starts[0] != starts[1]
@@ -102,6 +113,17 @@ def test_full_c_filters_dE_alone(comparison: report.Comparison) -> None:
         # At the first measurement the weights are the same, and so is dE.
         first, other = (comparison.series(name, "norm", "dE")[0] for name in (method, filtered))
         assert first == pytest.approx(other, abs=1e-12)
+
+
+def test_the_softmax_by_rank_is_that_of_the_last_step(comparison: report.Comparison) -> None:
+    """Catches a rank that is off by one power of two, ranks of the first weights, and one seed for all."""
+    for method in ("dense", "exact"):
+        found = comparison.by_rank(method)
+        assert list(found) == [1 << power for power in range(13)]  # 4,096 ids
+        assert all(len(set(values)) == 2 and max(values) <= 1 / rank for rank, values in found.items())
+        assert list(found.values()) == sorted(found.values(), reverse=True)
+    (first, *_, last), other = comparison.runs[0].measurements, comparison.by_rank("dense")
+    assert [values[0] for values in other.values()] == last.by_rank != first.by_rank
 
 
 def test_a_missing_library_is_reported(comparison: report.Comparison) -> None:
@@ -213,10 +235,10 @@ def test_a_run_that_learns_nothing_says_so(last: float, learned: bool) -> None:
     losses = iter([4.0, last])
     training: Any = SimpleNamespace(
         validate=lambda: next(losses),
-        probe=lambda _: Agreement({}, {}, 0.0, {}, 0.0),
+        probe=lambda _: Agreement({}, {}, 0.0, {}, 0.0, []),
         step=lambda _: torch.tensor(4.0),
     )
     recipe: Any = SimpleNamespace(steps=100, batch_size=1, shape=SimpleNamespace(seq_len=1))
     run = Run("exact", 0)
-    train(recipe, training, run, 100, lambda: None)
+    train(recipe, training, run, Every(100, 100), lambda: None)
     assert ("nothing was learned" in run.problem) == (not learned)

@@ -90,6 +90,45 @@ def test_the_tables_of_the_page_are_what_their_commands_print(capsys) -> None:
         assert table and table in shown + "\n", command
 
 
+def test_the_table_of_the_paper_stands_beside_what_its_command_prints(capsys) -> None:
+    """Catches a number of ours that moves, and a published one that is mistyped: all follow from the model's sizes.
+
+    "before" has slack for the vocabularies of the paper, which are those of tokenizers, and "after" for buffers among its
+    parameters.
+    """
+    found = re.search(r"<!-- columns of: cce-dist plan (.+) -->\n\n((?:\|.*\n)*)", (ROOT / "docs/plan.md").read_text())
+    assert found
+    page, shown = (rows_of(text) for text in (found[2], printed(found[1].split(), capsys)))
+    assert [row["model"] for row in page] == [row["model"] for row in shown] and len(page) == 15
+    for row, ours in zip(page, shown, strict=True):
+        shared = row.keys() & ours.keys()
+        assert len(shared) == 7 and all(row[name] == ours[name] for name in shared)
+        before, after = (int(row[f"paper, {name}"].replace(",", "")) for name in ("before", "after"))
+        model = MODELS[row["model"]]
+        left, inputs = 16 * 75 * GIB - 8 * model.params, 2 * model.num_layers * model.hidden_size
+        assert after == pytest.approx(left / inputs, rel=5e-4)
+        assert before == pytest.approx(left / (inputs + 4 * model.vocab_size), rel=0.015)
+        assert row["after / before"] == f"{after / before:.1f}"
+
+
+def rows_of(text: str) -> list[dict[str, str]]:
+    """Return the rows of a Markdown table, by column."""
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().splitlines())
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def test_the_largest_batch_is_of_all_ranks(capsys) -> None:
+    """Catches a batch of one GPU, and a ratio with the columns exchanged."""
+    layout = ["--dp", "4", "--cp", "2", "--zero-stage", "3", "--gpu", "a100"]
+    shown = rows_of(printed(["--models", "gemma-2-2b", "llama-3-70b", *layout], capsys))
+    one = {
+        each.loss: each.largest_tokens for each in plan("gemma-2-2b", Layout(dp=4, cp=2, zero_stage=3), "a100").losses
+    }
+    assert {loss: shown[0][loss] for loss in LOSSES} == {loss: f"{8 * tokens:,}" for loss, tokens in one.items()}
+    assert shown[0]["budget / dense"] == f"{one['budget'] / one['dense']:.1f}"
+    assert shown[1]["dense"] == "0" and shown[1]["budget / dense"] == "-"
+
+
 def test_the_head_in_layers() -> None:
     """The worth of a head that the issue of pipelines is about: measured times over a layer's products."""
     names = ("llama-3-8b", "gemma-2-2b")
@@ -374,6 +413,8 @@ def test_a_config_json_needs_transformers(monkeypatch: pytest.MonkeyPatch, tmp_p
         pytest.param(["--model", "gpt-2", "--scale", "8", "--tp", "3"], "cannot be split", id="scale"),
         pytest.param(["--model", "gpt-2", "--num-kv-heads", "-2"], "must not be negative", id="negative"),
         pytest.param(["--model", "gpt-2", "--num-kv-heads", "5"], "cannot share 5 heads", id="shared"),
+        pytest.param(["--models", "llama-9"], "unknown model llama-9", id="one-of-models"),
+        pytest.param(["--models", "gpt-2", "--json"], "leave out --json", id="models-in-json"),
         pytest.param(["--model", "gpt-2", "--picture", "/nowhere/plan.png"], "No such file", id="picture"),
     ],
 )

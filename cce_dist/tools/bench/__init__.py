@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cce_dist.kernels.divergence.heads import KINDS
 from cce_dist.tools.arguments import device, file, folder, number, pattern, whole, wholes
-from cce_dist.tools.bench.shapes import COLUMNS, COMPILE, KEPT_IDS, LOG_PROBS, SHAPES
+from cce_dist.tools.bench.shapes import COLUMNS, COMPILE, KEPT_IDS, LOG_PROBS, SHAPES, shape
 
 STAGES = ("megatron", "deepspeed")
 
@@ -25,7 +25,7 @@ STAGES = ("megatron", "deepspeed")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cce-dist bench``."""
     add = parser.add_argument
-    add("--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", help=f"heads to time: {', '.join(SHAPES)}")
+    add("--shapes", nargs="+", type=shape, metavar="SHAPE", help=f"heads: {', '.join(SHAPES)}; or D x V, 2048x32768")
     add("--tokens", nargs="+", type=whole(1), metavar="N", help="numbers of tokens (default: 8192; on a CPU 512)")
     add(
         "--workload",

@@ -18,7 +18,7 @@ from cce_dist.tools.bench.loop import Measured, Progress, Trial, measure, show_p
 from cce_dist.tools.bench.methods import UNNAMED_MIB, Method
 from cce_dist.tools.bench.problem import Problem, Reference, parts_of, products, reference_of, trial_of
 from cce_dist.tools.bench.records import Case, Cases
-from cce_dist.tools.bench.shapes import SHAPES
+from cce_dist.tools.bench.shapes import shape_of
 from cce_dist.tools.bench.tasks import Task, tasks_of
 from cce_dist.tools.bench.workload import RUNGS, Workload, make_workload, read_workload
 from cce_dist.tools.ranks import in_torchrun
@@ -76,7 +76,7 @@ def _sources(args: argparse.Namespace) -> Iterator[Source]:
     """Yield every rung at every shape and number of tokens, then the captured files."""
     drawn = [name for name in args.workload if name in RUNGS]
     for shape, num_tokens, rung in product(args.shapes, args.tokens, drawn):
-        make = partial(make_workload, SHAPES[shape], num_tokens, rung=rung)
+        make = partial(make_workload, shape_of(shape), num_tokens, rung=rung)
         yield Source(f"{shape}, {rung}, N {num_tokens:,}", shape, rung, make)
     for name in args.workload:
         if name not in RUNGS:

@@ -111,6 +111,7 @@ def _losses(workspace_mib: Sequence[int]) -> dict[str, Method]:
 
     table["torch"] = Method(lambda *case: peers.dense, needs_whole=True)
     table["torch-compile"] = Method(peers.torch_compile)
+    table["torch-compile-chunked"] = Method(peers.torch_auto_chunker, needs_whole=True)
     table["torch-lce"] = Method(peers.torch_linear_cross_entropy, needs_whole=True)
     for policy in ("auto", "compact", "balanced", "accurate"):
         build = partial(peers.torch_linear_cross_entropy, policy=policy)
@@ -124,6 +125,10 @@ def _losses(workspace_mib: Sequence[int]) -> dict[str, Method]:
     table["liger"] = Method(peers.liger_triton, needs_cuda=True, needs_whole=True)
     table["liger-cute"] = Method(peers.liger_cute, needs_cuda=True, needs_whole=True)
     table["quack"] = Method(peers.quack, needs_cuda=True, needs_whole=True)
+    table["fla"] = Method(peers.fla, needs_cuda=True)
+    table["trl"] = Method(peers.trl, needs_whole=True)
+    table["torchtune"] = Method(peers.torchtune, needs_whole=True)
+    table["mgmalek"] = Method(peers.mgmalek, needs_cuda=True, needs_whole=True)
     return table
 
 

@@ -6,6 +6,7 @@ library without a vocabulary-parallel mode ignores the shard, and its row needs 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable
@@ -51,10 +52,10 @@ def torch_linear_cross_entropy(shard: VocabShard, hidden: Tensor, policy: str = 
     return partial(F.linear_cross_entropy, options=options)
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], options: dict[str, Any] | None = None) -> Callable[..., Any]:
     """Reset the compiler, because a second shape would get symbolic sizes and be slower, and compile."""
     torch.compiler.reset()
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def torch_compile(shard: VocabShard, hidden: Tensor, softcap: float | None = None) -> LossFn:
@@ -75,6 +76,27 @@ def torch_compile(shard: VocabShard, hidden: Tensor, softcap: float | None = Non
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         losses = _Merged.apply(*parts(_Summed.apply(hidden, group), weight, labels), group)
         return mean_of_kept(cast(Tensor, losses), labels)
+
+    return loss
+
+
+def torch_auto_chunker(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """Return the dense loss compiled with Inductor's auto-chunker. A call that was not split raises ``ImportError``."""
+    from torch._inductor import config, metrics
+
+    # Its name in newer releases, and in older ones.
+    names = [name for name in ("auto_chunker", "AutoChunker") if hasattr(config, name)]
+    if not names:
+        raise ImportError(f"torch {torch.__version__} has no auto-chunker")
+    # The default threshold, 8, leaves the heads of most models whole. Code from the cache would not count as split.
+    options = {f"{names[0]}.enable": True, f"{names[0]}.amplify_ratio_threshold": 0, "fx_graph_cache": False}
+    function, before = compiled(dense, options), metrics.num_auto_chunking
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        value = function(hidden, weight, labels)
+        if value.requires_grad and metrics.num_auto_chunking == before:
+            raise ImportError(f"the auto-chunker of torch {torch.__version__} does not split this loss")
+        return value
 
     return loss
 
@@ -151,9 +173,13 @@ def megatron_state(shard: VocabShard) -> Any:
     warnings.filterwarnings("ignore", module="megatron")
     from megatron.core import parallel_state
 
+    need_equal_shards(shard)
+    return parallel_state
+
+
+def need_equal_shards(shard: VocabShard) -> None:
     if shard.vocab_size % shard.group_size:
         raise ValueError(f"needs equal shards, which {shard.vocab_size} rows over {shard.group_size} ranks are not")
-    return parallel_state
 
 
 def deepspeed(shard: VocabShard, hidden: Tensor) -> LossFn:
@@ -233,3 +259,55 @@ def quack(shard: VocabShard, hidden: Tensor) -> LossFn:
     from quack.linear_cross_entropy import chunked_linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
     return chunked_linear_cross_entropy
+
+
+def fla(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """Return flash-linear-attention's loss, which splits the tokens. Over a group it merges each chunk's statistics."""
+    from fla.modules import FusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
+
+    options: dict[str, Any] = {}
+    if shard.group is not None:
+        need_equal_shards(shard)
+        if "process_group" not in inspect.signature(FusedLinearCrossEntropyLoss).parameters:
+            raise ImportError("this release of flash-linear-attention has no vocabulary-parallel mode")
+        options["process_group"] = shard.group
+    loss = FusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, **options)
+    return lambda hidden, weight, labels: loss(hidden, labels, weight)
+
+
+def trl(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """Return the loss of TRL's fused head, which SFTTrainer uses. Ignored tokens are left out first, as there."""
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as chunk_size
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        kept = labels != IGNORE_INDEX
+        tokens = hidden[kept], weight, None, labels[kept]
+        log_probs, *_ = ChunkedLogProbFunction.apply(*tokens, 1.0, chunk_size, None, 1.0, ("log_probs",))
+        return -log_probs.mean()
+
+    return loss
+
+
+def torchtune(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """Return torchtune's loss of 8 chunks of logits. Compiles what ``torchtune.training.compile_loss`` compiles."""
+    from torchtune.modules.loss import CEWithChunkedOutputLoss  # pyright: ignore[reportMissingImports]
+
+    chunked = CEWithChunkedOutputLoss(ignore_index=IGNORE_INDEX)
+    chunked.compute_cross_entropy = compiled(chunked.compute_cross_entropy)
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        chunks = hidden[None].chunk(chunked.num_output_chunks, dim=1)
+        return chunked([F.linear(chunk, weight) for chunk in chunks], labels[None])
+
+    return loss
+
+
+def mgmalek(shard: VocabShard, hidden: Tensor, num_chunks: int = 8) -> LossFn:
+    """Return the loss of mgmalek's efficient_cross_entropy: a clone in a folder that is on the path, not a package."""
+    from efficient_cross_entropy.modules import FusedCrossEntropyLossFunction  # pyright: ignore[reportMissingImports]
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return FusedCrossEntropyLossFunction.apply(hidden, weight, labels, num_chunks, IGNORE_INDEX, "mean")
+
+    return loss

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from typing import NamedTuple
 
 from cce_dist.tools.plan.sizes import MODELS
@@ -18,6 +20,26 @@ _KNOWN = "gemma-3-270m gemma-3-1b qwen-3-0.6b llama-3.2-1b gemma-2-2b gemma-2-9b
 _KNOWN += " qwen-2.5-32b mistral-nemo phi-3.5 gpt-2"
 SHAPES = {name: HeadShape(MODELS[name].hidden_size, MODELS[name].vocab_size) for name in _KNOWN.split()}
 SHAPES |= {"qwen-3-8b": HeadShape(4096, 151_936), "toy": HeadShape(256, 4_096)}  # the last for a CPU, and for tests
+
+
+def shape_of(name: str) -> HeadShape:
+    """Return a shape of ``SHAPES``, or the one that "2048x32768" writes as D x V. Raises ValueError."""
+    if name in SHAPES:
+        return SHAPES[name]
+    if not (sizes := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)):
+        raise ValueError(f"{name!r} is neither D x V, such as 2048x32768, nor one of {', '.join(SHAPES)}")
+    return HeadShape(int(sizes[1]), int(sizes[2]))
+
+
+def shape(text: str) -> str:
+    """Read the name of a shape."""
+    try:
+        shape_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 LOG_PROBS = {  # tasks: ids of a token, whether entropies too, how many of the largest logits, whether gradients
     "entropy": (1, True, 0, True),
     "ids-1": (1, False, 0, True),

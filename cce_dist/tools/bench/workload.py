@@ -172,6 +172,16 @@ def _probabilities(hidden: Tensor, weight: Tensor, softcap: float | None = None)
         yield (logits if softcap is None else softcap * (logits / softcap).tanh()).softmax(1)
 
 
+@torch.no_grad()
+def probability_by_rank(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> list[float]:
+    """Return the largest, second, 4th, 8th, ... largest probability of a token, as means over tokens."""
+    ranks = 2 ** torch.arange(len(weight).bit_length(), device=hidden.device) - 1
+    total = torch.zeros(len(ranks), device=hidden.device, dtype=torch.float64)
+    for probability in _probabilities(hidden, weight, softcap):
+        total += probability.sort(1, descending=True).values[:, ranks].double().sum(0)
+    return (total / len(hidden)).tolist()
+
+
 def _draw_labels(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a label for each token from its own softmax."""
     drawn = [torch.multinomial(p, 1, generator=generator).squeeze(1) for p in _probabilities(hidden, weight)]

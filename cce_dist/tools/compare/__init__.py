@@ -86,7 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--seeds", type=whole(1), metavar="N", help="runs of each method, a seed each")
     run.add_argument("--first-seed", type=whole(0), default=0, metavar="SEED", help="the first of N seeds (default: 0)")
     run.add_argument("--steps", type=whole(1), help="optimizer steps of a run")
-    run.add_argument("--measure-every", type=whole(1), metavar="STEPS", help="steps between measurements")
+    run.add_argument("--measure-every", type=whole(1), metavar="STEPS", help="steps between measurements of the loss")
+    run.add_argument(
+        "--gradients-every",
+        type=whole(1),
+        metavar="STEPS",
+        help="steps between comparisons of gradients, a multiple of --measure-every (default: the same)",
+    )
     run.add_argument("--eval-batches", type=whole(1), default=8, metavar="BATCHES")
     run.add_argument(
         "--filter-eps", type=number(0, below=1), metavar="P", help="probability below which the filter drops a gradient"
@@ -153,6 +159,9 @@ def _compare(args: argparse.Namespace) -> Any:
     for name, value in DEFAULTS["model" if args.model else args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    every = runs.Every(args.measure_every, args.gradients_every or args.measure_every)
+    if every.gradients % every.loss:
+        raise pretrain.UsageError("--gradients-every must be a multiple of --measure-every")
     # One rank. The model is built and evaluated with the exact loss.
     recipe = models.recipe_of(args) if args.model else pretrain.Recipe.of(args)
     here = ranks.join(recipe)
@@ -169,7 +178,7 @@ def _compare(args: argparse.Namespace) -> Any:
         seeds = range(args.first_seed, args.first_seed + args.seeds)
         kind: Any = partial(models.ModelLearner, args.model) if args.model else heads.GPTLearner
         learner = kind(recipe, here, data.Corpus(folder), chosen)
-        for run in runs.train_all(recipe, learner, seeds, args.measure_every, bar.update):
+        for run in runs.train_all(recipe, learner, seeds, every, bar.update):
             comparison.runs.append(run)
             write_json(args.out / "compare.json", comparison)
             tqdm.write(report.line(run))

@@ -137,7 +137,7 @@ class ModelLearner:
             grad_filter = head.cce_task.options.grad_filter
             kept = share_kept(hidden, weight, labels, softcap=self._softcap, grad_filter=grad_filter)
         problem = loss_of(hidden.flatten(0, 1), weight, labels.flatten(), self._softcap)
-        return agreement(d_hidden.flatten(0, 1), d_weight, problem, kept)
+        return agreement(d_hidden.flatten(0, 1), d_weight, problem, kept, self._softcap)
 
     def _forward(self, **batch: Tensor) -> Any:
         with self.recipe.autocast():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cce_dist import LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy
 from cce_dist.tools.bench.problem import Problem, loss_of, reference_of
+from cce_dist.tools.bench.workload import probability_by_rank
 from cce_dist.tools.pretrain.data import IGNORED
 from cce_dist.tools.pretrain.engines.torch import TorchEngine
 from cce_dist.tools.pretrain.recipe import Recipe
@@ -30,6 +31,7 @@ class Agreement(NamedTuple):
     kept_tiles: float  # ``FilterStats.kept``; NaN without a filter of this library
     dense_norm: dict[str, float]  # of the dense gradient
     batch_loss: float  # dense loss of the batch
+    by_rank: list[float]  # ``probability_by_rank`` of the batch
 
 
 def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndarray) -> Agreement:
@@ -49,7 +51,9 @@ def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndar
     return agreement(d_hidden.flatten(0, -2), d_weight, loss_of(*operands), kept_tiles)
 
 
-def agreement(d_hidden: Tensor, d_weight: Tensor, problem: Problem, kept_tiles: float) -> Agreement:
+def agreement(
+    d_hidden: Tensor, d_weight: Tensor, problem: Problem, kept_tiles: float, softcap: float | None = None
+) -> Agreement:
     """Compare gradients [N, D] and [V, D] of a loss with the dense ones, from the rounded operands of the problem."""
     truth, labels = reference_of(problem), problem.tokens[1]
     rare = torch.ones(len(truth.d_weight), dtype=torch.bool, device=labels.device)
@@ -62,7 +66,8 @@ def agreement(d_hidden: Tensor, d_weight: Tensor, problem: Problem, kept_tiles: 
     )
     columns = torch.stack([_cosine_and_norms(one, other) for one, other in pairs], 1).tolist()
     cosine, norm, dense_norm = (dict(zip(GRADIENTS, column, strict=True)) for column in columns)
-    return Agreement(cosine, norm, kept_tiles, dense_norm, truth.value.item())
+    by_rank = probability_by_rank(problem.tokens[0], problem.weights[0], softcap)
+    return Agreement(cosine, norm, kept_tiles, dense_norm, truth.value.item(), by_rank)
 
 
 @torch.no_grad()

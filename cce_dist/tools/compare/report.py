@@ -86,6 +86,11 @@ class Comparison:
                 values.setdefault(measured.step, []).append(measured.val_loss - baseline[place].val_loss)
         return values
 
+    def by_rank(self, method: str) -> dict[int, list[float]]:
+        """Return the mean probability of a token's 1st, 2nd, 4th, ... likeliest id after the last step, a value per seed."""
+        ends = [run.measurements[-1].by_rank for run in self.runs if run.method == method and not run.problem]
+        return {1 << power: list(values) for power, values in enumerate(zip(*ends, strict=False))}
+
     def _measurements(self, method: str) -> dict[tuple[int, int], Measurement]:
         """Return a method's measurements by seed and step."""
         runs = [run for run in self.runs if run.method == method]
@@ -194,7 +199,7 @@ def joined(paths: Sequence[Path]) -> Comparison:
 def draw(comparison: Comparison, path: Path) -> None:
     """Write the figure: the loss and its difference from the baseline, and the direction and size of four gradients."""
     layout: Any = [
-        ["loss", "loss", "excess", "excess"],
+        ["loss", "excess", "excess", "softmax"],
         [f"cosine {name}" for name in GRADIENTS],
         [f"norm {name}" for name in GRADIENTS],
     ]
@@ -207,6 +212,7 @@ def draw(comparison: Comparison, path: Path) -> None:
             style = {"color": color, "linestyle": ("-", "--", ":")[index % 3], "label": method}
             _curve(panels["loss"], comparison.series(method, "val_loss"), style)
             _curve(panels["excess"], comparison.excess(method), style)
+            _curve(panels["softmax"], comparison.by_rank(method), style)
             for name in GRADIENTS:
                 cosines = comparison.series(method, "cosine", name)
                 distances = {step: [max(1 - value, 1e-12) for value in values] for step, values in cosines.items()}
@@ -217,6 +223,8 @@ def draw(comparison: Comparison, path: Path) -> None:
         panels["excess"].set(
             title=f"validation loss less {comparison.baseline}'s of the same seed", ylabel="nats per token"
         )
+        panels["softmax"].set(title="probability by rank, last step", xscale="log", yscale="log")
+        panels["softmax"].axhline(comparison.options["filter_eps"], color="black", linewidth=0.6, zorder=0)
         if max(map(abs, panels["excess"].get_ylim())) > 0.05:
             panels["excess"].set_yscale("symlog", linthresh=0.01)
         for name in GRADIENTS:
@@ -229,6 +237,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         for name, panel in panels.items():
             panel.grid(alpha=0.3)
             panel.set_xlabel("step" if not name.startswith("cosine") else "")
+        panels["softmax"].set_xlabel("rank")
         panels["loss"].legend()
 
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from cce_dist.tools.report import describe
 
 @dataclass
 class Measurement:
-    """The state of a run after ``step`` optimizer steps. ``Agreement`` describes the last five fields."""
+    """The state of a run after ``step`` optimizer steps. ``Agreement`` describes the last six fields, empty
+    or NaN where gradients were not compared."""
 
     step: int
     val_loss: float  # nats per token, by the exact head, always on the same batches
@@ -30,6 +31,7 @@ class Measurement:
     kept_tiles: float = math.nan
     dense_norm: dict[str, float] = field(default_factory=dict)
     batch_loss: float = math.nan
+    by_rank: list[float] = field(default_factory=list)
 
     @property
     def error_of_mean(self) -> float:
@@ -46,6 +48,13 @@ class Run:
     seed: int
     measurements: list[Measurement] = field(default_factory=list)
     problem: str = ""  # why it ended early, or compares nothing; empty: no problem
+
+
+class Every(NamedTuple):
+    """Steps between measurements. There is also one of each kind before the first step, and one after the last."""
+
+    loss: int
+    gradients: int  # a multiple of ``loss``
 
 
 class Learner(Protocol):
@@ -79,7 +88,7 @@ class Learner(Protocol):
 
 
 def train_all(
-    recipe: Recipe, learner: Learner, seeds: Iterable[int], measure_every: int, advance: Callable[[], Any]
+    recipe: Recipe, learner: Learner, seeds: Iterable[int], every: Every, advance: Callable[[], Any]
 ) -> Iterator[Run]:
     """Yield each run as it ends, all methods of a seed before the next seed; ``advance`` is called after every step."""
     for seed in seeds:
@@ -89,7 +98,7 @@ def train_all(
             run = Run(method, seed)
             try:
                 learner.take(method)
-                train(recipe, learner, run, measure_every, advance)
+                train(recipe, learner, run, every, advance)
             except Exception as error:  # other libraries raise anything, and the other methods go on
                 if learner.is_ours(method):
                     raise
@@ -97,12 +106,13 @@ def train_all(
             yield run
 
 
-def train(recipe: Recipe, learner: Learner, run: Run, measure_every: int, advance: Callable[[], Any]) -> None:
-    """Take the recipe's steps. Measure before the first one, after every ``measure_every``, and after the last one."""
+def train(recipe: Recipe, learner: Learner, run: Run, every: Every, advance: Callable[[], Any]) -> None:
+    """Take the recipe's steps, and measure on the way: see ``Every``."""
     losses: list[Tensor] = []
     clock = time.perf_counter()
     for step in range(recipe.steps + 1):
-        if step % measure_every == 0 or step == recipe.steps:
+        is_last = step == recipe.steps
+        if step % every.loss == 0 or is_last:
             measured = Measurement(step, math.nan)
             if losses:
                 measured.train_loss = torch.stack(losses).mean().item()  # waits for the device, so the clock is right
@@ -113,9 +123,10 @@ def train(recipe: Recipe, learner: Learner, run: Run, measure_every: int, advanc
             if not math.isfinite(measured.val_loss):
                 run.problem = f"the validation loss is {measured.val_loss} after step {step}"
                 return
-            vars(measured).update(learner.probe(step)._asdict())
+            if step % every.gradients == 0 or is_last:
+                vars(measured).update(learner.probe(step)._asdict())
             losses, clock = [], time.perf_counter()
-        if step < recipe.steps:
+        if not is_last:
             losses.append(learner.step(step))
             advance()
     first, last = run.measurements[0].val_loss, run.measurements[-1].val_loss

@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model: a name, a Megatron script or a config.json, or sizes, which override a name or script"
     )
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    model.add_argument(
+        "--models", nargs="+", metavar="NAME", help="print only the largest batch of each of these models"
+    )
     model.add_argument("--config", type=Path, metavar="FILE", help="Hugging Face config.json, or a Megatron script")
     for name in (*BY_HAND, "num_kv_heads", "head_size"):
         model.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
@@ -76,6 +79,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         device = measure() if args.measure else named(DEVICES, args.gpu, "GPU")
         workspace = args.workspace and args.workspace << 20
+        if args.models:
+            if args.json or args.picture or args.scale:
+                raise ValueError("--models prints one table; leave out --json, --picture and --scale")
+            print("\n".join(table([_batches(args, name, device, workspace) for name in args.models])))
+            return 0
         found = plan(*_model_and_layout(args), device, workspace)
         steps = []
         if args.scale:
@@ -132,6 +140,19 @@ def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
         host=args.host,
     )
     return config.model, layout
+
+
+def _batches(args: argparse.Namespace, name: str, device: Device, workspace: int | None) -> dict[str, str]:
+    """Return the row of a model: the largest batch, in tokens on all GPUs, that fits with each loss."""
+    args = argparse.Namespace(**vars(args) | {"model": name})
+    found = plan(*_model_and_layout(args), device, workspace)
+    ranks = found.layout.dp * found.layout.cp
+    batches = {each.loss: each.largest_tokens * ranks for each in found.losses}
+    row = {"model": name, "parameters": f"{found.model.params / 1e9:.2f} B"}
+    row |= {loss: f"{batch:,}" for loss, batch in batches.items()}
+    for loss in ("dense", "fused"):
+        row[f"budget / {loss}"] = f"{batches['budget'] / batches[loss]:.1f}" if batches[loss] else "-"
+    return row
 
 
 def _text(found: Plan, title: str, workspace: int | None) -> list[str]:

@@ -126,23 +126,32 @@ class Counted(Model):
 
 # Sizes as published in each model's config.json; the vocabulary is the number of rows of the weight.
 MODELS = {
+    "llama-2-7b": Model(4096, 32_000, 32, 32, 11008),
+    "llama-2-13b": Model(5120, 32_000, 40, 40, 13824),
     "llama-3.2-1b": Model(2048, 128_256, 16, 32, 8192, 8, is_tied=True),
     "llama-3-8b": Model(4096, 128_256, 32, 32, 14336, 8),
     "llama-3-70b": Model(8192, 128_256, 80, 64, 28672, 8),
+    "gemma-2b": Model(2048, 256_000, 18, 8, 16384, 1, 256, is_tied=True),
     "gemma-2-2b": Model(2304, 256_000, 26, 8, 9216, 4, 256, is_tied=True),
     "gemma-2-9b": Model(3584, 256_000, 42, 16, 14336, 8, 256, is_tied=True),
     "gemma-2-27b": Model(4608, 256_000, 46, 32, 36864, 16, 128, is_tied=True),
     "gemma-3-270m": Model(640, 262_144, 18, 4, 2048, 1, 256, is_tied=True),
     "gemma-3-1b": Model(1152, 262_144, 26, 4, 6912, 1, 256, is_tied=True),
+    "qwen-1.5-7b": Model(4096, 151_936, 32, 32, 11008),
     "qwen-3-0.6b": Model(1024, 151_936, 28, 16, 3072, 8, 128, is_tied=True),
     "qwen-3-4b": Model(2560, 151_936, 36, 32, 9728, 8, 128, is_tied=True),
     "qwen-2.5-7b": Model(3584, 152_064, 28, 28, 18944, 4),
     "qwen-2.5-32b": Model(5120, 152_064, 64, 40, 27648, 8),
+    "mistral-7b": Model(4096, 32_000, 32, 32, 14336, 8),
     "mistral-nemo": Model(5120, 131_072, 40, 32, 14336, 8, 128),
     "mixtral-8x7b": Model(4096, 32_000, 32, 32, 14336, 8, num_experts=8, experts_per_token=2),
     "smollm2-360m": Model(960, 49_152, 32, 15, 2560, 5, is_tied=True),
+    "phi-1.5": Model(2048, 51_200, 24, 32, 8192, is_gated=False),
+    "phi-3-medium": Model(5120, 32_064, 40, 40, 17920, 10),
     "phi-3.5": Model(3072, 32_064, 32, 32, 8192),
     "gpt-2": Model(768, 50_257, 12, 12, 3072, is_gated=False, is_tied=True),
+    "gpt-neo-1.3b": Model(2048, 50_257, 24, 16, 8192, is_gated=False, is_tied=True),
+    "gpt-neo-2.7b": Model(2560, 50_257, 32, 20, 10240, is_gated=False, is_tied=True),
 }
 
 

@@ -1,0 +1,107 @@
+"""Time each kernel of a loss and its gradients, as table A2 of *Cut Your Losses* does for the parts of backward.
+
+    python tests/kernel_times.py gemma-2-2b --methods cce-dist-default torch --out times.json
+
+Prints a table for each method with a row for each kernel: its median over the rounds, in forward and in backward. If a method
+computes gradients in forward, their kernels are there. The file has the seconds of every round. Without a GPU the rows are
+operators of torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cce_dist import VocabShard
+from cce_dist.tools.bench.loop import Clock, free_memory
+from cce_dist.tools.bench.methods import all_methods
+from cce_dist.tools.bench.shapes import shape, shape_of
+from cce_dist.tools.bench.workload import make_workload
+from cce_dist.tools.report import describe, describe_environment, table
+
+WARM_UP = 3  # steps before the first round
+Times = dict[str, dict[str, list[float]]]  # phase, "forward" or "backward" -> kernel -> seconds of each round
+
+
+def kernels_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, dict[str, float]]:
+    """Call, and return the result with the seconds of each kernel by name."""
+    kind = "CUDA" if device.type == "cuda" else "CPU"
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as seen:
+        result = call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    seconds: dict[str, float] = defaultdict(float)
+    for event in seen.events() or ():
+        if event.device_type.name == kind:
+            seconds[event.name] += (event.self_cpu_time_total if kind == "CPU" else event.time_range.elapsed_us()) / 1e6
+    return result, seconds
+
+
+def measure(function: Callable[..., torch.Tensor], operands: Sequence[torch.Tensor], rounds: int) -> Times:
+    """Return the times of each kernel of a loss function (hidden, weight, labels) -> loss."""
+    hidden, weight, labels = operands
+    hidden, weight = (tensor.detach().requires_grad_() for tensor in (hidden, weight))
+    clock, times = Clock(hidden.device), {"forward": defaultdict(list), "backward": defaultdict(list)}
+    for number in range(WARM_UP + rounds):
+        # The card is at its power limit, as when `bench` times a step.
+        clock.times(lambda: None)
+        loss, forward = kernels_of(lambda: function(hidden, weight, labels), hidden.device)
+        _, backward = kernels_of(lambda loss=loss: torch.autograd.grad(loss, (hidden, weight)), hidden.device)
+        for phase, found in (("forward", forward), ("backward", backward)):
+            for name, seconds in found.items() if number >= WARM_UP else ():
+                times[phase][name].append(seconds)
+    return {phase: dict(found) for phase, found in times.items()}
+
+
+def shown(times: Times, least: float = 0.005) -> list[str]:
+    """Return a table of the kernels that take at least this share of a step, and of all the others together."""
+    medians = {(phase, name): statistics.median(found) for phase in times for name, found in times[phase].items()}
+    total = sum(medians.values())
+    rows = [(phase, name, each) for (phase, name), each in medians.items() if each >= least * total]
+    rows.append(("both", "all others", total - sum(each for _, _, each in rows)))
+    return table(
+        [
+            {"kernel": name[:80], "phase": phase, "ms": f"{each * 1e3:.3f}", "share": f"{each / total:.1%}"}
+            for phase, name, each in [*rows, ("both", "sum", total)]
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", type=shape)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--methods", nargs="+", default=["cce-dist-default", "torch"])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("kernel_times.json"))
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    workload = make_workload(shape_of(args.shape), args.tokens, device=device)
+    found: dict[str, Times] = {}
+    for name in args.methods:
+        print(f"### {name}, {args.shape}, N {args.tokens:,}\n")
+        try:
+            function = all_methods()[name].build(VocabShard.even(len(workload.weight), None), workload.hidden)
+            found[name] = measure(function, workload[:3], args.rounds)
+            print("\n".join(shown(found[name])), "\n", flush=True)
+        except Exception as error:  # other libraries raise anything, and the other methods go on
+            print(describe(error), "\n", flush=True)
+        free_memory(device)
+        record = {
+            "environment": describe_environment(device),
+            "shape": args.shape,
+            "tokens": args.tokens,
+            "times": found,
+        }
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
