@@ -126,14 +126,16 @@ _decide_once = lru_cache(maxsize=1024)(_decide)
 
 
 def decide_heads(sizes: Sizes, spec: Divergence, where: Where) -> Way:
-    """Return the way of a divergence between two heads. It always takes two passes."""
+    """Return the way of a divergence between two heads: forward, then backward. ``groups`` are forward's."""
     backend = "dense" if where.backend == "torch" else "exact"
     can_keep = backend == "exact" and spec.can_keep(where.dtype)
     workspace_bytes = spec.workspace_bytes or memory.default_workspace(sizes, can_keep)
     ready_rows = 0
     if where.summed and backend != "dense":
         ready_rows = _ready_rows(sizes, workspace_bytes if can_keep else 0, workspace_bytes)
-    return Way(backend, workspace_bytes=workspace_bytes, ready_rows=ready_rows)
+    kept = memory.columns_kept(sizes, workspace_bytes) if can_keep else 0
+    groups = Groups(memory.pair_rows(sizes, workspace_bytes, kept) if spec.empty_sum is not None else 0)
+    return Way(backend, groups=groups, workspace_bytes=workspace_bytes, ready_rows=ready_rows)
 
 
 def upstream_of(reduction: str, is_expected: bool, returns_more: bool) -> str:

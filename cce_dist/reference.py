@@ -150,6 +150,10 @@ def linear_kl_divergence(
     if kind == "jsd":
         log_m = torch.logaddexp(log_t + math.log(beta), log_p + math.log1p(-beta))
         value = beta * kl(log_t, log_m) + (1 - beta) * kl(log_p, log_m)
+    elif kind in ("tv", "lk"):
+        below = log_p < log_t
+        log_overlap = torch.where(below, log_p, log_t).logsumexp(-1)
+        value = torch.where(below, log_t.exp() - log_p.exp(), 0.0).sum(-1) if kind == "tv" else -log_overlap
     else:
         value = kl(log_t, log_p) if kind == "forward" else kl(log_p, log_t)
     return value if mask is None else torch.where(mask, value, 0.0)

@@ -207,8 +207,9 @@ def main() -> None:
     # The sizes of tests: blocks of rows are then many rows.
     step("filtered with options of a narrow head", size=16, dtype=torch.float32, grad_filter=GradFilter(always=True))
     divergence("forward")
-    for kind in ("forward", "reverse", "jsd"):
+    for kind in ("forward", "reverse", "jsd", "tv", "lk"):
         divergence(kind, kept=True)
+    divergence("lk", bias=True, softcap=30.0, teacher_softcap=20.0, logit_scale=0.5, teacher_logit_scale=0.7)
     divergence("jsd", bias=True, softcap=30.0, teacher_softcap=20.0, logit_scale=0.5, teacher_logit_scale=0.7)
     log_probs("log-probs", workspace_bytes=1, entropy=True, top_k=4)
     log_probs("log-probs, kept", workspace_bytes=1 << 30, entropy=True)

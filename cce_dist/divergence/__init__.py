@@ -1,4 +1,4 @@
-"""linear_kl_divergence: KL and Jensen-Shannon divergence of two heads from hidden states, without the logits of either."""
+"""linear_kl_divergence: KL and other divergences of two heads from hidden states, without the logits of either."""
 
 from __future__ import annotations
 
@@ -65,6 +65,10 @@ def linear_kl_divergence(
         "forward"   KL(t || p): the student covers what the teacher says
         "reverse"   KL(p || t): the student says nothing that the teacher would not
         "jsd"       beta * KL(t || m) + (1 - beta) * KL(p || m), as generalized knowledge distillation (GKD) and TRL define it
+        "tv"        1 - o, total variation: 0.5 * sum_j |p_j - t_j|
+        "lk"        -log(o): for draft models of speculative decoding, which accepts a draft model's token with probability o
+
+    with ``o = sum_j min(p_j, t_j)``. Where p_j = t_j, o has no derivative; the gradient is then the one of p_j > t_j.
 
     The teacher's tensors are detached. For a temperature tau pass ``logit_scale=1 / tau, teacher_logit_scale=1 / tau``; if your
     loss has a factor tau**2, multiply by it yourself.
@@ -75,7 +79,7 @@ def linear_kl_divergence(
         linear_weight: [V_r, D] this rank's rows of the student's head, in input's dtype; or a DTensor sharded on dim 0.
         teacher_input: [..., D_t] hidden states of the teacher for the same tokens, in input's dtype. D_t may differ from D.
         teacher_weight: [V_rt, D_t] this rank's rows of the teacher's head, in input's dtype; or a DTensor sharded on dim 0.
-        kind: "forward", "reverse" or "jsd".
+        kind: "forward", "reverse", "jsd", "tv" or "lk".
         beta: Weight of the teacher in the mixture m, in (0, 1). Only "jsd" uses it. TRL's beta of 0 is "forward", 1 is
             "reverse".
         logit_scale: Factor of the student's logits before the softcap. It must not require a gradient.
@@ -94,10 +98,11 @@ def linear_kl_divergence(
             152,064 that share 151,936 ids need ``teacher_shard=VocabShard(0, 152064, 151936)``.
         teacher_ids: [V] int64 or int32, for a student whose vocabulary is a part of the teacher's, such as a draft model:
             the teacher's id of each of the student's V ids. Identical on every rank, no id twice. The teacher's softmax is then
-            over these ids alone, and teacher_shard describes the teacher's own vocabulary (None: all rows on each rank). If
-            the teacher is split, each rank must hold the teacher's rows of its own student ids: sort teacher_ids, and cut shard
-            where teacher_shard is cut. Each call copies these rows, [V_r, D_t]; for a fixed teacher copy them once yourself
-            and leave teacher_ids out. None means that both heads have the same ids.
+            over these ids alone ("lk" is then -log of the acceptance rate for the renormalized teacher), and teacher_shard
+            describes the teacher's own vocabulary (None: all rows on each rank). If the teacher is split, each rank must hold
+            the teacher's rows of its own student ids: sort teacher_ids, and cut shard where teacher_shard is cut. Each call
+            copies these rows, [V_r, D_t]; for a fixed teacher copy them once yourself and leave teacher_ids out. None means
+            that both heads have the same ids.
         sequence_parallel: Whether input and teacher_input are this rank's slices of dim 0, in the order of group ranks. mask
             stays whole.
         workspace_bytes: As in ``linear_cross_entropy``, for hidden states, logits and exponentials of both heads.
@@ -105,8 +110,9 @@ def linear_kl_divergence(
 
     Returns:
         The divergence in fp32: [...] for "none", else 0-d. Results are bitwise identical on every rank of the group and in
-        every run. Equal heads give 0; nearly equal heads may give a value slightly below 0 by rounding. The divergence is +inf
-        if one head has logit -inf where its definition needs a positive probability.
+        every run. Equal heads give 0 ("lk": up to rounding) and a gradient of 0; nearly equal heads may give a value slightly
+        below 0 by rounding. A KL divergence is +inf if one head has logit -inf where its definition needs a positive
+        probability. "lk" is +inf, with a gradient of 0, if no id has a positive probability in both heads.
 
     Sharding:
         Hidden states and mask are replicated over the group (with sequence_parallel, hidden states are split on dim 0). Both
@@ -115,14 +121,16 @@ def linear_kl_divergence(
         rows get gradient 0.
 
     Communication:
-        Forward: one all-gather of 5 fp32 numbers per token, and one more of 2 for "jsd". Backward: one all-reduce of dE in
-        reduce_dtype, or a reduce-scatter with sequence_parallel, overlapped with dC as in ``linear_cross_entropy``.
+        Forward: one all-gather of 5 fp32 numbers per token. "jsd", "tv" and "lk" need one more, of 2, and on Triton the first
+        one is made for each group of tokens. Backward: one all-reduce of dE in reduce_dtype, or a reduce-scatter with
+        sequence_parallel, overlapped with dC as in ``linear_cross_entropy``.
         sequence_parallel all-gathers both heads' hidden states in forward and in backward. Weights are never sent.
 
     Cost:
-        For heads of one size, 6 matrix products ("jsd": 8): forward computes the logits of both heads once ("jsd": twice),
-        backward computes them again, and dE and dC take one product each. If all exponentials are kept for backward, 4
-        products ("jsd": 6).
+        For heads of one size, 6 matrix products: forward computes the logits of both heads, backward computes them again, and
+        dE and dC take one product each. If all logits are kept for backward, 4 products. "jsd", "tv" and "lk" read the logits
+        twice in forward, in groups of tokens whose logits fit in workspace_bytes; groups of fewer than 128 tokens are slow. On
+        the torch backend they take 2 products more.
 
     Raises:
         ValueError, TypeError: Shapes, dtypes, devices, options or shards do not fit. Raised before any kernel or collective.
@@ -133,8 +141,9 @@ def linear_kl_divergence(
             (with CCE_DIST_DEBUG=1).
 
     Source:
-        On-Policy Distillation of Language Models (Agarwal et al., 2023) for the divergences; Online normalizer calculation for
-        softmax (Milakov & Gimelshein) for the sums; Cut Your Losses (Wijmans et al.) for the backward.
+        On-Policy Distillation of Language Models (Agarwal et al., 2023) for the KL divergences; LK Losses: Direct Acceptance
+        Rate Optimization for Speculative Decoding (Samarin et al., 2026) for "lk"; Online normalizer calculation for softmax
+        (Milakov & Gimelshein) for the sums; Cut Your Losses (Wijmans et al.) for the backward.
     """
     options = _options(
         logit_scale=logit_scale,

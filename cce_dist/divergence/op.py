@@ -63,17 +63,17 @@ def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
     with without_autocast(operands[0].device.type):
         call = decided(call, *operands)
         x, spec = _gathered(*operands, call=call), call.spec
-        stats_5N, kept = backend.statistics(x, spec)
-        merged_5N = heads.merge(merge.gather_stats(stats_5N, group), spec)
+
+        def merged(stats_5N: Tensor) -> Tensor:
+            return heads.merge(merge.gather_stats(stats_5N, group), spec)
+
+        merged_5N, sums_2N, kept = backend.statistics(x, spec, merged, call.way.groups.rows)
         pair = heads.pair_of(merged_5N, spec)
         value = pair.offset
-        if spec.kind == "jsd":
-            # The mixture needs both log-sum-exps over the whole vocabulary, so a second pass sums it.
-            of_teacher, of_student = merge.gather_stats(backend.mixture_sums(x, pair, kept, spec), group).sum(0)
-            value = spec.beta * of_teacher + (1 - spec.beta) * of_student
-            pair = pair._replace(offset=of_student)
+        if sums_2N is not None:
+            value, pair = heads.complete(pair, merge.gather_stats(sums_2N, group), spec)
         value = value.masked_fill(x.student.ids < 0, 0.0)
-    return value, [torch.stack(pair), *kept]
+    return value, [torch.stack([numbers for numbers in pair if numbers is not None]), *kept]
 
 
 def _gathered(
@@ -153,8 +153,8 @@ def _forward_fake(hidden, weight, head, mask, teacher_hidden, teacher_weight, te
     whole, whole_teacher = (x.new_empty(num_tokens, x.shape[1]) for x in (hidden, teacher_hidden))
     x = _heads((whole, weight, head), (whole_teacher, teacher_weight, teacher_head), ids, call.spec)
     spec = decided(call, hidden, weight, head, mask, teacher_hidden).spec
-    pair_5N = hidden.new_empty((5, num_tokens), dtype=torch.float32)
-    return torch.empty_like(pair_5N[0]), [pair_5N, *_backend(call).saved_like(x, spec)]
+    pair_KN = hidden.new_empty((5 + (spec.kind in ("tv", "lk")), num_tokens), dtype=torch.float32)
+    return torch.empty_like(pair_KN[0]), [pair_KN, *_backend(call).saved_like(x, spec)]
 
 
 _OPERATOR = Operator(

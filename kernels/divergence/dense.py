@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Spec
 from cce_dist.kernels.dense import FLOOR, Block, blocks_of
-from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, above_mixture, merge
+from cce_dist.kernels.divergence.heads import Divergence, Heads, Merge, Pair, Sums, above_mixture, merge, pair_of
 
 
 def saved_like(x: Heads, spec: Divergence) -> list[Tensor]:
@@ -25,8 +25,8 @@ def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[B
         yield cols, zip(student, teacher, strict=True)
 
 
-def statistics(x: Heads, spec: Divergence) -> tuple[Tensor, list[Tensor]]:
-    """Return stats_5N, and nothing to save for backward. Blocks are merged as the statistics of shards are."""
+def statistics(x: Heads, spec: Divergence, merged: Merge, rows: int) -> Sums:
+    """Return the sums, and nothing to save for backward. Blocks are merged as shards are. ``rows`` is not used."""
     stats_5N = torch.zeros(5, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
     stats_5N[[0, 2]] = -torch.inf
     for _, pairs in _pairs(x, spec):
@@ -34,7 +34,8 @@ def statistics(x: Heads, spec: Divergence) -> tuple[Tensor, list[Tensor]]:
             of_block_5R = _of_block(student.logits(), teacher.logits(), spec)
             before_5R = stats_5N[:, student.rows]
             before_5R.copy_(merge(torch.stack((before_5R, of_block_5R)), spec))
-    return stats_5N, []
+    stats_5N = merged(stats_5N)
+    return stats_5N, _second_sums(x, pair_of(stats_5N, spec), spec), []
 
 
 def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
@@ -44,7 +45,7 @@ def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
     z_t -= max_t.clamp(min=FLOOR)[:, None]
     sum_s, sum_t = z_s.exp().sum(1), z_t.exp().sum(1)
     moment = torch.zeros_like(sum_s)
-    if spec.kind != "jsd":
+    if spec.empty_sum is None:
         lead, other = (z_s, z_t) if spec.kind == "reverse" else (z_t, z_s)
         weight = lead.exp()
         # Avoid 0 * -inf = NaN for a logit of -inf.
@@ -61,17 +62,25 @@ def _log_softmaxes(student: Block, teacher: Block, pair: Pair) -> tuple[Tensor, 
     return log_p, log_t, z_s
 
 
-def mixture_sums(x: Heads, pair: Pair, saved: list[Tensor], spec: Divergence) -> Tensor:
-    """Return this shard's parts of KL(t || m) and KL(p || m), [2, N]."""
-    sums_2N = torch.zeros(2, x.student.num_tokens, dtype=torch.float32, device=x.student.hidden.device)
+def _second_sums(x: Heads, pair: Pair, spec: Divergence) -> Tensor | None:
+    """Return this shard's sums of a second pass, [2, N], or None if there is none."""
+    if spec.empty_sum is None:
+        return None
+    sums_2N = pair.offset.new_full((2, x.student.num_tokens), spec.empty_sum)
     for _, pairs in _pairs(x, spec):
         for student, teacher in pairs:
             log_p, log_t, _ = _log_softmaxes(student, teacher, pair)
-            for sum_N, log_q, log_other, share in (
-                (sums_2N[0], log_t, log_p, 1 - spec.beta), (sums_2N[1], log_p, log_t, spec.beta),
-            ):
-                q = log_q.exp()
-                sum_N[student.rows] += torch.where(q == 0, 0.0, q * above_mixture(log_q, log_other, share)).sum(1)
+            p, t, below = log_p.exp(), log_t.exp(), log_p < log_t
+            if spec.kind == "jsd":
+                of_teacher = torch.where(t == 0, 0.0, t * above_mixture(log_t, log_p, 1 - spec.beta)).sum(1)
+                parts = of_teacher, torch.where(p == 0, 0.0, p * above_mixture(log_p, log_t, spec.beta)).sum(1)
+            elif spec.kind == "tv":
+                # A NaN is not >=, so it is passed on.
+                parts = torch.where(log_p >= log_t, 0.0, t - p).sum(1), torch.where(below, p, 0.0).sum(1)
+            else:
+                parts = torch.minimum(log_p, log_t).logsumexp(1), torch.where(below, log_p, -torch.inf).logsumexp(1)
+            before_2R, of_block_2R = sums_2N[:, student.rows], torch.stack(parts)
+            before_2R.copy_(torch.logaddexp(before_2R, of_block_2R) if spec.kind == "lk" else before_2R + of_block_2R)
     return sums_2N
 
 
@@ -111,6 +120,10 @@ def _block_gradients(student: Block, teacher: Block, pair: Pair, spec: Divergenc
     head, p = student.head, log_p.exp()
     if spec.kind == "forward":
         grad = p - log_t.exp_()
+    elif spec.kind in ("tv", "lk"):
+        assert pair.log_overlap is not None
+        below = torch.where(log_p < log_t, log_p - pair.log_overlap[student.rows, None], -torch.inf)
+        grad = p * pair.offset[student.rows, None] - below.exp_()
     else:
         above = log_p - log_t if spec.kind == "reverse" else above_mixture(log_p, log_t, spec.beta)
         factor = 1.0 if spec.kind == "reverse" else 1 - spec.beta

@@ -8,10 +8,15 @@ kind       value of a token                     as sums                         
 forward    KL(t || p)                           E_t[z_t - z_s] - lse_t + lse_s   p_j - t_j
 reverse    KL(p || t)                           E_p[z_s - z_t] - lse_s + lse_t   p_j (log p_j - log t_j - KL(p || t))
 jsd        b KL(t || m) + (1 - b) KL(p || m)    two, once both lse are known     (1 - b) p_j (log p_j - log m_j - KL(p || m))
+tv         1 - o                                sum_j max(t_j - p_j, 0), and u   u p_j - [p_j < t_j] p_j
+lk         -log o                               log o, and log u                 (u / o) p_j - [p_j < t_j] p_j / o
 =========  ===================================  ===============================  ==========================================
 
 with m = b t + (1 - b) p, as generalized knowledge distillation (Agarwal et al., 2023, equation 1) and TRL's GKDTrainer define
-it. The teacher has no gradient.
+it; o = sum_j min(p_j, t_j), the probability that speculative decoding accepts a token of the student (*LK Losses*, Samarin et
+al., 2026, arXiv:2602.23881); and u = sum_j [p_j < t_j] p_j. Where p_j = t_j, the gradient is the one of p_j > t_j. For nearly
+equal heads 1 - o would be off by a rounding of 1, so "tv" sums the differences. For heads with little in common o and u
+underflow, so "lk" takes log-sum-exps; its value is off by a rounding of 1 for equal heads. The teacher has no gradient.
 
 **Statistics of a shard** are the rows of ``stats_5N``. MOMENT is relative to both maxima, so large logits cost no precision:
 with a the leading head and b the other, ``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``. If maxima grow by
@@ -26,7 +31,7 @@ row   name        value
 1     SUM_S       sum_j exp(z_sj - MAX_S)
 2     MAX_T       maximum of the teacher's logits
 3     SUM_T       sum_j exp(z_tj - MAX_T)
-4     MOMENT      see above; 0 for "jsd"
+4     MOMENT      see above; 0 for kinds with a second pass
 ====  ==========  =====================================================
 
 Both heads go through the same operations, so equal heads give a divergence and a gradient of exactly 0.
@@ -34,6 +39,7 @@ Both heads go through the same operations, so equal heads give a divergence and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -42,7 +48,9 @@ from torch import Tensor
 from cce_dist.kernels import Operands, ShardLogits
 from cce_dist.kernels.memory import Sizes
 
-KINDS = ("forward", "reverse", "jsd")
+KINDS = ("forward", "reverse", "jsd", "tv", "lk")
+Merge = Callable[[Tensor], Tensor]  # merges the stats_5N of some tokens over all shards
+Sums = tuple[Tensor, Tensor | None, list[Tensor]]  # merged stats_5N; this shard's sums_2N of a second pass; kept logits
 # Bytes of two heads' logits at one token and column in ``PairLogits``, and of their gradient if it needs its own memory, by the
 # dtype of hidden states; 8 for any other dtype.
 PAIR_BYTES = {torch.bfloat16: 4, torch.float16: 10}
@@ -83,6 +91,11 @@ class Divergence(NamedTuple):
         return self.grad and dtype == "torch.bfloat16"
 
     @property
+    def empty_sum(self) -> float | None:
+        """Both sums of a second pass over no columns. None: the kind takes one pass over the logits."""
+        return {"jsd": 0.0, "tv": 0.0, "lk": -torch.inf}.get(self.kind)
+
+    @property
     def leads(self) -> int:
         """Index of the leading head's first row of statistics: 0 for the student, 2 for the teacher."""
         return 0 if self.kind == "reverse" else 2
@@ -95,7 +108,8 @@ class Pair(NamedTuple):
     log_sum_s: Tensor
     max_t: Tensor
     log_sum_t: Tensor
-    offset: Tensor  # Number that a token's gradient subtracts: KL(p || t) for "reverse", KL(p || m) for "jsd"
+    offset: Tensor  # Number in a token's gradient: KL(p || t) for "reverse", KL(p || m) for "jsd", u for "tv", u / o for "lk"
+    log_overlap: Tensor | None = None  # log o for "lk", but 0 if o is 0; 0 for "tv"
 
 
 def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:
@@ -116,7 +130,7 @@ def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:
 
 
 def pair_of(merged_5N: Tensor, spec: Divergence) -> Pair:
-    """Return the statistics for a second pass or for backward. For "jsd" the offset is 0 until the second pass."""
+    """Return the statistics for a second pass or for backward. The offset is 0 if the second pass computes it."""
     max_s, sum_s, max_t, sum_t, moment = merged_5N
     log_sum_s, log_sum_t = sum_s.log(), sum_t.log()
     if spec.kind == "forward":
@@ -126,6 +140,18 @@ def pair_of(merged_5N: Tensor, spec: Divergence) -> Pair:
     else:
         value = torch.zeros_like(moment)
     return Pair(max_s, log_sum_s, max_t, log_sum_t, value)
+
+
+def complete(pair: Pair, sums_T2N: Tensor, spec: Divergence) -> tuple[Tensor, Pair]:
+    """Return each token's value, and the statistics for backward, from all shards' sums of a second pass."""
+    if spec.kind == "lk":
+        log_o, log_u = sums_T2N.logsumexp(0)
+        log_overlap = torch.where(log_o == -torch.inf, 0.0, log_o)
+        return -log_o, pair._replace(offset=(log_u - log_overlap).exp(), log_overlap=log_overlap)
+    first, offset = sums_T2N.sum(0)
+    if spec.kind == "tv":
+        return first, pair._replace(offset=offset, log_overlap=torch.zeros_like(offset))
+    return spec.beta * first + (1 - spec.beta) * offset, pair._replace(offset=offset)
 
 
 FARTHEST = 80.0  # nats: bound on the difference of log t and log p; beyond it the smaller probability does not matter

@@ -1,9 +1,10 @@
 """Divergence of two heads on Triton: write the logits of both heads, then compute statistics and gradients from the logits.
 
 Matrix products (``pair_logits.py``) write the logits of both heads: the first columns' into memory that is kept for
-backward, the others chunk by chunk. In forward, passes over the logits sum up five numbers per token. In backward, a pass turns
-the student's logits into their gradient, in place, and the products of ``d_hidden.py`` and ``d_weight.py`` follow, as in
-``exact.py``. ``heads.py`` has the formulas. A second backward computes the overwritten logits again, with the same bits.
+backward, the others chunk by chunk. In forward, a pass over the logits sums up five numbers per token. A second pass reads the
+logits again before the next group of tokens overwrites them. In backward, a pass turns the student's logits into their
+gradient, in place, and the products of ``d_hidden.py`` and ``d_weight.py`` follow, as in ``exact.py``. ``heads.py`` has the
+formulas. A second backward computes the overwritten logits again, with the same bits.
 
 Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The moment relative to two maxima is this project's.
 """
@@ -21,7 +22,7 @@ import triton.language as tl
 from cce_dist.kernels import Gradients, Grads, Rows, memory
 from cce_dist.kernels.blocks import kernel, on_device
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair
+from cce_dist.kernels.divergence.heads import KINDS, Divergence, Heads, Merge, Pair, Sums, pair_of
 from cce_dist.kernels.divergence.pair_logits import PairLogits, fill_logits, new_pair_logits
 from cce_dist.kernels.exact import (
     Output,
@@ -38,8 +39,7 @@ from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.kernels.waves import cdiv
 
-FORWARD, REVERSE, JSD, MIXTURE = (tl.constexpr(i) for i in range(4))  # tasks: the kinds, and jsd's second pass
-TASKS = {"forward": FORWARD, "reverse": REVERSE, "jsd": JSD}
+FORWARD, REVERSE, JSD, TV, LK = (tl.constexpr(i) for i in range(len(KINDS)))  # in the order of KINDS
 SUMS_TILES = 4  # tiles read at a time by a program of ``_pair_sums_kernel``: one warp per row, so sums stay within a warp
 BLOCK_N = 16  # rows per program of ``_pair_gradients_kernel``
 
@@ -61,23 +61,15 @@ def _new_kept(x: Heads, spec: Divergence) -> PairLogits:
     return new_pair_logits(x.student.num_tokens, columns, tile_cols, hidden, columns > 0)
 
 
-def statistics(x: Heads, spec: Divergence) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return stats_5N, 0 for tokens that do not count, and the kept ``PairLogits``."""
-    stats_5N = x.student.hidden.new_zeros(5, x.student.num_tokens, dtype=torch.float32)
-    kept = _new_kept(x, spec)
-    if x.student.num_tokens == 0 or x.student.num_valid == 0:
-        stats_5N[::2][:2].fill_(float("-inf"))
-    else:
-        _sweep(x, None, TASKS[spec.kind], stats_5N, spec, kept)
-    return stats_5N, list(kept)
-
-
-def mixture_sums(x: Heads, pair: Pair, saved: list[torch.Tensor], spec: Divergence) -> torch.Tensor:
-    """Return this shard's parts of KL(t || m) and KL(p || m), [2, N]; 0 for tokens that do not count."""
-    sums_2N = x.student.hidden.new_zeros(2, x.student.num_tokens, dtype=torch.float32)
-    if x.student.num_tokens and x.student.num_valid:
-        _sweep(x, pair, MIXTURE, sums_2N, spec, PairLogits(*saved))
-    return sums_2N
+def statistics(x: Heads, spec: Divergence, merged: Merge, rows: int) -> Sums:
+    """Return the sums, and the kept ``PairLogits``. For a second pass, ranks merge each group of ``rows`` tokens."""
+    student, kept = x.student, _new_kept(x, spec)
+    stats_5N = student.hidden.new_zeros(5, student.num_tokens, dtype=torch.float32)
+    stats_5N[::2][:2].fill_(float("-inf"))
+    sums_2N = None if spec.empty_sum is None else stats_5N.new_full((2, student.num_tokens), spec.empty_sum)
+    if student.num_tokens and (student.num_valid or sums_2N is not None):
+        _sweep(x, spec, kept, stats_5N, sums_2N, merged, rows)
+    return merged(stats_5N) if sums_2N is None else stats_5N, sums_2N, list(kept)
 
 
 class _Work(NamedTuple):
@@ -94,13 +86,16 @@ class _Work(NamedTuple):
         return [(col, min(col + cols, last)) for col in range(first, last, cols)]
 
 
-def _work(x: Heads, spec: Divergence, kept: PairLogits) -> _Work:
+def _work(x: Heads, spec: Divergence, kept: PairLogits, rows: int = 0) -> _Work:
+    """Allocate buffers. With ``rows`` they hold all logits of so many tokens that are not kept."""
     (student, teacher), sizes = x, x.sizes
     tiles = choose_tiles(student.hidden.dtype, student.hidden.device)
     left = sizes._replace(num_columns=max(0, sizes.num_columns - kept.columns))
     at_once, cols = memory.exact_chunks(
         left, spec.workspace_bytes, kept.z_2RC.nbytes + kept.top_2BR.nbytes, tiles, num_programs(student.hidden.device)
     )
+    if rows:
+        at_once, cols = rows, cdiv(left.num_columns, tiles.lse.cols) * tiles.lse.cols
     at_once = min(at_once, sizes.num_tokens)
     hidden = tuple(head.hidden.new_empty(at_once, head.hidden.shape[1]) for head in (student, teacher))
     chunk = new_pair_logits(at_once, cols if left.num_columns else 0, tiles.lse.cols, student.hidden)
@@ -121,22 +116,25 @@ def _fill(
 
 
 def _sweep(
-    x: Heads, pair: Pair | None, task: tl.constexpr, sums_KN: torch.Tensor, spec: Divergence, kept: PairLogits
+    x: Heads, spec: Divergence, kept: PairLogits, stats_5N: torch.Tensor, sums_2N: torch.Tensor | None, merged: Merge, rows: int
 ) -> None:
-    """Write each token's K sums. The first pass (``pair`` is None) computes the kept logits; the mixture's pass reads them."""
+    """Write the kept logits and each token's statistics; with ``sums_2N``, merge these and write the sums of a second pass."""
     with on_device(x.student.hidden):
-        work, num_valid = _work(x, spec, kept), x.student.num_valid
+        work, num_valid = _work(x, spec, kept, rows), x.student.num_valid
         last_kept = min(kept.columns, num_valid)
-        for order in token_groups(compact(x.student.ids), work.at_once):
-            both = _gather(x, order, work)
-            add_up = partial(_add_up, both[0], pair, sums_KN, task, spec.beta, work.tiles)
-            if last_kept:
-                if pair is None:
-                    _fill(x, enumerate(both), kept, 0, last_kept, work.tiles)
-                add_up(kept, 0, last_kept)
-            for first, last in work.chunks(last_kept, num_valid):
-                _fill(x, enumerate(both), work.chunk, first, last, work.tiles)
-                add_up(work.chunk, first, last)
+        for number, order in enumerate(token_groups(compact(x.student.ids), work.at_once)):
+            both, own = _gather(x, order, work), slice(number * work.at_once, (number + 1) * work.at_once)
+            of_group = kept._replace(z_2RC=kept.z_2RC[:, own], top_2BR=kept.top_2BR[:, :, own])
+            parts = [(of_group, 0, last_kept)] if last_kept else []
+            parts += [(work.chunk, *chunk) for chunk in work.chunks(last_kept, num_valid)]
+            for part in parts:
+                _fill(x, enumerate(both), *part, work.tiles)
+                _add_up(both[0], None, stats_5N, spec, work.tiles, *part)
+            if sums_2N is not None:
+                stats_5N[:, order[0]] = merged(stats_5N[:, order[0]])
+                pair = pair_of(stats_5N, spec)
+                for part in parts:
+                    _add_up(both[0], pair, sums_2N, spec, work.tiles, *part)
 
 
 @triton.jit
@@ -190,10 +188,10 @@ def _above_mixture(log_p, log_t, beta, FAST: tl.constexpr, FAST_LOG: tl.constexp
 
 
 def _add_up(
-    rows: Rows, pair: Pair | None, sums_KN: torch.Tensor, task: tl.constexpr, beta: float, tiles: Tiles,
-    logits: PairLogits, first: int, last: int,
+    rows: Rows, pair: Pair | None, sums_KN: torch.Tensor, spec: Divergence, tiles: Tiles, logits: PairLogits, first: int,
+    last: int,
 ) -> None:
-    """Add columns [first, last) to the sums of the group's tokens; column 0 sets them."""
+    """Add columns [first, last) to the sums of the group's tokens; column 0 sets those of the first pass (no ``pair``)."""
     num_rows, (z_2RC, top_2BR, _) = rows.index.shape[0], logits
     _pair_sums_kernel[(num_rows,)](
         # in
@@ -202,11 +200,12 @@ def _add_up(
         # in and out
         sums_KN,
         # sizes
-        sums_KN.shape[1], z_2RC.stride(1), top_2BR.stride(1), cdiv(last - first, tiles.lse.cols), int(first > 0),
+        sums_KN.shape[1], z_2RC.stride(1), top_2BR.stride(1), cdiv(last - first, tiles.lse.cols),
+        int(first > 0 or pair is not None),
         # options
-        beta,
-        TASK=task.value, FAST=has_fast_math(), FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_V=tiles.lse.cols,
-        TILES=SUMS_TILES, num_warps=1,
+        spec.beta,
+        TASK=KINDS.index(spec.kind), SECOND=pair is not None, FAST=has_fast_math(),
+        FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_V=tiles.lse.cols, TILES=SUMS_TILES, num_warps=1,
     )
 
 
@@ -218,11 +217,11 @@ def _pair_sums_kernel(
     top_t_ptr,  # in: [B, R] fp32
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    max_s_ptr,  # in: [N] fp32, for the mixture, else None
-    log_sum_s_ptr,  # in: [N] fp32, for the mixture, else None
-    max_t_ptr,  # in: [N] fp32, for the mixture, else None
-    log_sum_t_ptr,  # in: [N] fp32, for the mixture, else None
-    sums_ptr,  # in, out: [5, N] fp32; [2, N] for the mixture
+    max_s_ptr,  # in: [N] fp32, for a second pass, else None
+    log_sum_s_ptr,  # in: [N] fp32, for a second pass, else None
+    max_t_ptr,  # in: [N] fp32, for a second pass, else None
+    log_sum_t_ptr,  # in: [N] fp32, for a second pass, else None
+    sums_ptr,  # in, out: [5, N] fp32; [2, N] for a second pass
     num_tokens,
     z_stride,
     top_stride,
@@ -230,6 +229,7 @@ def _pair_sums_kernel(
     goes_on,
     beta,
     TASK: tl.constexpr,
+    SECOND: tl.constexpr,
     FAST: tl.constexpr,
     FAST_LOG: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -244,8 +244,8 @@ def _pair_sums_kernel(
     stride = num_tokens.to(tl.int64)
     before = goes_on > 0
     sum_s = tl.load(sums + stride, mask=before, other=0)
-    if TASK == MIXTURE:
-        # sum_t and sum_s are this shard's parts of KL(t || m) and KL(p || m).
+    if SECOND:
+        # sum_t and sum_s are the two sums of ``heads.py``, in its order.
         sum_t = tl.load(sums, mask=before, other=0)
         shift_s = tl.load(max_s_ptr + token)
         shift_t = tl.load(max_t_ptr + token)
@@ -257,6 +257,11 @@ def _pair_sums_kernel(
         sum_t = tl.load(sums + 3 * stride, mask=before, other=0)
         moment = tl.load(sums + 4 * stride, mask=before, other=0)
 
+    if SECOND and TASK == LK:
+        # Until they are stored, sum_t and sum_s are sums of exponentials relative to ``largest``.
+        largest = sum_t
+        sum_t = tl.exp(sum_t - _shift_of(largest))
+        sum_s = tl.exp(sum_s - _shift_of(largest))
     offs_t = tl.arange(0, TILES)
     cells = row.to(tl.int64) * z_stride + offs_t[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
     top_rows = top_stride.to(tl.int64)
@@ -268,23 +273,37 @@ def _pair_sums_kernel(
         z_t = tl.load(z_t_ptr + tile * BLOCK_V + cells, mask=here[:, None], other=float("-inf"))
         top_s = tl.load(top_s_ptr + tile * top_rows + tops, mask=here, other=float("-inf"))
         top_t = tl.load(top_t_ptr + tile * top_rows + tops, mask=here, other=float("-inf"))
-        if TASK != MIXTURE:
+        if not SECOND:
             new_max_s = tl.maximum(max_s, tl.max(top_s, 0))
             new_max_t = tl.maximum(max_t, tl.max(top_t, 0))
             shift_s = _shift_of(new_max_s)
             shift_t = _shift_of(new_max_t)
         base_s = _shift_of(top_s) - shift_s
         base_t = _shift_of(top_t) - shift_t
-        if TASK == MIXTURE:
+        if SECOND:
             base_s -= log_sum_s
             base_t -= log_sum_t
-        # Logits relative to the references of the sums; for the mixture log p and log t.
+        # Logits relative to the references of the sums; in a second pass log p and log t.
         z_s = z_s.to(tl.float32) + base_s[:, None]
         z_t = z_t.to(tl.float32) + base_t[:, None]
-        if TASK == MIXTURE:
+        if SECOND and TASK == JSD:
             p, t, above_p, above_t = _above_mixture(z_s, z_t, beta, FAST, FAST_LOG)
             sum_t += _moment(t, above_t)
             sum_s += _moment(p, above_p)
+        elif SECOND and TASK == TV:
+            p = fast_exp2(z_s * LOG2_E, FAST)
+            # A NaN is not >=, so it is passed on.
+            above = tl.where(z_s >= z_t, 0.0, fast_exp2(z_t * LOG2_E, FAST) - p)
+            sum_t += tl.sum(tl.sum(above, 1), 0)
+            sum_s += tl.sum(tl.sum(tl.where(z_s < z_t, p, 0.0), 1), 0)
+        elif SECOND:
+            smaller = tl.minimum(z_s, z_t, propagate_nan=tl.PropagateNan.ALL)
+            new_largest = tl.maximum(largest, tl.max(tl.max(smaller, 1), 0))
+            drop = _shift_of(new_largest) - _shift_of(largest)
+            e = fast_exp2((smaller - _shift_of(new_largest)) * LOG2_E, FAST)
+            sum_t = _moved(sum_t, drop) + tl.sum(tl.sum(e, 1), 0)
+            sum_s = _moved(sum_s, drop) + tl.sum(tl.sum(tl.where(z_s < z_t, e, 0.0), 1), 0)
+            largest = new_largest
         else:
             drop_s = shift_s - _shift_of(max_s)
             drop_t = shift_t - _shift_of(max_t)
@@ -299,8 +318,11 @@ def _pair_sums_kernel(
             max_s = new_max_s
             max_t = new_max_t
 
+    if SECOND and TASK == LK:
+        sum_t = _shift_of(largest) + tl.log(sum_t)
+        sum_s = _shift_of(largest) + tl.log(sum_s)
     tl.store(sums + stride, sum_s)
-    if TASK == MIXTURE:
+    if SECOND:
         tl.store(sums, sum_t)
     else:
         tl.store(sums, max_s)
@@ -368,7 +390,7 @@ def _write_gradients(
         num_rows, z_2RC.stride(1), top_2BR.stride(1),
         # options
         spec.beta,
-        TASK=TASKS[spec.kind].value, FAST=has_fast_math(),
+        TASK=KINDS.index(spec.kind), FAST=has_fast_math(),
         FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_N=BLOCK_N, BLOCK_V=tiles.lse.cols, MAX_SIDE=MAX_SIDE,
     )
 
@@ -387,6 +409,7 @@ def _pair_gradients_kernel(
     max_t_ptr,  # in: [N] fp32
     log_sum_t_ptr,  # in: [N] fp32
     offset_ptr,  # in: [N] fp32
+    log_overlap_ptr,  # in: [N] fp32, for TV and LK, else None
     coef_ptr,  # in: [N] fp32
     dlogits_ptr,  # out: [R, B * BLOCK_V], in bf16 and fp32 the memory of z_s
     num_rows,
@@ -432,6 +455,10 @@ def _pair_gradients_kernel(
         p = fast_exp2(log_p * LOG2_E, FAST)
         # Avoid 0 * -inf = NaN where p underflows.
         grad = tl.where(p == 0, 0.0, p * ((log_p - log_t) - offset[:, None]))
+    elif TASK >= TV:
+        log_overlap = tl.load(log_overlap_ptr + token, mask=live, other=0)[:, None]
+        below = tl.where(log_p < log_t, fast_exp2((log_p - log_overlap) * LOG2_E, FAST), 0.0)
+        grad = fast_exp2(log_p * LOG2_E, FAST) * offset[:, None] - below
     else:
         coef *= 1.0 - beta
         p, _, above_p, _ = _above_mixture(log_p, log_t, beta, FAST, FAST_LOG)

@@ -34,7 +34,6 @@ class Problem:
     values: Function  # the specification: takes ``operands`` and returns the outputs, [N] or [N, M]
     reduced: bool = True  # methods return the sum of all outputs weighted by ``upstream``, in place of the outputs
     grad: bool = True  # whether gradients of hidden states and weight are computed
-    again: int = 2  # how often a method that does not keep the logits computes them
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
@@ -45,7 +44,7 @@ class Problem:
     def counts(self) -> list[int]:
         """Number of matrix products: in forward, in a step that keeps the logits, and in a step that computes them again."""
         heads, gradients = len(self.weights), 2 * self.grad
-        return [heads, heads + gradients, heads * self.again + gradients]
+        return [heads, heads + gradients, 2 * heads + gradients]
 
 
 def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None) -> Problem:
@@ -161,5 +160,5 @@ def products(problem: Problem, floor: Floor) -> list[Job]:
     jobs = [Job(floor, floor.one, partial(multiply, 1, 0))]
     if problem.grad:
         jobs.append(Job(floor, floor.three, partial(multiply, 1, 1)))
-        jobs.append(Job(floor, floor.four, partial(multiply, problem.again, 1)))
+        jobs.append(Job(floor, floor.four, partial(multiply, 2, 1)))
     return jobs

@@ -421,6 +421,7 @@ KEPT_CASES = [
 ]
 # fmt: on
 REVERSE, JSD = {"kind": "reverse"}, {"kind": "jsd", "beta": 0.3}
+TV, LK = {"kind": "tv"}, {"kind": "lk"}
 OF_BOTH = dict(logit_scale=0.7, softcap=5.0, teacher_logit_scale=1.2, teacher_softcap=7.0)
 
 # fmt: off
@@ -431,6 +432,12 @@ DIVERGENCE_CASES = [
     DivergenceCase("kl-options-of-both", "the student's options on the teacher's logits", OF_BOTH, Gaussian(bias=True)),
     DivergenceCase("kl-reverse-options", "the softcap's slope left out", OF_BOTH | REVERSE, Gaussian(bias=True)),
     DivergenceCase("kl-jsd-options", "beta and 1 - beta exchanged", OF_BOTH | JSD, Gaussian(bias=True)),
+    DivergenceCase("tv", "sums over the ids of a shard alone", TV, Gaussian(bias=True), shards=uneven),
+    DivergenceCase("tv-options", "a slope at padding that is no number", TV | OF_BOTH, Gaussian(bias=True), shards=padded),
+    DivergenceCase("lk", "log-sum-exps that are added over shards", LK, Gaussian(bias=True), shards=uneven, masked=0.4),
+    DivergenceCase("lk-empty-shards", "a log-sum-exp over nothing; ranks that merge another number of groups", LK | OF_BOTH,
+                   Gaussian(bias=True), shards=with_empty),
+    DivergenceCase("lk-sharp", "an overlap that underflows", LK, Gaussian(scale=6.0), spread=30.0),
     DivergenceCase("kl-masked", "tokens that do not count in dC", problem=Gaussian(bias=True), masked=0.4),
     DivergenceCase("kl-uneven-shards", "a moment relative to another shard's maximum", problem=Gaussian(bias=True),
                    shards=uneven),

@@ -99,20 +99,26 @@ def _unavoidable(drawn: Drawn) -> dict[str, float]:
     """Return the error of divergence and gradients that follows from rounding the largest logit to fp32.
 
     All kinds but KL(t || p) have the divergence as a term of their gradients. For a sharp student the term cancels with others,
-    and only its rounding is left.
+    and only its rounding is left. The gradients of "tv" and "lk" jump where p_j = t_j.
     """
-    options, largest, p = drawn.options, [], torch.empty(0)
+    options, largest, log_softmaxes = drawn.options, [], []
     for prefix, problem in (("teacher_", drawn.teacher), ("", drawn.problem)):
         assert problem is not None
         scale, softcap = options.get(f"{prefix}logit_scale", 1.0), options.get(f"{prefix}softcap")
         z = reference.logits(problem.hidden, problem.weight, problem.bias, scale, softcap)
         largest.append(z.abs().amax(1))
-        p = z.softmax(1)
+        log_softmaxes.append(z.log_softmax(1))
+    log_t, log_p = log_softmaxes
     off_N = torch.finfo(FP32).eps * torch.maximum(*largest) * options["mask"]
     sizes = {"divergence": off_N.amax().item()}
     if options.get("kind", "forward") == "forward":
         return sizes
-    d_logits = p * (off_N * drawn.upstream["divergence"].abs() * abs(options.get("logit_scale", 1.0)))[:, None]
+    share, p = off_N[:, None], log_p.exp()
+    if options["kind"] in ("tv", "lk"):
+        share = torch.where((log_p - log_t).abs() <= 4 * share, 1.0, share)
+        log_smaller = torch.minimum(log_p, log_t)
+        p = torch.maximum(p, log_smaller.softmax(1)) if options["kind"] == "lk" else p
+    d_logits = p * share * (drawn.upstream["divergence"].abs() * abs(options.get("logit_scale", 1.0)))[:, None]
     hidden, weight = drawn.problem.hidden.abs(), drawn.problem.weight.abs()
     grads = {"dE": d_logits @ weight, "dC": d_logits.t() @ hidden, "dbias": d_logits.sum(0)}
     return sizes | {name: grad.amax().item() for name, grad in grads.items()}

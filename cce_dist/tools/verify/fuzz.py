@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist.filter import GradFilter
+from cce_dist.kernels.divergence.heads import KINDS
 from cce_dist.kernels.memory import MOST_GROUPS
 from cce_dist.tools.verify import cases
 from cce_dist.tools.verify.cases import BF16, FP16, FP32, PER_TOKEN, Bounds, Case, Recipe, Split
@@ -289,7 +290,7 @@ def draw_divergence(setting: Setting, number: int) -> cases.DivergenceCase:
     """Draw a call of ``linear_kl_divergence``."""
     kind, r = _randoms(setting, number)
     options, problem, dtype, shards = _common(kind, r, setting)
-    options["kind"] = kind.choice(("forward", "reverse", "jsd"))
+    options["kind"] = kind.choice(KINDS)
     if options["kind"] == "jsd":
         options["beta"] = r.uniform(0.02, 0.98)
     for name in ("softcap", "teacher_softcap"):
