@@ -47,6 +47,9 @@ MOST_LISTED = 256  # most listed columns per token, on average, in the lists' ca
 # GPU does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed column
 
+# Multiply-adds of both heads' logits that take an H200 half as long as the host takes to launch a group of tokens (1.7 ms).
+LEAST_PRODUCTS = 3 * 10**11
+
 LIVE_BLOCKS = 8  # most fp32 blocks of logits that the dense backend has alive at a time
 BLOCK_N, BLOCK_V = 128, 256  # blocks of the dense backend are multiples of these
 
@@ -255,13 +258,16 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, tiles: Til
 def pair_rows(sizes: Sizes, workspace_bytes: int, kept: int) -> int:
     """Return how many tokens' logits of both heads fit in the budget beside ``kept`` columns of all tokens.
 
-    Three sixteenths of the memory are left free, about as much as the chunks of backward leave.
+    Three sixteenths of the memory are left free, about as much as the chunks of backward leave. Returns 0 if so few tokens fit
+    that the host would take longer than the products of a group: then it is faster to compute the logits twice.
     """
     one, kept = sizes._replace(num_tokens=1), min(kept, sizes.num_columns)
     kept_bytes = bytes_of_all(one._replace(num_columns=kept)) - sizes.hidden_bytes
     available = max(workspace_bytes, LEAST_BYTES) - sizes.num_tokens * kept_bytes
     rows = available * 13 // 16 // bytes_of_all(one._replace(num_columns=sizes.num_columns - kept))
-    return max(1, rows // ROWS * ROWS or rows)
+    rows = max(1, rows // ROWS * ROWS or rows)
+    products = rows * sizes.num_columns * (sizes.hidden_size + sizes.teacher_size)
+    return rows if rows >= sizes.num_tokens or products >= LEAST_PRODUCTS else 0
 
 
 def keeps_sample(num_tokens: int, num_columns: int, itemsize: int, workspace_bytes: int) -> bool:

@@ -129,8 +129,8 @@ def linear_kl_divergence(
     Cost:
         For heads of one size, 6 matrix products: forward computes the logits of both heads, backward computes them again, and
         dE and dC take one product each. If all logits are kept for backward, 4 products. "jsd", "tv" and "lk" read the logits
-        twice in forward, in groups of tokens whose logits fit in workspace_bytes; groups of fewer than 128 tokens are slow. On
-        the torch backend they take 2 products more.
+        twice in forward, in groups of tokens whose logits fit in workspace_bytes. On the torch backend, and where such groups
+        would be too small, they compute the logits again: 2 products more.
 
     Raises:
         ValueError, TypeError: Shapes, dtypes, devices, options or shards do not fit. Raised before any kernel or collective.

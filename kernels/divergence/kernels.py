@@ -2,9 +2,9 @@
 
 Matrix products (``pair_logits.py``) write the logits of both heads: the first columns' into memory that is kept for
 backward, the others chunk by chunk. In forward, a pass over the logits sums up five numbers per token. A second pass reads the
-logits again before the next group of tokens overwrites them. In backward, a pass turns the student's logits into their
-gradient, in place, and the products of ``d_hidden.py`` and ``d_weight.py`` follow, as in ``exact.py``. ``heads.py`` has the
-formulas. A second backward computes the overwritten logits again, with the same bits.
+logits again before the next group of tokens overwrites them, or computes them again. In backward, a pass turns the student's
+logits into their gradient, in place, and the products of ``d_hidden.py`` and ``d_weight.py`` follow, as in ``exact.py``.
+``heads.py`` has the formulas. A second backward computes the overwritten logits again, with the same bits.
 
 Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The moment relative to two maxima is this project's.
 """
@@ -118,23 +118,37 @@ def _fill(
 def _sweep(
     x: Heads, spec: Divergence, kept: PairLogits, stats_5N: torch.Tensor, sums_2N: torch.Tensor | None, merged: Merge, rows: int
 ) -> None:
-    """Write the kept logits and each token's statistics; with ``sums_2N``, merge these and write the sums of a second pass."""
+    """Write the kept logits and each token's statistics; with ``sums_2N``, merge these and write the sums of a second pass.
+
+    The second pass reads the logits of each group of ``rows`` tokens before the next group overwrites them. With 0 rows it
+    follows the first pass, and computes the logits that are not kept again.
+    """
     with on_device(x.student.hidden):
         work, num_valid = _work(x, spec, kept, rows), x.student.num_valid
         last_kept = min(kept.columns, num_valid)
-        for number, order in enumerate(token_groups(compact(x.student.ids), work.at_once)):
-            both, own = _gather(x, order, work), slice(number * work.at_once, (number + 1) * work.at_once)
+        groups = list(enumerate(token_groups(compact(x.student.ids), work.at_once)))
+
+        def one_pass(number: int, both: tuple[Rows, Rows], pair: Pair | None, sums_KN: torch.Tensor, fill_from: int) -> None:
+            own = slice(number * work.at_once, (number + 1) * work.at_once)
             of_group = kept._replace(z_2RC=kept.z_2RC[:, own], top_2BR=kept.top_2BR[:, :, own])
             parts = [(of_group, 0, last_kept)] if last_kept else []
             parts += [(work.chunk, *chunk) for chunk in work.chunks(last_kept, num_valid)]
-            for part in parts:
-                _fill(x, enumerate(both), *part, work.tiles)
-                _add_up(both[0], None, stats_5N, spec, work.tiles, *part)
-            if sums_2N is not None:
+            for logits, first, last in parts:
+                if first >= fill_from:
+                    _fill(x, enumerate(both), logits, first, last, work.tiles)
+                _add_up(both[0], pair, sums_KN, spec, work.tiles, logits, first, last)
+
+        for number, order in groups:
+            both = _gather(x, order, work)
+            one_pass(number, both, None, stats_5N, 0)
+            if sums_2N is not None and rows:
                 stats_5N[:, order[0]] = merged(stats_5N[:, order[0]])
-                pair = pair_of(stats_5N, spec)
-                for part in parts:
-                    _add_up(both[0], pair, sums_2N, spec, work.tiles, *part)
+                one_pass(number, both, pair_of(stats_5N, spec), sums_2N, num_valid)
+        if sums_2N is not None and not rows:
+            stats_5N.copy_(merged(stats_5N))
+            pair = pair_of(stats_5N, spec)
+            for number, order in groups:
+                one_pass(number, _gather(x, order, work), pair, sums_2N, last_kept)
 
 
 @triton.jit

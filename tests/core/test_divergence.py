@@ -74,6 +74,7 @@ class Case:
     rows_of: tuple[int, int] | None = None  # the student's and the teacher's, padding counted
     budget: int = 1 << 30
     kept: int = 0  # columns, in any dtype
+    again: bool = False  # a second pass computes the logits again, instead of reading those of a group of tokens
 
 
 BOTH = dict(logit_scale=0.7, softcap=3.0, teacher_logit_scale=1.3, teacher_softcap=5.0)
@@ -97,12 +98,14 @@ CASES = [
     pytest.param(Case(spread=30.0, teacher_spread=30.0), id="both-sharp"),
     pytest.param(Case(offset=1e4, bias=True), id="both-at-1e4", marks=pytest.mark.slow),
     pytest.param(Case(budget=1, bias=True, num_tokens=40, masked=0.3), id="chunks-and-groups"),
+    pytest.param(Case(budget=1, bias=True, num_tokens=40, masked=0.3, again=True), id="chunks-made-again"),
     pytest.param(Case(hidden_size=4, spread=1e4, teacher_spread=1e4), id="nothing-in-common"),
 ]
 KEPT = [
     pytest.param(Case(kept=96), id="all"),
     pytest.param(Case(kept=64, bias=True, masked=0.4), id="a-part"),
     pytest.param(Case(kept=64, bias=True, masked=0.4, num_tokens=40, budget=1), id="a-part-in-groups"),
+    pytest.param(Case(kept=64, bias=True, masked=0.4, num_tokens=40, budget=1, again=True), id="a-part-made-again"),
     pytest.param(Case(kept=96, bias=True, options=BOTH | dict(beta=0.2)), id="bias-scale-softcap-of-both"),
     pytest.param(Case(kept=96, rows_of=(80, 128)), id="padded-differently"),
     pytest.param(Case(kept=96, spread=0.1, teacher_spread=30.0), id="teacher-far-sharper"),
@@ -249,6 +252,7 @@ def check(found: Found, baseline: Found, truth: Found, dtype: torch.dtype, kind:
         assert_no_worse(got[: len(true)], rough, true, held_in, f"{kind} {name}")
 
 
+ALL = 1 << 60  # as LEAST_PRODUCTS: no group of tokens is large enough
 KEPT_IN = torch.bfloat16 if GPU else torch.float32
 
 
@@ -267,6 +271,7 @@ def test_matches_dense(case: Case, backend: str, request: Any, monkeypatch: pyte
     if case.budget == 1:
         monkeypatch.setattr(memory, "LEAST_BYTES", 8000)
         monkeypatch.setattr(memory, "ROWS", 16)
+        monkeypatch.setattr(memory, "LEAST_PRODUCTS", ALL if case.again else 0)
     half = [HALVES[backend]] * any(name in request.node.callspec.id for name in HALF)
     for dtype, kind in itertools.product((torch.float32, *half), KINDS):
         p = draw(case, dtype)
@@ -283,6 +288,7 @@ def test_kept_exponentials_match_dense(case: Case, kind: str, monkeypatch: pytes
     monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(case.kept))
     if case.budget == 1:
         monkeypatch.setattr(memory, "LEAST_BYTES", 43000)  # 15 tokens
+        monkeypatch.setattr(memory, "LEAST_PRODUCTS", ALL if case.again else 0)
     monkeypatch.setattr(memory, "exact_chunks", lambda sizes, *_: memory.Chunks(sizes.num_tokens, kept_columns(32)))
     p = draw(case, KEPT_IN)
     truth, baseline = dense(p.wide(), kind, **case.options), dense(p, kind, **case.options)
@@ -426,9 +432,12 @@ def test_disjoint_supports(kind: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsd", "tv", "lk"])
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("kept", [0, 64])
-def test_a_second_pass_reads_the_logits(kept: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One merge for each group of tokens, and both heads' logits once in forward. Catches: logits computed for each pass."""
+def test_a_second_pass_reads_the_logits(kept: int, again: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One merge for each group of tokens, and both heads' logits once in forward; or one merge, and the logits that are not
+    kept twice. Catches: logits computed for each pass."""
+    monkeypatch.setattr(memory, "LEAST_PRODUCTS", ALL if again else 0)
     monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(kept))
     monkeypatch.setattr(memory, "LEAST_BYTES", 43000)  # 15 tokens
     filled, merged = [], []
@@ -438,6 +447,11 @@ def test_a_second_pass_reads_the_logits(kept: int, kind: str, monkeypatch: pytes
     p = draw(Case(num_tokens=40), KEPT_IN)
     rows = 15 if p.hidden.dtype == torch.float32 else 30
     linear_kl_divergence(*p[:2], *p[3:5], kind=kind, backend="triton", workspace_bytes=1)
+    if again:
+        kept_tiles, tiles = (-(-columns // kept_columns(32)) for columns in (min(kept_columns(kept), 75), 75))
+        assert merged == [(1, 5, 40)]
+        assert sum(filled) % (2 * kept_tiles + 4 * (tiles - kept_tiles)) == 0
+        return
     groups = [min(rows, 40 - first) for first in range(0, 40, rows)]
     assert merged == [(1, 5, group) for group in groups]
     assert sum(filled) == 2 * len(groups) * -(-75 // kept_columns(32))
