@@ -19,8 +19,10 @@ from cce_dist.tools.report import describe
 
 @dataclass
 class Measurement:
-    """The state of a run after ``step`` optimizer steps. ``Agreement`` describes the last six fields, empty
-    or NaN where gradients were not compared."""
+    """The state of a run after ``step`` optimizer steps.
+
+    ``Agreement`` describes the last six fields. They are empty or NaN if gradients were not compared.
+    """
 
     step: int
     val_loss: float  # nats per token, by the exact head, always on the same batches
@@ -51,7 +53,7 @@ class Run:
 
 
 class Every(NamedTuple):
-    """Steps between measurements. There is also one of each kind before the first step, and one after the last."""
+    """Steps between measurements. Each kind is also measured before the first step and after the last."""
 
     loss: int
     gradients: int  # a multiple of ``loss``
