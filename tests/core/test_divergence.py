@@ -159,8 +159,9 @@ def log_softmaxes(
 def dense(p: Problem, kind: str, beta: float = 0.5, **options: Any) -> Found:
     """Divergence, dE, dC and dbias from all logits, by autograd."""
     leaves = [x if x is None else x.detach().requires_grad_() for x in p[:3]]
-    _, _, bias = leaves
-    log_p, log_t = log_softmaxes(Problem(*leaves, *p[3:]), **options)
+    hidden, weight, bias = leaves
+    assert hidden is not None and weight is not None
+    log_p, log_t = log_softmaxes(p._replace(hidden=hidden, weight=weight, bias=bias), **options)
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
         return (log_a.exp() * (log_a - log_b)).sum(-1)
