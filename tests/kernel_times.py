@@ -59,12 +59,10 @@ def measure(function: Callable[..., torch.Tensor], operands: Sequence[torch.Tens
     return times
 
 
-def shown(times: Times, least: float = 0.005) -> list[str]:
-    """Return a table of the kernels that take at least this share of a step, and of all the others together."""
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    total = sum(medians.values())
-    rows = {name: each for name, each in medians.items() if each >= least * total}
-    rows |= {"all others": total - sum(rows.values()), "sum": total}
+def shown(times: Times) -> list[str]:
+    """Return a table of all kernels, and of their sum."""
+    rows = {name: statistics.median(seconds) for name, seconds in times.items()}
+    total = rows["sum"] = sum(rows.values())
     return table(
         [
             {"kernel": name[:90], "ms": f"{each * 1e3:.3f}", "share": f"{each / total:.1%}"}

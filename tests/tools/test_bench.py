@@ -541,7 +541,7 @@ def test_a_library_that_is_not_here_is_one_line(name, library, monkeypatch):
 
 
 def test_the_kernels_of_a_loss_are_told_apart(tmp_path, capsys, monkeypatch):
-    """Catches the products of backward counted in forward, a warm-up round that is counted, and a sum without small kernels."""
+    """Catches the products of backward counted in forward, and a warm-up round that is counted."""
     out = tmp_path / "times.json"
     argv = ["kernel_times.py", "24x2048", "--tokens", "16", "--methods", "torch", "quack", "--rounds", "2"]
     monkeypatch.setattr(sys, "argv", [*argv, "--out", str(out)])
