@@ -29,6 +29,9 @@ LEAST_TILES = 16  # keep exponentials of fewer tiles than this only if these are
 # tokens, and Gemma-3-1b's head takes 27.6 ms in place of 23.9 (H200, 8,192 tokens, 2026-11).
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2100 << 20
 ROWS = 128  # groups of tokens are cut at multiples of this
+# Fewest tokens of a group whose logits are read twice. H200, 8,192 tokens of Gemma-3-270m's head: groups of 128 took 2.5 of
+# forward KL's time, groups of 768 took 1.25; logits computed twice would take a third more.
+LEAST_PAIR_ROWS = 256
 REFERENCE_BYTES = 4  # bytes of one row's reference in one tile, alive while exponentials are computed
 KEPT_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together: row blocks that share the weight in L2
 # The sample for ``top_k`` is every TOP_STEP-th column, 1.6 % of a product. A token's threshold is too high or too low for its
@@ -46,9 +49,6 @@ MOST_LISTED = 256  # most listed columns per token, on average, in the lists' ca
 # A listed column moves three rows of D numbers. A column of the exact gradient takes three products of 2 D operations, and a
 # GPU does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed column
-
-# Multiply-adds of both heads' logits that take an H200 half as long as the host takes to launch a group of tokens (1.7 ms).
-LEAST_PRODUCTS = 3 * 10**11
 
 LIVE_BLOCKS = 8  # most fp32 blocks of logits that the dense backend has alive at a time
 BLOCK_N, BLOCK_V = 128, 256  # blocks of the dense backend are multiples of these
@@ -258,16 +258,15 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, tiles: Til
 def pair_rows(sizes: Sizes, workspace_bytes: int, kept: int) -> int:
     """Return how many tokens' logits of both heads fit in the budget beside ``kept`` columns of all tokens.
 
-    Three sixteenths of the memory are left free, about as much as the chunks of backward leave. Returns 0 if so few tokens fit
-    that the host would take longer than the products of a group: then it is faster to compute the logits twice.
+    Three sixteenths of the memory are left free, about as much as the chunks of backward leave. Returns 0 if fewer than
+    ``LEAST_PAIR_ROWS`` fit, unless these are all: then it is faster to compute the logits twice.
     """
     one, kept = sizes._replace(num_tokens=1), min(kept, sizes.num_columns)
     kept_bytes = bytes_of_all(one._replace(num_columns=kept)) - sizes.hidden_bytes
     available = max(workspace_bytes, LEAST_BYTES) - sizes.num_tokens * kept_bytes
     rows = available * 13 // 16 // bytes_of_all(one._replace(num_columns=sizes.num_columns - kept))
     rows = max(1, rows // ROWS * ROWS or rows)
-    products = rows * sizes.num_columns * (sizes.hidden_size + sizes.teacher_size)
-    return rows if rows >= sizes.num_tokens or products >= LEAST_PRODUCTS else 0
+    return rows if rows >= min(sizes.num_tokens, LEAST_PAIR_ROWS) else 0
 
 
 def keeps_sample(num_tokens: int, num_columns: int, itemsize: int, workspace_bytes: int) -> bool:

@@ -159,8 +159,9 @@ def log_softmaxes(
 def dense(p: Problem, kind: str, beta: float = 0.5, **options: Any) -> Found:
     """Divergence, dE, dC and dbias from all logits, by autograd."""
     leaves = [x if x is None else x.detach().requires_grad_() for x in p[:3]]
-    _, _, bias = leaves
-    log_p, log_t = log_softmaxes(Problem(*leaves, *p[3:]), **options)
+    hidden, weight, bias = leaves
+    assert hidden is not None and weight is not None
+    log_p, log_t = log_softmaxes(p._replace(hidden=hidden, weight=weight, bias=bias), **options)
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
         return (log_a.exp() * (log_a - log_b)).sum(-1)
@@ -252,7 +253,7 @@ def check(found: Found, baseline: Found, truth: Found, dtype: torch.dtype, kind:
         assert_no_worse(got[: len(true)], rough, true, held_in, f"{kind} {name}")
 
 
-ALL = 1 << 60  # as LEAST_PRODUCTS: no group of tokens is large enough
+ALL = 1 << 60  # as LEAST_PAIR_ROWS: no group of tokens is large enough
 KEPT_IN = torch.bfloat16 if GPU else torch.float32
 
 
@@ -271,7 +272,7 @@ def test_matches_dense(case: Case, backend: str, request: Any, monkeypatch: pyte
     if case.budget == 1:
         monkeypatch.setattr(memory, "LEAST_BYTES", 8000)
         monkeypatch.setattr(memory, "ROWS", 16)
-        monkeypatch.setattr(memory, "LEAST_PRODUCTS", ALL if case.again else 0)
+        monkeypatch.setattr(memory, "LEAST_PAIR_ROWS", ALL if case.again else 1)
     half = [HALVES[backend]] * any(name in request.node.callspec.id for name in HALF)
     for dtype, kind in itertools.product((torch.float32, *half), KINDS):
         p = draw(case, dtype)
@@ -288,7 +289,7 @@ def test_kept_exponentials_match_dense(case: Case, kind: str, monkeypatch: pytes
     monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(case.kept))
     if case.budget == 1:
         monkeypatch.setattr(memory, "LEAST_BYTES", 43000)  # 15 tokens
-        monkeypatch.setattr(memory, "LEAST_PRODUCTS", ALL if case.again else 0)
+        monkeypatch.setattr(memory, "LEAST_PAIR_ROWS", ALL if case.again else 1)
     monkeypatch.setattr(memory, "exact_chunks", lambda sizes, *_: memory.Chunks(sizes.num_tokens, kept_columns(32)))
     p = draw(case, KEPT_IN)
     truth, baseline = dense(p.wide(), kind, **case.options), dense(p, kind, **case.options)
@@ -439,7 +440,7 @@ def test_disjoint_supports(kind: str, backend: str) -> None:
 def test_a_second_pass_reads_the_logits(kept: int, again: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One merge for each group of tokens, and both heads' logits once in forward; or one merge, and the logits that are not
     kept twice. Catches: logits computed for each pass."""
-    monkeypatch.setattr(memory, "LEAST_PRODUCTS", ALL if again else 0)
+    monkeypatch.setattr(memory, "LEAST_PAIR_ROWS", ALL if again else 1)
     monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(kept))
     monkeypatch.setattr(memory, "LEAST_BYTES", 43000)  # 15 tokens
     filled, merged = [], []

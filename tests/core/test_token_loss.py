@@ -379,7 +379,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weights": ({"weight": torch.ones(V)}, ValueError, "cannot be combined with weight"),
     "smoothing": ({"label_smoothing": 0.1, "z_loss_weight": 0.1}, ValueError, "label_smoothing, z_loss_weight"),
     "expected": ({"expected_weights": torch.ones(N), "reduction": "none"}, ValueError, "expected_weights"),
-    "names": ({"return_aux": ("nll",)}, TypeError, "return_aux must be a bool"),
+    "names": ({"return_aux": ("nll",)}, TypeError, "return_aux with token_loss must be a bool"),
     "returns a number": ({"token_loss": lambda log_probs, _: 0.5}, TypeError, "must return tensors, got float"),
     "other shape": ({"token_loss": doubled}, ValueError, r"one number per token, \[\d+\], got \[\d+\]"),
     "sum": ({"token_loss": lambda log_probs, _: -log_probs.sum()}, ValueError, r"got \[\]"),
