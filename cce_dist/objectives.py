@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FARTHEST = 80.0  # nats: largest log-ratio of a clipped policy
+
 
 def dft() -> Callable[..., Any]:
     """Dynamic fine-tuning: the negative log-likelihood times the label's detached probability.
@@ -41,15 +43,19 @@ def clipped_policy(
     """PPO's clipped loss. ``token_inputs`` are advantages and old_log_probs, then ref_log_probs if ``kl_coef`` is not 0.
 
     The metrics are "ratio" and "clipped". Source: https://arxiv.org/abs/1707.06347; TRL's GRPO, whose beta is ``kl_coef``
-    (estimator k3); verl's ``compute_policy_loss``, whose clip_ratio_c is ``dual``, but which also clamps the log-ratio.
+    (estimator k3); verl's ``compute_policy_loss``, whose clip_ratio_c is ``dual``. The log-ratio is at most 80,
+    so that exp does not overflow; verl clamps it to [-20, 20].
     """
 
     def function(log_probs: Tensor, entropy: Any, advantages: Tensor, old: Tensor, *ref: Tensor) -> tuple[Tensor, dict]:
-        ratio = (log_probs - old).exp()
-        unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+        if kl_coef and not ref:
+            raise ValueError("kl_coef is not 0: pass token_inputs=(advantages, old_log_probs, ref_log_probs)")
+        # If exp overflows, its gradient is NaN even where the loss is clipped.
+        ratio = (log_probs - old).clamp(max=FARTHEST).exp()
+        unclipped, clipped = -ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages
         losses = torch.maximum(unclipped, clipped)
         if dual is not None:
-            losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual), losses)
+            losses = torch.where(advantages < 0, torch.minimum(losses, -dual * advantages), losses)
         if kl_coef:
             losses = losses + kl_coef * (torch.expm1(ref[0] - log_probs) - (ref[0] - log_probs))
         if entropy_coef:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from cce_dist import checks
@@ -72,7 +73,8 @@ class TokenLoss(NamedTuple):
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return the losses, and the gradients of nll, lse, target logit, uniform nll and entropy."""
         leaves = [x.detach().requires_grad_() for x in (nll_N, entropy_N) if x is not None]
-        with torch.enable_grad():
+        # The hooks replace a checkpoint's, which would compute the whole forward again for each group.
+        with torch.enable_grad(), saved_tensors_hooks(_packed, _unpacked):
             losses_N = self.losses(leaves[0], leaves[1] if self.needs_entropy else None, ids_N >= 0)
             gradients = torch.autograd.grad(losses_N, leaves, upstream_N, allow_unused=True)
         if all(gradient is None for gradient in gradients):
@@ -87,7 +89,9 @@ class TokenLoss(NamedTuple):
 
     def _call(self, log_probs_N: Tensor, entropy_N: Tensor | None) -> tuple[Tensor, Any]:
         """Call the function, and return its losses and metrics. Raise unless the losses are fp32 or float64."""
-        result = self.function(log_probs_N, entropy_N, *self.inputs)
+        # The function may change copies in place. log_probs_N and entropy_N are outputs too.
+        copies = (None if numbers is None else numbers.clone() for numbers in (log_probs_N, entropy_N))
+        result = self.function(*copies, *self.inputs)
         losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         losses_N = _checked_output(losses, log_probs_N)
         if losses_N.dtype not in (torch.float32, torch.float64):
@@ -134,6 +138,18 @@ def checked_token_loss(
     needs_entropy = bool(getattr(function, "needs_entropy", False))
     outputs = [] if return_aux else None
     return TokenLoss(function, tuple(values.reshape(-1) for values in inputs), needs_entropy, debug, outputs)
+
+
+def _packed(saved: Tensor) -> tuple[Tensor, int]:
+    return saved, saved._version
+
+
+def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
+    """Return a saved tensor. Autograd does not check the versions of tensors with hooks."""
+    saved, version = packed
+    if saved._version != version:
+        raise RuntimeError("token_loss changed a tensor in place that its gradient needs")
+    return saved
 
 
 def _no_gradient() -> ValueError:
