@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shards import DEVICE, GPU, needs_gpu
+from shards import DEVICE, GPU, backends_of_ranks, needs_gpu
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -480,15 +480,7 @@ def _on_ranks(backend: str) -> None:
                 assert_no_worse(d_bias, base[3][own], truth[3][own], torch.float32, f"dbias {what}")
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "torch",
-        pytest.param(
-            "triton", marks=[pytest.mark.slow, pytest.mark.skipif(GPU, reason="ranks are on CPUs, interpreted")]
-        ),
-    ],
-)
+@backends_of_ranks
 def test_on_two_ranks(ranks2: Callable[..., None], backend: str) -> None:
     """Catches: inputs that are cut for sequence parallelism, a function of one shard's log-probabilities."""
     ranks2(_on_ranks, backend)
