@@ -18,8 +18,7 @@ from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand,
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 from cce_dist.kernels.waves import cdiv, fitted
 
-FEW_ROWS = 2048  # tokens up to which programs loop over tiles
-GROUP = tl.constexpr(8)  # row blocks that these programs walk together, so that hidden states are read from the cache
+GROUP = tl.constexpr(8)  # row blocks that a loop over tiles walks together, so that hidden states are read from the cache
 
 
 def add_d_weight(
@@ -41,9 +40,9 @@ def add_d_weight(
     ``often_empty``: write nothing if no row is kept.
 
     Where shared memory allows a loop over tiles, two kinds of calls launch only as many programs as run at a time. In a call
-    that is often empty, thousands of programs that return early would take longer. With few tokens, a tile takes little longer
-    than its first loads and its store, and the loop overlaps these with the tiles before and after. On one H200, with D from
-    640 to 4,096, the loop takes 0.87 to 0.89 of the time at 1,024 tokens, 0.92 to 0.94 at 2,048, and 0.99 to 1.08 at 8,192.
+    that is often empty, thousands of programs that return early would take longer. In a call that sets d_weight_VD, the loop
+    overlaps a tile's first loads and its store with the tiles before and after. On one H200, with D from 640 to 4,096, it takes
+    0.89 to 0.92 of the time at 1,024 tokens, 0.91 to 0.96 at 2,048, and 0.98 to 0.99 at 8,192.
     """
     num_rows, hidden_size = rows.hidden.shape
     num_cols = d_weight_VD.shape[0]
@@ -51,7 +50,7 @@ def add_d_weight(
     tma = has_tma(dlogits_RV, rows.hidden, d_weight_VD)
     num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
     is_set = not add and low_VD is None
-    in_one_wave = tma and d_weight_VD.itemsize == 2 and (often_empty or (is_set and num_rows <= FEW_ROWS))
+    in_one_wave = tma and d_weight_VD.itemsize == 2 and (often_empty or is_set)
     _grad_weight_kernel[(min(num_tiles, num_programs(d_weight_VD.device)) if in_one_wave else num_tiles,)](
         # in
         operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows.hidden, tile.inner, tile.cols, tma), rows.num_kept, gain,
