@@ -71,3 +71,13 @@ def tensors(required: dict[str, Any], on_meta: bool = False, **optional: Any) ->
             raise TypeError(f"{name} is {kind} ({value.layout}): pass a dense tensor")
     if not on_meta and all(value.is_meta for value in values.values()):
         raise ValueError(f"{next(iter(values))} is on meta: it has no values")
+
+
+def like_target(name: str, value: Any, target: torch.Tensor) -> None:
+    """Raise unless the value is a dense tensor of target's shape, on target's device."""
+    tensors({name: value}, on_meta=True)
+    if value.shape != target.shape or value.device != target.device:
+        raise ValueError(
+            f"{name} must be {tuple(target.shape)} on {target.device} as target, "
+            f"got {tuple(value.shape)} on {value.device}"
+        )

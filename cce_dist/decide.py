@@ -126,7 +126,7 @@ _decide_once = lru_cache(maxsize=1024)(_decide)
 
 
 def decide_heads(sizes: Sizes, spec: Divergence, where: Where) -> Way:
-    """Return the way of a divergence between two heads: forward, then backward. ``groups`` are forward's."""
+    """Return the way of a divergence between two heads. It takes two passes; ``groups`` are for forward."""
     backend = "dense" if where.backend == "torch" else "exact"
     can_keep = backend == "exact" and spec.can_keep(where.dtype)
     workspace_bytes = spec.workspace_bytes or memory.default_workspace(sizes, can_keep)

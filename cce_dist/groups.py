@@ -75,8 +75,8 @@ class Terms(NamedTuple):
     """How a token's loss is built from its negative log-likelihood.
 
     A token's loss is ``weight_N * ((1 - label_smoothing) * nll + label_smoothing * uniform_nll + z_loss_weight * lse^2)``. A
-    reduced loss is the sum of the tokens' losses, divided by the divisor. With ``token`` a function of the caller computes a
-    token's loss.
+    reduced loss is the sum of the tokens' losses, divided by the divisor. With ``token`` the caller's function computes the
+    tokens' losses.
     """
 
     divisor: float | Tensor | None  # None: losses are per token
@@ -154,8 +154,6 @@ class _InGroups(torch.autograd.Function):
         ctx.run_args = terms, expected_N, call, ctx.needs_input_grad[1:]
         # The gradients are no saved tensors: the first backward scales them in place and returns them to autograd.
         loss, ctx.gradients = run(hidden, weight, [*head], labels, *ctx.run_args)
-        if terms.token is not None:  # a second backward finds no outputs for the caller
-            ctx.run_args = terms._replace(token=terms.token._replace(found=None)), *ctx.run_args[1:]
         return loss
 
     @staticmethod

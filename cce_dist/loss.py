@@ -21,11 +21,11 @@ from cce_dist.call import DTYPES, Call, LossOptions, Options, checked, numbers_o
 from cce_dist.decide import Where
 from cce_dist.filter import FilterStats, GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
+from cce_dist.kernels.dense import label_ids
 from cce_dist.kernels.extras import Outputs
 from cce_dist.kernels.precision import accumulator
 from cce_dist.shard import VocabShard
-from cce_dist.token_loss import TokenLoss, TokenLossOutput
-from cce_dist.token_loss import checked as checked_token_loss
+from cce_dist.token_loss import TokenLoss, TokenLossOutput, checked_token_loss
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -186,15 +186,14 @@ def linear_cross_entropy(
             nothing, so forward computes no gradients.
         grad_weight_out: [V_r, D] contiguous buffer in fp32 or linear_weight's dtype, such as Megatron's main_grad. Backward
             adds dC to it, and linear_weight itself gets no gradient.
-        token_loss: A function that replaces the negative log-likelihood by another loss: ``token_loss(log_probs, entropy,
-            *token_inputs) -> losses``, or ``(losses, metrics)`` with a dict or tuple of further numbers. All are [n] tensors
-            over some of the tokens, log_probs and losses in fp32. A token's loss must not depend on other tokens. entropy is
-            None unless the function has an attribute ``needs_entropy`` that is True. Autograd differentiates the function
-            with respect to log_probs and entropy only, once for each group of tokens; other tensors get no gradient. It
-            excludes weight, label_smoothing, z_loss_weight, grad_filter and expected_weights. ``cce_dist.objectives`` has
-            examples.
-        token_inputs: Tensors of target's shape without gradient, which token_loss gets with its tokens. Under
-            sequence_parallel they stay whole. Ignored tokens may hold anything.
+        token_loss: A function that computes another loss instead of the negative log-likelihood: ``token_loss(log_probs,
+            entropy, *token_inputs) -> losses``, or ``(losses, metrics)`` with a dict or tuple of further tensors. It is called
+            for groups of tokens. All tensors have shape [n], and log_probs and losses are fp32. A token's loss must not
+            depend on other tokens. entropy is None unless ``token_loss.needs_entropy`` is True. Only log_probs and entropy
+            get gradients, by autograd. Cannot be combined with weight, label_smoothing, z_loss_weight, grad_filter or
+            expected_weights. ``cce_dist.objectives`` has examples.
+        token_inputs: Tensors of target's shape, without gradient, that token_loss gets. They stay whole under
+            sequence_parallel. Their values for ignored tokens do not matter.
         options: Ignored. In ``torch.nn.functional.linear_cross_entropy`` it selects how memory is saved; here
             workspace_bytes does.
 
@@ -265,8 +264,8 @@ def linear_cross_entropy(
     found = op.forward(x, grad_weight_out, call, numbers_of(chosen.logit_scale, chosen.softcap))
     loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
     if token is not None:
-        counts = (x.ids >= 0) & (x.ids < shard.vocab_size) & (x.ids != chosen.ignore_index)
-        loss = token.losses(-found.nll, found.entropy if token.needs_entropy else None, counts)
+        counts = label_ids(x.ids, chosen.ignore_index, shard.vocab_size) >= 0
+        loss = token.losses(found.nll, found.entropy if token.needs_entropy else None, counts)
     if call.spec.want.uniform:
         loss = loss + chosen.label_smoothing * found.uniform_nll
     if chosen.has_z_loss:
@@ -366,8 +365,9 @@ def _prepare(
         "grad_filter": chosen.grad_filter is not None,
         "expected_weights": isinstance(expected_weights, Tensor),
     }
-    token = checked_token_loss(*of_token_loss, target, excluded, given["return_aux"], operands.environment()[1])
-    if token is not None:  # it has outputs of its own, without gradients
+    debug = operands.environment()[1]
+    token = checked_token_loss(*of_token_loss, target, excluded, given["return_aux"], debug)
+    if token is not None:  # TokenLossOutput has other outputs, without gradients
         chosen = chosen._replace(return_aux=())
     call = operands.call_of(x, _spec(x, weight, shard, chosen, token), shard, chosen)
     expected = _checked_expectation(expected_weights, target, chosen)
@@ -417,16 +417,11 @@ def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Optio
     """Return the expected weights as [N], or None if they are no tensor."""
     if not isinstance(expected, Tensor):
         return None
-    checks.tensors({"expected_weights": expected}, on_meta=True)
+    checks.like_target("expected_weights", expected, target)
     if expected.is_complex():
         raise TypeError(f"expected_weights must be real numbers, got {expected.dtype}")
     if options.reduction != "none":
         raise ValueError(f'expected_weights needs reduction="none"; reduction is "{options.reduction}"')
-    if expected.shape != target.shape or expected.device != target.device:
-        raise ValueError(
-            f"expected_weights must be {tuple(target.shape)} on {target.device} as target, "
-            f"got {tuple(expected.shape)} on {expected.device}"
-        )
     return expected.detach().reshape(-1)
 
 

@@ -43,23 +43,14 @@ def linear_cross_entropy(
 ) -> LinearCrossEntropyOutput:  # fmt: skip
     """Compute ``cce_dist.linear_cross_entropy`` from all logits, with all outputs of ``return_aux``."""
     z = logits(input, linear_weight, linear_bias, logit_scale, softcap)
-    out = _loss_of(z, target, ignore_index, reduction, label_smoothing, z_loss_weight, num_tokens, weight)
-    if token_loss is None:
-        return out
-    valid = target != ignore_index
-    assert out.entropy is not None
-    found = token_loss(-out.nll[valid], out.entropy[valid], *(values[valid] for values in token_inputs))
-    loss = torch.zeros_like(out.nll).masked_scatter(valid, found[0] if isinstance(found, tuple) else found)
-    if reduction != "none":
-        loss = loss.sum()
-    if reduction == "mean":
-        loss = loss / (valid.sum().clamp(min=1) if num_tokens is None else num_tokens)
-    return out._replace(loss=loss)
+    options = (ignore_index, reduction, label_smoothing, z_loss_weight, num_tokens, weight, token_loss, token_inputs)
+    return _loss_of(z, target, *options)
 
 
 def _loss_of(
     z: Tensor, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float, z_loss_weight: float,
-    num_tokens: float | Tensor | None = None, weight: Tensor | None = None,
+    num_tokens: float | Tensor | None = None, weight: Tensor | None = None, token_loss: Callable[..., Any] | None = None,
+    token_inputs: Sequence[Tensor] = (),
 ) -> LinearCrossEntropyOutput:  # fmt: skip
     valid = target != ignore_index
     log_p = z.log_softmax(-1)
@@ -79,6 +70,9 @@ def _loss_of(
     loss, nll, lse, target_logit, entropy, z_loss = (
         torch.where(valid, x, 0.0) for x in (loss, nll, lse, target_logit, entropy, z_loss)
     )
+    if token_loss is not None:
+        found = token_loss(-nll[valid], entropy[valid], *(values[valid] for values in token_inputs))
+        loss = torch.zeros_like(nll).masked_scatter(valid, found[0] if isinstance(found, tuple) else found)
     if reduction != "none":
         loss = loss.sum()
     if reduction == "mean":

@@ -1,7 +1,7 @@
-"""``token_loss``: a function of the caller that turns log-probabilities of tokens into losses, and its derivative.
+"""``token_loss``: the caller's function that turns log-probabilities of tokens into losses.
 
-In one pass (``groups.py``) autograd differentiates the function on the numbers of a group, and the kernels take the derivatives
-as coefficients of the logits' gradients. In two passes the function is a part of the surrounding graph.
+In one pass (``groups.py``) autograd differentiates the function for each group of tokens, and the kernels multiply the logits'
+gradients by these derivatives. In two passes the function is a part of the caller's graph.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from cce_dist import checks
 
 
 class TokenLossOutput(NamedTuple):
-    """The loss of a ``token_loss``, and numbers of target's shape without gradient, which are 0 for ignored tokens.
+    """What ``linear_cross_entropy`` returns with ``token_loss`` and ``return_aux=True``.
+
+    All but ``loss`` have target's shape and no gradient, and are 0 for ignored tokens.
 
     Attributes:
-        loss: The loss that ``linear_cross_entropy`` returns without ``return_aux``. It alone has gradients.
+        loss: The loss that ``linear_cross_entropy`` returns without ``return_aux``.
         log_probs: Log-probability of the label.
         entropy: Entropy of the softmax, in nats; None unless ``token_loss.needs_entropy`` is True.
         losses: The losses that ``token_loss`` returned.
@@ -35,33 +38,34 @@ class TokenLossOutput(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """A checked ``token_loss``, for the tokens of a call or of a group."""
+    """A checked ``token_loss`` with its inputs, for the tokens of a call or of a group."""
 
     function: Callable[..., Any]
     inputs: tuple[Tensor, ...]  # [N] each
     needs_entropy: bool
-    debug: bool  # check that a token's loss does not depend on other tokens, which waits for the device
-    found: list[Any] | None  # takes the outputs of each group; None: they are not wanted
+    debug: bool  # check that a token's loss does not depend on other tokens; the check waits for the device
+    outputs: list[Any] | None  # each group appends its outputs; None: no outputs are wanted
 
     def of_tokens(self, part: slice) -> TokenLoss:
         return self._replace(inputs=tuple(values[part] for values in self.inputs))
 
-    def losses(self, log_probs_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor) -> Tensor:
-        """Return the losses, connected to their arguments by autograd. Tokens that do not count keep their log-probability.
+    def losses(self, nll_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor) -> Tensor:
+        """Return the losses, connected to the arguments by autograd.
 
-        This is 0 for ignored tokens, and NaN for labels outside the vocabulary.
+        Tokens that do not count keep their log-probability: 0 for ignored tokens, NaN for labels outside the vocabulary.
         """
-        values_N = log_probs_N.detach()
-        with torch.autocast(values_N.device.type, enabled=False):
-            losses_N, metrics = self._called(log_probs_N, entropy_N)
-            if log_probs_N.requires_grad and not losses_N.requires_grad:
-                raise _cut_off()
+        log_probs_N = -nll_N
+        with torch.autocast(nll_N.device.type, enabled=False):
+            losses_N, metrics = self._call(log_probs_N, entropy_N)
+            if nll_N.requires_grad and not losses_N.requires_grad:
+                raise _no_gradient()
             if self.debug and not torch.compiler.is_compiling():
-                self._check_elementwise(losses_N.detach(), log_probs_N, entropy_N, counts_N)
-        losses_N = torch.where(counts_N, losses_N.to(values_N.dtype), values_N)
-        if self.found is not None:
-            numbers = (values_N, entropy_N, losses_N, metrics)
-            self.found.append(tree_map(lambda values: _masked(values, counts_N), numbers))
+                self._check_elementwise(losses_N.detach(), log_probs_N.detach(), entropy_N, counts_N)
+        log_probs_N = log_probs_N.detach()
+        losses_N = torch.where(counts_N, losses_N.to(log_probs_N.dtype), log_probs_N)
+        if self.outputs is not None:
+            outputs = (log_probs_N, entropy_N, losses_N, metrics)
+            self.outputs.append(tree_map(lambda values: _masked(values, counts_N), outputs))
         return losses_N
 
     def differentiated(
@@ -69,22 +73,25 @@ class TokenLoss(NamedTuple):
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return the losses, and the gradients of nll, lse, target logit, uniform nll and entropy."""
         leaves = [x.detach().requires_grad_() for x in (nll_N, entropy_N) if x is not None]
-        with torch.enable_grad():
-            losses_N = self.losses(-leaves[0], leaves[1] if self.needs_entropy else None, ids_N >= 0)
-            d_nll_N, d_entropy_N, *_ = *torch.autograd.grad(losses_N, leaves, upstream_N, allow_unused=True), None
-        if d_nll_N is None and d_entropy_N is None:
-            raise _cut_off()
-        return losses_N.detach(), [d_nll_N, None, None, None, d_entropy_N]
+        # The hooks replace a checkpoint's, which would compute the whole forward again for each group.
+        with torch.enable_grad(), saved_tensors_hooks(_packed, _unpacked):
+            losses_N = self.losses(leaves[0], leaves[1] if self.needs_entropy else None, ids_N >= 0)
+            gradients = torch.autograd.grad(losses_N, leaves, upstream_N, allow_unused=True)
+        if all(gradient is None for gradient in gradients):
+            raise _no_gradient()
+        return losses_N.detach(), [gradients[0], None, None, None, gradients[1] if self.needs_entropy else None]
 
     def output(self, loss: Tensor, shape: torch.Size) -> TokenLossOutput:
-        """Return the loss with the outputs of all groups, in ``shape``."""
-        groups = self.found or []
+        """Return the loss, and the outputs of all groups in ``shape``."""
+        groups = self.outputs or []
         joined = tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts).view(shape), *groups)
         return TokenLossOutput(loss, *joined)
 
-    def _called(self, log_probs_N: Tensor, entropy_N: Tensor | None) -> tuple[Tensor, Any]:
-        """Call the function. Raise unless it returns one fp32 or float64 loss for each token."""
-        result = self.function(log_probs_N, entropy_N, *self.inputs)
+    def _call(self, log_probs_N: Tensor, entropy_N: Tensor | None) -> tuple[Tensor, Any]:
+        """Call the function, and return its losses and metrics. Raise unless the losses are fp32 or float64."""
+        # The function may change copies in place. log_probs_N and entropy_N are outputs too.
+        copies = (None if numbers is None else numbers.clone() for numbers in (log_probs_N, entropy_N))
+        result = self.function(*copies, *self.inputs)
         losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         losses_N = _checked_output(losses, log_probs_N)
         if losses_N.dtype not in (torch.float32, torch.float64):
@@ -94,24 +101,24 @@ class TokenLoss(NamedTuple):
     def _check_elementwise(
         self, losses_N: Tensor, log_probs_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor
     ) -> None:
-        """Raise ValueError unless the function returns the same losses for halves of the tokens."""
-        half, halves = len(losses_N) // 2, []
+        """Raise ValueError unless the function returns the same losses for each half of the tokens alone."""
+        half = len(losses_N) // 2
         for part in (slice(0, half), slice(half, None)):
             entropy = None if entropy_N is None else entropy_N.detach()[part]
-            halves.append(self.of_tokens(part)._called(log_probs_N.detach()[part], entropy)[0])
-        again_N = torch.cat(halves)
-        if again_N.requires_grad:
-            raise ValueError("token_loss uses a tensor that requires a gradient and would get none")
-        if not torch.allclose(again_N[counts_N], losses_N[counts_N], rtol=1e-3, atol=1e-5, equal_nan=True):
-            raise ValueError("token_loss is not elementwise: it returns other losses for half of the tokens")
+            again_N, _ = self.of_tokens(part)._call(log_probs_N[part], entropy)
+            if again_N.requires_grad:
+                raise ValueError("token_loss uses a tensor that requires a gradient and would get none")
+            same_N = torch.isclose(again_N, losses_N[part], rtol=1e-3, atol=1e-5, equal_nan=True)
+            if not same_N[counts_N[part]].all():
+                raise ValueError("token_loss is not elementwise: it returns other losses for half of the tokens")
 
 
-def checked(
+def checked_token_loss(
     function: Any, inputs: Any, target: Tensor, excluded: dict[str, bool], return_aux: Any, debug: bool
 ) -> TokenLoss | None:
-    """Return the checked ``token_loss`` and ``token_inputs`` of a call, or None. Raise ValueError or TypeError.
+    """Check ``token_loss`` and ``token_inputs``. Return None without a function.
 
-    ``excluded`` says by name which arguments are given that cannot be combined with a ``token_loss``.
+    ``excluded``: arguments that cannot be combined with a ``token_loss``, and whether the call gives them.
     """
     if not isinstance(inputs, (tuple, list)) or not (callable(function) or function is None):
         raise TypeError("token_loss must be a function, and token_inputs a tuple of tensors")
@@ -122,22 +129,30 @@ def checked(
     names = [name for name, is_given in excluded.items() if is_given]
     if names:
         raise ValueError(f"token_loss cannot be combined with {', '.join(names)}")
-    if not isinstance(return_aux, bool):
-        raise TypeError(f"return_aux must be a bool with token_loss, got {return_aux!r}")
+    checks.boolean("return_aux with token_loss", return_aux)
     for number, values in enumerate(inputs):
         name = f"token_inputs[{number}]"
-        checks.tensors({name: values}, on_meta=True)
+        checks.like_target(name, values, target)
         if values.requires_grad:
             raise TypeError(f"{name} requires a gradient, and would get none: detach it")
-        if values.shape != target.shape or values.device != target.device:
-            wanted, given = (f"{tuple(x.shape)} on {x.device}" for x in (target, values))
-            raise ValueError(f"{name} must be {wanted} as target, got {given}")
     needs_entropy = bool(getattr(function, "needs_entropy", False))
-    found = [] if return_aux else None
-    return TokenLoss(function, tuple(values.reshape(-1) for values in inputs), needs_entropy, debug, found)
+    outputs = [] if return_aux else None
+    return TokenLoss(function, tuple(values.reshape(-1) for values in inputs), needs_entropy, debug, outputs)
 
 
-def _cut_off() -> ValueError:
+def _packed(saved: Tensor) -> tuple[Tensor, int]:
+    return saved, saved._version
+
+
+def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
+    """Return a saved tensor. Autograd does not check the versions of tensors with hooks."""
+    saved, version = packed
+    if saved._version != version:
+        raise RuntimeError("token_loss changed a tensor in place that its gradient needs")
+    return saved
+
+
+def _no_gradient() -> ValueError:
     return ValueError("the losses of token_loss have no gradient: the function detaches log_probs, or uses no_grad()")
 
 
@@ -150,5 +165,5 @@ def _checked_output(values: Any, like_N: Tensor) -> Tensor:
 
 
 def _masked(values: Any, counts_N: Tensor) -> Tensor | None:
-    """Return an output without gradient, and 0 for tokens without a label."""
+    """Return an output without gradient, and with 0 for tokens that do not count."""
     return None if values is None else _checked_output(values, counts_N).detach().masked_fill(~counts_N, 0)

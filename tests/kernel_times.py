@@ -2,9 +2,8 @@
 
     python tests/kernel_times.py gemma-2-2b --methods cce-dist-default torch --out times.json
 
-Prints a table for each method with a row for each kernel: its median over the rounds, in forward and in backward. If a method
-computes gradients in forward, their kernels are there. The file has the seconds of every round. Without a GPU the rows are
-operators of torch.
+Prints a table for each method with the median time of each kernel over the rounds, and writes the seconds of every round. The
+kernels of gradients that forward computes count as forward's. Without a GPU the rows are operators of torch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from cce_dist.tools.bench.workload import make_workload
 from cce_dist.tools.report import describe, describe_environment, table
 
 WARM_UP = 3  # steps before the first round
-Times = dict[str, dict[str, list[float]]]  # phase, "forward" or "backward" -> kernel -> seconds of each round
+Times = dict[str, list[float]]  # "forward: " or "backward: " and the kernel's name -> seconds of each round
 
 
 def kernels_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, dict[str, float]]:
@@ -48,28 +47,26 @@ def measure(function: Callable[..., torch.Tensor], operands: Sequence[torch.Tens
     """Return the times of each kernel of a loss function (hidden, weight, labels) -> loss."""
     hidden, weight, labels = operands
     hidden, weight = (tensor.detach().requires_grad_() for tensor in (hidden, weight))
-    clock, times = Clock(hidden.device), {"forward": defaultdict(list), "backward": defaultdict(list)}
+    clock, times = Clock(hidden.device), defaultdict(list)
     for number in range(WARM_UP + rounds):
-        # The card is at its power limit, as when `bench` times a step.
-        clock.times(lambda: None)
+        clock.times(lambda: None)  # brings the card to its power limit, as before the jobs of `bench`
         loss, forward = kernels_of(lambda: function(hidden, weight, labels), hidden.device)
         _, backward = kernels_of(lambda loss=loss: torch.autograd.grad(loss, (hidden, weight)), hidden.device)
-        for phase, found in (("forward", forward), ("backward", backward)):
-            for name, seconds in found.items() if number >= WARM_UP else ():
-                times[phase][name].append(seconds)
-    return {phase: dict(found) for phase, found in times.items()}
+        if number >= WARM_UP:
+            for phase, found in (("forward", forward), ("backward", backward)):
+                for name, seconds in found.items():
+                    times[f"{phase}: {name}"].append(seconds)
+    return times
 
 
-def shown(times: Times, least: float = 0.005) -> list[str]:
-    """Return a table of the kernels that take at least this share of a step, and of all the others together."""
-    medians = {(phase, name): statistics.median(found) for phase in times for name, found in times[phase].items()}
-    total = sum(medians.values())
-    rows = [(phase, name, each) for (phase, name), each in medians.items() if each >= least * total]
-    rows.append(("both", "all others", total - sum(each for _, _, each in rows)))
+def shown(times: Times) -> list[str]:
+    """Return a table of all kernels, and of their sum."""
+    rows = {name: statistics.median(seconds) for name, seconds in times.items()}
+    total = rows["sum"] = sum(rows.values())
     return table(
         [
-            {"kernel": name[:80], "phase": phase, "ms": f"{each * 1e3:.3f}", "share": f"{each / total:.1%}"}
-            for phase, name, each in [*rows, ("both", "sum", total)]
+            {"kernel": name[:90], "ms": f"{each * 1e3:.3f}", "share": f"{each / total:.1%}"}
+            for name, each in rows.items()
         ]
     )
 
@@ -85,6 +82,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     workload = make_workload(shape_of(args.shape), args.tokens, device=device)
     found: dict[str, Times] = {}
+    record = {"environment": describe_environment(device), "shape": args.shape, "tokens": args.tokens, "times": found}
     for name in args.methods:
         print(f"### {name}, {args.shape}, N {args.tokens:,}\n")
         try:
@@ -94,12 +92,6 @@ def main() -> None:
         except Exception as error:  # other libraries raise anything, and the other methods go on
             print(describe(error), "\n", flush=True)
         free_memory(device)
-        record = {
-            "environment": describe_environment(device),
-            "shape": args.shape,
-            "tokens": args.tokens,
-            "times": found,
-        }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -68,7 +68,7 @@ def linear_kl_divergence(
         "tv"        1 - o, total variation: 0.5 * sum_j |p_j - t_j|
         "lk"        -log(o): for draft models of speculative decoding, which accepts a draft model's token with probability o
 
-    with ``o = sum_j min(p_j, t_j)``. Where p_j = t_j, o has no derivative; the gradient is then the one of p_j > t_j.
+    with ``o = sum_j min(p_j, t_j)``. At p_j = t_j, where o has no derivative, the gradient is the limit from p_j > t_j.
 
     The teacher's tensors are detached. For a temperature tau pass ``logit_scale=1 / tau, teacher_logit_scale=1 / tau``; if your
     loss has a factor tau**2, multiply by it yourself.

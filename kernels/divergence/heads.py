@@ -150,7 +150,8 @@ def complete(pair: Pair, sums_T2N: Tensor, spec: Divergence) -> tuple[Tensor, Pa
         return -log_o, pair._replace(offset=(log_u - log_overlap).exp(), log_overlap=log_overlap)
     first, offset = sums_T2N.sum(0)
     if spec.kind == "tv":
-        return first, pair._replace(offset=offset, log_overlap=torch.zeros_like(offset))
+        # Rounding may lift the sum above 1.
+        return first.clamp(max=1.0), pair._replace(offset=offset, log_overlap=torch.zeros_like(offset))
     return spec.beta * first + (1 - spec.beta) * offset, pair._replace(offset=offset)
 
 

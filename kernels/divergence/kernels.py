@@ -40,7 +40,9 @@ from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.kernels.waves import cdiv
 
 FORWARD, REVERSE, JSD, TV, LK = (tl.constexpr(i) for i in range(len(KINDS)))  # in the order of KINDS
-SUMS_TILES = 4  # tiles read at a time by a program of ``_pair_sums_kernel``: one warp per row, so sums stay within a warp
+SUMS_TILES = 4  # tiles that a warp of ``_pair_sums_kernel`` reads at a time
+# Warps per row of that kernel. Sums stay within one warp; but kinds with a second pass work on few rows at a time.
+SUMS_WARPS, FEW_ROWS_WARPS = 1, 4
 BLOCK_N = 16  # rows per program of ``_pair_gradients_kernel``
 
 
@@ -207,6 +209,7 @@ def _add_up(
 ) -> None:
     """Add columns [first, last) to the sums of the group's tokens; column 0 sets those of the first pass (no ``pair``)."""
     num_rows, (z_2RC, top_2BR, _) = rows.index.shape[0], logits
+    num_warps = SUMS_WARPS if spec.empty_sum is None else FEW_ROWS_WARPS
     _pair_sums_kernel[(num_rows,)](
         # in
         z_2RC[0], z_2RC[1], top_2BR[0], top_2BR[1], rows.index, rows.num_kept,
@@ -219,7 +222,8 @@ def _add_up(
         # options
         spec.beta,
         TASK=KINDS.index(spec.kind), SECOND=pair is not None, FAST=has_fast_math(),
-        FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_V=tiles.lse.cols, TILES=SUMS_TILES, num_warps=1,
+        FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_V=tiles.lse.cols, TILES=SUMS_TILES * num_warps,
+        num_warps=num_warps,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from shards import DEVICE, GPU, needs_gpu
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from cce_dist import (
     TokenLossOutput,
@@ -200,6 +201,84 @@ def test_entropy_adaptive_is_llama_factorys() -> None:
         torch.testing.assert_close(mine, stock, rtol=1e-7, atol=1e-9)
 
 
+def changing(log_probs: Tensor, entropy: Tensor) -> Tensor:
+    return log_probs.exp_() * entropy.mul_(2)
+
+
+def overwriting(log_probs: Tensor, _: None) -> Tensor:
+    ratio = log_probs.exp()
+    losses = 3 * ratio
+    ratio.mul_(2)
+    return losses
+
+
+changing.needs_entropy = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_a_function_may_change_its_arguments_in_place(rows: int | None, compiled: bool) -> None:
+    """Catches: an ignored token with loss exp(0), outputs after the change, an error for a leaf that is changed, a wrong
+    gradient of a function that overwrites what its own gradient needs."""
+    (hidden, weight), labels, _ = operands(biased=False)
+
+    def kept(log_probs: Tensor, entropy: Tensor) -> Tensor:
+        return log_probs.exp() * (entropy * 2)
+
+    def call(function: Callable[..., Any]) -> TokenLossOutput:
+        return linear_cross_entropy(hidden, weight, labels, token_loss=function, return_aux=True)
+
+    kept.needs_entropy = True  # type: ignore[attr-defined]
+    run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    with groups.of_rows(rows):
+        right, found = call(kept), run(changing)
+        for ours, true in zip(found[:4], right[:4], strict=True):
+            torch.testing.assert_close(ours, true)
+        slopes = (torch.autograd.grad(out.loss, (hidden, weight)) for out in (found, right))
+        for ours, true in zip(*slopes, strict=True):
+            torch.testing.assert_close(ours, true)
+        if not compiled:  # a graph of torch.compile has no operations in place
+            with pytest.raises(RuntimeError, match=r"in ?place"):
+                call(overwriting).loss.backward()
+
+
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_a_checkpoint_computes_the_forward_twice(rows: int | None) -> None:
+    """Catches: a checkpoint's hooks on the tensors that the function saves, with which each group starts the forward again."""
+    (hidden, weight), labels, inputs = operands(biased=False)
+    function, count = FUNCTIONS["clipped"]
+    counted = mock.Mock(side_effect=function, needs_entropy=False)
+
+    def call(hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, token_loss=counted, token_inputs=inputs[:count])
+
+    num_groups = 1 if rows is None else 4
+    with groups.of_rows(rows):
+        right = torch.autograd.grad(call(hidden), (hidden, weight))
+        counted.reset_mock()
+        loss = checkpoint(call, hidden, use_reentrant=False)
+        assert counted.call_count == num_groups
+        for ours, true in zip(torch.autograd.grad(loss, (hidden, weight)), right, strict=True):
+            assert torch.equal(ours, true)
+    assert counted.call_count == 2 * num_groups
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool, torch.uint8, torch.int64])
+def test_a_clipped_policy_of_any_ratio_and_advantage(kind: torch.dtype) -> None:
+    """Catches: NaN gradients of a ratio that overflows, though the loss is clipped; -1 as a uint8; a missing reference."""
+    log_probs = torch.tensor([-1.0, -1.0, -1.2, -1.0], requires_grad=True)
+    advantages, old = torch.tensor([1, 0, 1, 1]).to(kind), torch.tensor([-torch.inf, -200.0, -1.1, -0.2])
+    losses, _ = objectives.clipped_policy()(log_probs, None, advantages, old)
+    ratios = (log_probs.detach() - old).exp()
+    torch.testing.assert_close(losses, -torch.stack((torch.tensor(1.2), torch.tensor(0.0), *ratios[2:])))
+    torch.testing.assert_close(torch.autograd.grad(losses.sum(), log_probs)[0], torch.tensor([0, 0, *-ratios[2:]]))
+    losses, _ = objectives.clipped_policy(dual=3.0)(log_probs, None, -advantages.float(), old)
+    torch.testing.assert_close(losses, torch.tensor([3.0, 0.0, ratios[2], 0.8]))
+    assert torch.autograd.grad(losses.sum(), log_probs)[0].isfinite().all()
+    with pytest.raises(ValueError, match="ref_log_probs"):
+        objectives.clipped_policy(kl_coef=0.1)(log_probs, None, advantages, old)
+
+
 def test_float64_and_half_precision() -> None:
     """Catches: fp32 inside a float64 loss; a function that runs under autocast."""
     tensors, labels, inputs = operands(biased=False)
@@ -300,7 +379,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weights": ({"weight": torch.ones(V)}, ValueError, "cannot be combined with weight"),
     "smoothing": ({"label_smoothing": 0.1, "z_loss_weight": 0.1}, ValueError, "label_smoothing, z_loss_weight"),
     "expected": ({"expected_weights": torch.ones(N), "reduction": "none"}, ValueError, "expected_weights"),
-    "names": ({"return_aux": ("nll",)}, TypeError, "return_aux must be a bool"),
+    "names": ({"return_aux": ("nll",)}, TypeError, "return_aux with token_loss must be a bool"),
     "returns a number": ({"token_loss": lambda log_probs, _: 0.5}, TypeError, "must return tensors, got float"),
     "other shape": ({"token_loss": doubled}, ValueError, r"one number per token, \[\d+\], got \[\d+\]"),
     "sum": ({"token_loss": lambda log_probs, _: -log_probs.sum()}, ValueError, r"got \[\]"),

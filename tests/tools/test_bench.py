@@ -474,22 +474,16 @@ def test_a_library_gets_its_arguments_in_its_own_order(monkeypatch):
     assert [row.problem for row in rows] == ["", "", "", ""]
 
 
-def test_fla_splits_the_vocabulary_or_says_why_not(monkeypatch):
+def test_fla_splits_the_vocabulary_in_equal_shards(monkeypatch):
     """Catches a split vocabulary without its group, and unequal shards, whose ids FLA computes from their size."""
     given = []
 
-    def old(ignore_index=-100):
-        return None
-
-    def new(ignore_index=-100, process_group=None):
+    def loss(ignore_index=-100, process_group=None):
         given.append(process_group)
 
     build = methods.all_methods()["fla"].build
     shard = SimpleNamespace(group="of two ranks", group_size=2, vocab_size=300)
-    stub(monkeypatch, "fla.modules", FusedLinearCrossEntropyLoss=old)
-    with pytest.raises(ImportError, match="has no vocabulary-parallel mode"):
-        build(shard, torch.ones(4, 8))
-    stub(monkeypatch, "fla.modules", FusedLinearCrossEntropyLoss=new)
+    stub(monkeypatch, "fla.modules", FusedLinearCrossEntropyLoss=loss)
     build(shard, torch.ones(4, 8))
     assert given == ["of two ranks"]
     shard.vocab_size = 301
@@ -521,7 +515,7 @@ def test_the_auto_chunker_says_if_it_split_nothing(monkeypatch):
     assert not row.problem
     monkeypatch.setattr(torch._inductor, "config", SimpleNamespace())
     (row,), _, _ = measure(case, method, repeats=1)
-    assert row.missing and row.problem == f"torch {torch.__version__} has no auto-chunker"
+    assert row.missing and row.problem == f"torch {torch.__version__} has no torch._inductor.config.auto_chunker"
 
 
 LIBRARIES = {
@@ -547,18 +541,19 @@ def test_a_library_that_is_not_here_is_one_line(name, library, monkeypatch):
 
 
 def test_the_kernels_of_a_loss_are_told_apart(tmp_path, capsys, monkeypatch):
-    """Catches the products of backward counted in forward, a warm-up round that is counted, and a sum without small kernels."""
+    """Catches the products of backward counted in forward, and a warm-up round that is counted."""
     out = tmp_path / "times.json"
     argv = ["kernel_times.py", "24x2048", "--tokens", "16", "--methods", "torch", "quack", "--rounds", "2"]
     monkeypatch.setattr(sys, "argv", [*argv, "--out", str(out)])
     monkeypatch.setitem(sys.modules, "quack", None)
     kernel_times.main()
     times = json.loads(out.read_text())["times"]["torch"]
-    assert {len(rounds) for phase in times.values() for rounds in phase.values()} == {2}
-    assert "aten::_log_softmax" in times["forward"] and "aten::_log_softmax_backward_data" not in times["forward"]
-    assert "aten::_log_softmax_backward_data" in times["backward"] and "aten::mm" in times["backward"]
+    assert set(map(len, times.values())) == {2}
+    slope = "aten::_log_softmax_backward_data"
+    assert {"forward: aten::_log_softmax", f"backward: {slope}", "backward: aten::mm"} <= set(times)
+    assert f"forward: {slope}" not in times
     table, _, refusal = capsys.readouterr().out.partition("### quack")
-    cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in table.splitlines() if line.startswith("|")][2:]
-    *parts, (_, total) = cells
-    assert float(total) == pytest.approx(sum(float(ms) for _, ms in parts), abs=0.01)
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    *parts, total = [float(line.split("|")[2]) for line in lines[2:]]
+    assert total == pytest.approx(sum(parts), abs=0.01)
     assert "quack" in refusal and "Error" not in refusal

@@ -19,7 +19,7 @@ from cce_dist import linear_cross_entropy
 from cce_dist.tools import cli
 from cce_dist.tools.compare import heads, report
 from cce_dist.tools.compare.probe import Agreement
-from cce_dist.tools.compare.runs import Every, Run, train
+from cce_dist.tools.compare.runs import Run, train
 from cce_dist.tools.pretrain.ranks import Ranks
 from cce_dist.tools.pretrain.recipe import PRESETS, Recipe
 from cce_dist.tools.report import write_json
@@ -240,5 +240,5 @@ def test_a_run_that_learns_nothing_says_so(last: float, learned: bool) -> None:
     )
     recipe: Any = SimpleNamespace(steps=100, batch_size=1, shape=SimpleNamespace(seq_len=1))
     run = Run("exact", 0)
-    train(recipe, training, run, Every(100, 100), lambda: None)
+    train(recipe, training, run, 100, 100, lambda: None)
     assert ("nothing was learned" in run.problem) == (not learned)

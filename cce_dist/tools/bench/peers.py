@@ -6,7 +6,6 @@ library without a vocabulary-parallel mode ignores the shard, and its row needs 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from collections.abc import Callable
@@ -81,15 +80,13 @@ def torch_compile(shard: VocabShard, hidden: Tensor, softcap: float | None = Non
 
 
 def torch_auto_chunker(shard: VocabShard, hidden: Tensor) -> LossFn:
-    """Return the dense loss compiled with Inductor's auto-chunker. A call that was not split raises ``ImportError``."""
+    """Return the dense loss compiled with Inductor's auto-chunker. It raises ``ImportError`` if nothing was chunked."""
     from torch._inductor import config, metrics
 
-    # Its name in newer releases, and in older ones.
-    names = [name for name in ("auto_chunker", "AutoChunker") if hasattr(config, name)]
-    if not names:
-        raise ImportError(f"torch {torch.__version__} has no auto-chunker")
+    if not hasattr(config, "auto_chunker"):
+        raise ImportError(f"torch {torch.__version__} has no torch._inductor.config.auto_chunker")
     # The default threshold, 8, leaves the heads of most models whole. Code from the cache would not count as split.
-    options = {f"{names[0]}.enable": True, f"{names[0]}.amplify_ratio_threshold": 0, "fx_graph_cache": False}
+    options = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 0, "fx_graph_cache": False}
     function, before = compiled(dense, options), metrics.num_auto_chunking
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -262,14 +259,12 @@ def quack(shard: VocabShard, hidden: Tensor) -> LossFn:
 
 
 def fla(shard: VocabShard, hidden: Tensor) -> LossFn:
-    """Return flash-linear-attention's loss, which splits the tokens. Over a group it merges each chunk's statistics."""
+    """Return flash-linear-attention's loss, in chunks of tokens. Over a group it merges the statistics of each chunk."""
     from fla.modules import FusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
 
     options: dict[str, Any] = {}
     if shard.group is not None:
         need_equal_shards(shard)
-        if "process_group" not in inspect.signature(FusedLinearCrossEntropyLoss).parameters:
-            raise ImportError("this release of flash-linear-attention has no vocabulary-parallel mode")
         options["process_group"] = shard.group
     loss = FusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, **options)
     return lambda hidden, weight, labels: loss(hidden, labels, weight)
@@ -290,7 +285,7 @@ def trl(shard: VocabShard, hidden: Tensor) -> LossFn:
 
 
 def torchtune(shard: VocabShard, hidden: Tensor) -> LossFn:
-    """Return torchtune's loss of 8 chunks of logits. Compiles what ``torchtune.training.compile_loss`` compiles."""
+    """Return torchtune's loss of 8 chunks of logits, compiled as by ``torchtune.training.compile_loss``."""
     from torchtune.modules.loss import CEWithChunkedOutputLoss  # pyright: ignore[reportMissingImports]
 
     chunked = CEWithChunkedOutputLoss(ignore_index=IGNORE_INDEX)
@@ -304,7 +299,7 @@ def torchtune(shard: VocabShard, hidden: Tensor) -> LossFn:
 
 
 def mgmalek(shard: VocabShard, hidden: Tensor, num_chunks: int = 8) -> LossFn:
-    """Return the loss of mgmalek's efficient_cross_entropy: a clone in a folder that is on the path, not a package."""
+    """Return the loss of mgmalek's efficient_cross_entropy. It is no package: put a clone on PYTHONPATH."""
     from efficient_cross_entropy.modules import FusedCrossEntropyLossFunction  # pyright: ignore[reportMissingImports]
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -23,20 +23,19 @@ SHAPES |= {"qwen-3-8b": HeadShape(4096, 151_936), "toy": HeadShape(256, 4_096)} 
 
 
 def shape_of(name: str) -> HeadShape:
-    """Return a shape of ``SHAPES``, or the one that "2048x32768" writes as D x V. Raises ValueError."""
+    """Return a shape of ``SHAPES``, or D 2,048 and V 32,768 for "2048x32768"."""
     if name in SHAPES:
         return SHAPES[name]
     if not (sizes := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)):
-        raise ValueError(f"{name!r} is neither D x V, such as 2048x32768, nor one of {', '.join(SHAPES)}")
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is neither D x V, such as 2048x32768, nor one of {', '.join(SHAPES)}"
+        )
     return HeadShape(int(sizes[1]), int(sizes[2]))
 
 
 def shape(text: str) -> str:
     """Read the name of a shape."""
-    try:
-        shape_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    shape_of(text)
     return text
 
 

@@ -149,7 +149,7 @@ def divergence_task(kind: str, teacher_size: int | None) -> Task:
 
         if not torch.cuda.is_available():
             raise ImportError("needs a GPU")
-        of_both = LigerFusedLinearJSD(jsd_beta=betas[kind])
+        of_both = LigerFusedLinearJSD(jsd_beta={"forward": 0.0, "reverse": 1.0, "jsd": 0.5}[kind])
         return lambda *heads: of_both(*heads, None)
 
     def problem(workload: Workload) -> Problem:
@@ -161,7 +161,6 @@ def divergence_task(kind: str, teacher_size: int | None) -> Task:
         return Problem((hidden, teacher.hidden), (weight, teacher.weight), upstream, cast(Function, truth))
 
     rivals = {"torch": lambda: dense, "torch-compile": lambda: compiled(dense)}
-    betas = {"forward": 0.0, "reverse": 1.0, "jsd": 0.5}
-    if kind in betas:
+    if kind not in ("tv", "lk"):
         rivals["liger"] = liger
     return Task(partial(_rows, build, rivals), problem, f"kl-{kind}")

@@ -159,8 +159,8 @@ def _compare(args: argparse.Namespace) -> Any:
     for name, value in DEFAULTS["model" if args.model else args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    every = runs.Every(args.measure_every, args.gradients_every or args.measure_every)
-    if every.gradients % every.loss:
+    gradients_every = args.gradients_every or args.measure_every
+    if gradients_every % args.measure_every:
         raise pretrain.UsageError("--gradients-every must be a multiple of --measure-every")
     # One rank. The model is built and evaluated with the exact loss.
     recipe = models.recipe_of(args) if args.model else pretrain.Recipe.of(args)
@@ -178,7 +178,7 @@ def _compare(args: argparse.Namespace) -> Any:
         seeds = range(args.first_seed, args.first_seed + args.seeds)
         kind: Any = partial(models.ModelLearner, args.model) if args.model else heads.GPTLearner
         learner = kind(recipe, here, data.Corpus(folder), chosen)
-        for run in runs.train_all(recipe, learner, seeds, every, bar.update):
+        for run in runs.train_all(recipe, learner, seeds, args.measure_every, gradients_every, bar.update):
             comparison.runs.append(run)
             write_json(args.out / "compare.json", comparison)
             tqdm.write(report.line(run))

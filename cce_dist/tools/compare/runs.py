@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from cce_dist.tools.report import describe
 
 @dataclass
 class Measurement:
-    """The state of a run after ``step`` optimizer steps. ``Agreement`` describes the last six fields, empty
-    or NaN where gradients were not compared."""
+    """The state of a run after ``step`` optimizer steps.
+
+    ``Agreement`` describes the last six fields. They are empty or NaN if gradients were not compared.
+    """
 
     step: int
     val_loss: float  # nats per token, by the exact head, always on the same batches
@@ -48,13 +50,6 @@ class Run:
     seed: int
     measurements: list[Measurement] = field(default_factory=list)
     problem: str = ""  # why it ended early, or compares nothing; empty: no problem
-
-
-class Every(NamedTuple):
-    """Steps between measurements. There is also one of each kind before the first step, and one after the last."""
-
-    loss: int
-    gradients: int  # a multiple of ``loss``
 
 
 class Learner(Protocol):
@@ -88,9 +83,10 @@ class Learner(Protocol):
 
 
 def train_all(
-    recipe: Recipe, learner: Learner, seeds: Iterable[int], every: Every, advance: Callable[[], Any]
-) -> Iterator[Run]:
-    """Yield each run as it ends, all methods of a seed before the next seed; ``advance`` is called after every step."""
+    recipe: Recipe, learner: Learner, seeds: Iterable[int], loss_every: int, gradients_every: int,
+    advance: Callable[[], Any],
+) -> Iterator[Run]:  # fmt: skip
+    """Yield each run as it ends, all methods of a seed before the next seed. ``train`` describes the last arguments."""
     for seed in seeds:
         make_deterministic(seed)
         learner.start(seed)
@@ -98,7 +94,7 @@ def train_all(
             run = Run(method, seed)
             try:
                 learner.take(method)
-                train(recipe, learner, run, every, advance)
+                train(recipe, learner, run, loss_every, gradients_every, advance)
             except Exception as error:  # other libraries raise anything, and the other methods go on
                 if learner.is_ours(method):
                     raise
@@ -106,13 +102,18 @@ def train_all(
             yield run
 
 
-def train(recipe: Recipe, learner: Learner, run: Run, every: Every, advance: Callable[[], Any]) -> None:
-    """Take the recipe's steps, and measure on the way: see ``Every``."""
+def train(
+    recipe: Recipe, learner: Learner, run: Run, loss_every: int, gradients_every: int, advance: Callable[[], Any]
+) -> None:
+    """Take the recipe's steps, and call ``advance`` after each.
+
+    Measure before the first step, after the last, and every so many steps. ``gradients_every`` is a multiple of ``loss_every``.
+    """
     losses: list[Tensor] = []
     clock = time.perf_counter()
     for step in range(recipe.steps + 1):
         is_last = step == recipe.steps
-        if step % every.loss == 0 or is_last:
+        if step % loss_every == 0 or is_last:
             measured = Measurement(step, math.nan)
             if losses:
                 measured.train_loss = torch.stack(losses).mean().item()  # waits for the device, so the clock is right
@@ -123,7 +124,7 @@ def train(recipe: Recipe, learner: Learner, run: Run, every: Every, advance: Cal
             if not math.isfinite(measured.val_loss):
                 run.problem = f"the validation loss is {measured.val_loss} after step {step}"
                 return
-            if step % every.gradients == 0 or is_last:
+            if step % gradients_every == 0 or is_last:
                 vars(measured).update(learner.probe(step)._asdict())
             losses, clock = [], time.perf_counter()
         if not is_last:
