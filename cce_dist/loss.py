@@ -190,8 +190,8 @@ def linear_cross_entropy(
             entropy, *token_inputs) -> losses``, or ``(losses, metrics)`` with a dict or tuple of further tensors. It is called
             for groups of tokens. All tensors have shape [n], and log_probs and losses are fp32. A token's loss must not
             depend on other tokens. entropy is None unless ``token_loss.needs_entropy`` is True. Only log_probs and entropy
-            get gradients, by autograd. Cannot be combined with weight, label_smoothing, z_loss_weight, grad_filter or
-            expected_weights. ``cce_dist.objectives`` has examples.
+            get gradients, by autograd; another tensor that requires one is refused. Cannot be combined with weight,
+            label_smoothing, z_loss_weight, grad_filter or expected_weights. ``cce_dist.objectives`` has examples.
         token_inputs: Tensors of target's shape, without gradient, that token_loss gets. They stay whole under
             sequence_parallel. Their values for ignored tokens do not matter.
         options: Ignored. In ``torch.nn.functional.linear_cross_entropy`` it selects how memory is saved; here

@@ -59,6 +59,8 @@ class TokenLoss(NamedTuple):
             losses_N, metrics = self._call(log_probs_N, entropy_N)
             if nll_N.requires_grad and not losses_N.requires_grad:
                 raise _no_gradient()
+            if not torch.compiler.is_compiling():
+                _check_leaves(losses_N, (nll_N, entropy_N))
             if self.debug and not torch.compiler.is_compiling():
                 self._check_elementwise(losses_N.detach(), log_probs_N.detach(), entropy_N, counts_N)
         log_probs_N = log_probs_N.detach()
@@ -106,8 +108,6 @@ class TokenLoss(NamedTuple):
         for part in (slice(0, half), slice(half, None)):
             entropy = None if entropy_N is None else entropy_N.detach()[part]
             again_N, _ = self.of_tokens(part)._call(log_probs_N[part], entropy)
-            if again_N.requires_grad:
-                raise ValueError("token_loss uses a tensor that requires a gradient and would get none")
             same_N = torch.isclose(again_N, losses_N[part], rtol=1e-3, atol=1e-5, equal_nan=True)
             if not same_N[counts_N[part]].all():
                 raise ValueError("token_loss is not elementwise: it returns other losses for half of the tokens")
@@ -154,6 +154,21 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
 
 def _no_gradient() -> ValueError:
     return ValueError("the losses of token_loss have no gradient: the function detaches log_probs, or uses no_grad()")
+
+
+def _check_leaves(losses_N: Tensor, arguments: tuple[Tensor | None, ...]) -> None:
+    """Raise ValueError if the losses depend on a tensor that requires a gradient, other than through the arguments."""
+    arguments_done = {values.grad_fn for values in arguments if values is not None}
+    nodes, seen = [losses_N.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or node in arguments_done:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is values for values in arguments):
+            raise ValueError(f"token_loss uses a tensor {list(leaf.shape)} that requires a gradient: it would get none")
+        nodes += [following for following, _ in node.next_functions]
 
 
 def _checked_output(values: Any, like_N: Tensor) -> Tensor:

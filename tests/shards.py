@@ -15,6 +15,16 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 if not GPU:
     make_quick()  # in ranks, too
+# The backends of tests over ranks, which are on CPUs.
+backends_of_ranks = pytest.mark.parametrize(
+    "backend",
+    [
+        "torch",
+        pytest.param(
+            "triton", marks=[pytest.mark.slow, pytest.mark.skipif(GPU, reason="ranks are on CPUs, interpreted")]
+        ),
+    ],
+)
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU: it is about memory, compilation or streams of the device")
 
 

@@ -207,7 +207,7 @@ def _add_up(
     rows: Rows, pair: Pair | None, sums_KN: torch.Tensor, spec: Divergence, tiles: Tiles, logits: PairLogits, first: int,
     last: int,
 ) -> None:
-    """Add columns [first, last) to the sums of the group's tokens; column 0 sets those of the first pass (no ``pair``)."""
+    """Add columns [first, last) to the sums of the group's tokens; column 0 sets the sums of the first pass (no ``pair``)."""
     num_rows, (z_2RC, top_2BR, _) = rows.index.shape[0], logits
     num_warps = SUMS_WARPS if spec.empty_sum is None else FEW_ROWS_WARPS
     _pair_sums_kernel[(num_rows,)](

@@ -36,6 +36,7 @@ PUBLISHED = {  # parameters as each model's page counts them, norms included
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
     "qwen-3-0.6b": 596_049_920,
+    "qwen-3-1.7b": 1_720_574_976,
     "qwen-3-4b": 4_022_468_096,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3-8b": 8_030_261_248,

@@ -74,7 +74,7 @@ class Case:
     rows_of: tuple[int, int] | None = None  # the student's and the teacher's, padding counted
     budget: int = 1 << 30
     kept: int = 0  # columns, in any dtype
-    again: bool = False  # a second pass computes the logits again, instead of reading those of a group of tokens
+    again: bool = False  # a second pass computes the logits again, instead of reading a group's logits
 
 
 BOTH = dict(logit_scale=0.7, softcap=3.0, teacher_logit_scale=1.3, teacher_softcap=5.0)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from shards import DEVICE, GPU, launch_nothing, needs_gpu
+from shards import DEVICE, GPU, backends_of_ranks, launch_nothing, needs_gpu
 from tiny_trainer import compared
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -611,15 +611,7 @@ def _on_ranks(backend: str) -> None:
         assert_no_worse(d_bias, base[3][own], truth[3][own], torch.float32, f"dbias {options}")
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "torch",
-        pytest.param(
-            "triton", marks=[pytest.mark.slow, pytest.mark.skipif(GPU, reason="ranks are on CPUs, interpreted")]
-        ),
-    ],
-)
+@backends_of_ranks
 def test_on_two_ranks(ranks2: Callable[..., None], backend: str) -> None:
     """Catches: statistics of a group that are merged with another's, a sum of dE that leaves a group out."""
     ranks2(_on_ranks, backend)

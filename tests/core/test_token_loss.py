@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shards import DEVICE, GPU, needs_gpu
+from shards import DEVICE, GPU, backends_of_ranks, needs_gpu
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -404,19 +404,28 @@ def test_what_is_refused(name: str, rows: int | None) -> None:
         linear_cross_entropy(hidden, weight, labels, **given)
 
 
+@pytest.mark.parametrize("rows", [None, 6])
+def test_a_parameter_of_the_function_is_refused(rows: int | None) -> None:
+    """Catches: a parameter whose gradient one pass loses, also behind other operations; an argument taken for a parameter."""
+    (hidden, weight), labels, _ = operands(biased=False)
+    beta = BETA.to(DEVICE)
+    with groups.of_rows(rows):
+        for function in (lambda log_probs, _: -log_probs * beta, lambda log_probs, _: -log_probs + 2 * beta.exp()):
+            with pytest.raises(ValueError, match="requires a gradient"):
+                linear_cross_entropy(hidden, weight, labels, token_loss=function)
+        fixed = linear_cross_entropy(hidden, weight, labels, token_loss=lambda log_probs, _: -log_probs * beta.detach())
+        fixed.backward()
+
+
 @pytest.mark.parametrize("rows", [ROWS, None])
 def test_debug_finds_a_function_that_is_not_elementwise(rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a baseline made of a group's tokens, and a parameter whose gradient would be lost."""
+    """Catches: a baseline made of a group's tokens."""
     monkeypatch.setenv("CCE_DIST_DEBUG", "1")
     (hidden, weight), labels, inputs = operands(biased=False)
-    wrong: list[tuple[Callable[..., Any], str]] = [
-        (lambda log_probs, _, a: -log_probs * (a - a.nanmean()), "not elementwise"),
-        (lambda log_probs, _, a: -log_probs * BETA.to(DEVICE), "requires a gradient"),
-    ]
     with groups.of_rows(rows):
-        for function, says in wrong:
-            with pytest.raises(ValueError, match=says):
-                linear_cross_entropy(hidden, weight, labels, token_loss=function, token_inputs=inputs[:1])
+        with pytest.raises(ValueError, match="not elementwise"):
+            function = lambda log_probs, _, a: -log_probs * (a - a.nanmean())  # noqa: E731
+            linear_cross_entropy(hidden, weight, labels, token_loss=function, token_inputs=inputs[:1])
         for function, count in FUNCTIONS.values():
             linear_cross_entropy(hidden, weight, labels, token_loss=function, token_inputs=inputs[:count])
 
@@ -471,15 +480,7 @@ def _on_ranks(backend: str) -> None:
                 assert_no_worse(d_bias, base[3][own], truth[3][own], torch.float32, f"dbias {what}")
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "torch",
-        pytest.param(
-            "triton", marks=[pytest.mark.slow, pytest.mark.skipif(GPU, reason="ranks are on CPUs, interpreted")]
-        ),
-    ],
-)
+@backends_of_ranks
 def test_on_two_ranks(ranks2: Callable[..., None], backend: str) -> None:
     """Catches: inputs that are cut for sequence parallelism, a function of one shard's log-probabilities."""
     ranks2(_on_ranks, backend)

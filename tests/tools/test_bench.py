@@ -452,7 +452,7 @@ class Chunked(torch.nn.Module):
 
 
 def test_a_library_gets_its_arguments_in_its_own_order(monkeypatch):
-    """Catches weight and labels exchanged, and chunks of logits that are not those of the labels.
+    """Catches weight and labels exchanged, and chunks of logits that belong to other tokens than the labels.
 
     FLA 0.6.0, torchtune 0.6.1 and mgmalek's loss are not installed here; the stubs have their signatures.
     """

@@ -191,6 +191,18 @@ def test_columns_print_a_part_of_the_table_and_draw_nothing(
     assert "unknown column 'rear-dC': choose from val-loss" in capsys.readouterr().err
 
 
+def test_a_file_without_the_softmax_is_drawn(comparison: report.Comparison, tmp_path: Path) -> None:
+    """Files of earlier releases have none. Catches: an axis in logarithms of nothing."""
+    path = tmp_path / "earlier.json"
+    write_json(path, comparison)
+    saved = json.loads(path.read_text())
+    for measured in (each for run in saved["runs"] for each in run["measurements"]):
+        del measured["by_rank"]
+    path.write_text(json.dumps(saved))
+    assert cli.main(["compare", "--show", str(path)]) == 0
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_another_librarys_function_becomes_a_head() -> None:
     chosen, missing = heads.choose(["torch"], Recipe(shape=PRESETS["toy"]), Ranks(torch.device("cpu")))
     assert not missing

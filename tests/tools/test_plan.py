@@ -93,7 +93,7 @@ def test_the_tables_of_the_page_are_what_their_commands_print(capsys) -> None:
 def test_the_table_of_the_paper_stands_beside_what_its_command_prints(capsys) -> None:
     """Catches a number of ours that moves, and a published one that is mistyped: all follow from the model's sizes.
 
-    "before" has slack for the vocabularies of the paper, which are those of tokenizers, and "after" for buffers among its
+    "before" has slack for the vocabularies of the paper, which are the sizes of tokenizers, and "after" for buffers among its
     parameters.
     """
     found = re.search(

@@ -33,6 +33,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-3-270m": ("Gemma3", _GEMMA_3),
     "gemma-3-1b": ("Gemma3", _GEMMA_3),
     "qwen-3-0.6b": ("Qwen3", {}),
+    "qwen-3-1.7b": ("Qwen3", {}),
     "qwen-3-4b": ("Qwen3", {}),
     "llama-3.2-1b": ("Llama", {}),
     "llama-3-8b": ("Llama", {}),

@@ -223,8 +223,13 @@ def draw(comparison: Comparison, path: Path) -> None:
         panels["excess"].set(
             title=f"validation loss less {comparison.baseline}'s of the same seed", ylabel="nats per token"
         )
-        panels["softmax"].set(title="probability by rank, last step", xscale="log", yscale="log")
-        panels["softmax"].axhline(comparison.options["filter_eps"], color="black", linewidth=0.6, zorder=0)
+        softmax = panels["softmax"]
+        softmax.set_title("probability by rank, last step")
+        if any(map(comparison.by_rank, comparison.methods)):
+            softmax.set(xscale="log", yscale="log")
+            softmax.axhline(comparison.options["filter_eps"], color="black", linewidth=0.6, zorder=0)
+        else:
+            softmax.text(0.5, 0.5, "not recorded", ha="center", transform=softmax.transAxes)
         if max(map(abs, panels["excess"].get_ylim())) > 0.05:
             panels["excess"].set_yscale("symlog", linthresh=0.01)
         for name in GRADIENTS:

@@ -195,7 +195,8 @@ def _floor(case: LossCase, name: str, right: Tensor, truth: Truth) -> float:
     exact_products = exact_scale and not case.classes and (problem.grid or problem.scale == 0)
     floor = EPS[dtype] * torch.finfo(dtype).smallest_normal
     if name not in GRADIENTS:
-        return floor + (0.0 if exact_products else EPS[FP32] * noise.get(name, 0.0))
+        is_exact = exact_products and not case.token_loss  # the function rounds its own products
+        return floor + (0.0 if is_exact else EPS[FP32] * noise.get(name, 0.0))
     floor += EPS[dtype] * noise[name]
     if name == "dscale" and (problem.scale == 0 or "expanded" in case.layouts.values()):
         floor += EPS[dtype] * noise["dscale alike"]
