@@ -183,7 +183,7 @@ def filtered_gradients(
     kept = (softmax_part.abs() >= grad_filter.eps * size) | is_label
     dropped = softmax_part.masked_fill(kept, 0.0) * slope
     filtered = d_logits * slope - dropped
-    for_hidden, for_weight, own_rows = filtered.clone(), filtered.clone(), torch.zeros_like(linear_weight)
+    for_hidden, for_weight = filtered.clone(), filtered.clone()
     usual = softmax_part.sum(1).square().sum()  # the norm of d_hidden is about the coefficient times a row's norm
     if grad_filter.compensate:
         hidden, weight = (x.detach().to(dropped.dtype) for x in (input.masked_fill(~valid, 0.0), linear_weight))
@@ -200,12 +200,7 @@ def filtered_gradients(
                 continue
             of_weight = weight[start:stop]
             if len(input) > 256:
-                correction = _correction((part - rank_1).t(), row_share, hidden, 256)
-                for_weight[:, start:stop] += correction.t()
-                if not correction.any():
-                    center = row_sums.abs().sum() * (row_share @ hidden)
-                    estimate = _estimate((part - rank_1).t(), row_share, hidden, 256)
-                    own_rows[start:stop] = _shrinkage(estimate, share, of_weight, center)
+                for_weight[:, start:stop] += _correction((part - rank_1).t(), row_share, hidden, 256).t()
                 reweighting = row_sums[:, None] * (hidden - row_share @ hidden)
             else:
                 reweighting = torch.zeros_like(hidden)
@@ -214,8 +209,6 @@ def filtered_gradients(
     exact = d_logits * slope
     d_hidden = (for_hidden if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
     d_weight = (for_weight if grad_filter.weight else exact).to(input.dtype).t() @ input
-    if grad_filter.weight:
-        d_weight = d_weight + own_rows
     return d_hidden, d_weight, filtered.sum(0)
 
 
@@ -264,31 +257,6 @@ def _correction(
     part = part if max(0.0, signal - noise) - left > least else 0.0
     model = reweighting @ (operand[many] - center).t() / len(many)
     return _at(columns, part * (terms - linear * lines), share) + linear * _at(many, model, share)
-
-
-def _estimate(difference: Tensor, share: Tensor, operand: Tensor, size: int) -> Tensor:
-    """Estimate ``difference @ operand`` from ``size`` sampled columns, with ``operand`` centered."""
-    columns = _sampled(share, size)
-    return difference[:, columns] / (size * share[columns]) @ (operand[columns] - share @ operand)
-
-
-def _shrinkage(estimate: Tensor, share: Tensor, weight: Tensor, center: Tensor) -> Tensor:
-    """Return the correction of dC if the sampled one is 0: a factor times each column's share of its centered row.
-
-    The covariance of the tokens' hidden states is shrunk to a multiple of the identity. Least squares give the factor.
-
-    Args:
-        estimate: [V, D] sampled estimate of dC minus its rank-1 part.
-        center: [D] vector that shares multiply in the rank-1 part. If the correction's square is below 2**-10 of the square of
-            ``center``, the factor is 0.
-    """
-    centered = weight - share @ weight
-    squares = centered.square().sum(1)
-    weighted = (share.square() @ squares).item()
-    factor = (share @ (estimate * centered).sum(1)).item() / weighted if weighted > 0 else 0.0
-    if factor**2 * (share @ squares).item() <= 2.0**-10 * center.square().sum().item():
-        return torch.zeros_like(centered)
-    return factor * share[:, None] * centered
 
 
 def _sampled(share: Tensor, size: int) -> Tensor:

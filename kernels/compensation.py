@@ -27,12 +27,6 @@ state has
 to first order, hence d_hidden_i += r_i * linear * (e_i - e) covariance, with covariance = sum_j q_j (weight_j - c)(weight_j -
 c)^T. The covariance may be estimated from more columns than the K. The linear part is subtracted from the samples' terms, like
 the rank-1 matrix. ``linear`` minimises the expected error. With it d_hidden has smaller errors even at four times the eps.
-
-For d_weight this linear model adds q_j * C (weight_j - c). C is the covariance of hidden states, weighted by the gradient that
-they drop, and the sampled tokens estimate a part of it. Where their factor is 0, C is shrunk to a multiple of the identity (the
-target of Ledoit and Wolf, 2004), found by least squares over the sampled tokens and columns:
-
-    d_weight_j  +=  shrinkage * q_j (weight_j - c)
 """
 
 from __future__ import annotations
@@ -46,9 +40,6 @@ from torch import Tensor
 LEAST_SIGNAL = 0.25
 # d_hidden is corrected if the correction's square exceeds this share of d_hidden's: bf16 rounds away anything smaller.
 LEAST_CORRECTED = 4e-6
-# The shrinkage term is left out where its square is a smaller share of the rank-1 matrix's square than this: it does not pay
-# for reading the weight.
-LEAST_SHRINKAGE = 2.0**-10
 LINEAR_FACTORS = 32  # factors of the linear correction that are tried, from 0 to 1
 PARTS = 1 << 40  # shares become integers in this unit before sampling: integer sums have the same bits in any order
 
@@ -84,20 +75,6 @@ def signal_share(signal: Tensor, noise: Tensor) -> Tensor:
     """
     factor = (1 - noise / torch.where(signal > 0, signal, torch.inf)).nan_to_num(0.0)
     return torch.where((factor > LEAST_SIGNAL) & (signal > 0), factor, 0.0)
-
-
-def shrinkage(along: Tensor, weighted: Tensor, mean_square: Tensor, usual: Tensor) -> Tensor:
-    """Return ``shrinkage`` of the module docstring, a 0-d tensor.
-
-    Args:
-        along: sum_j q_j (estimate_j . centered_j): estimate_j is the error of the rank-1 matrix in row j of d_weight, and
-            centered_j is weight_j - c.
-        weighted: sum_j q_j^2 |centered_j|^2.
-        mean_square: sum_j q_j |centered_j|^2.
-        usual: Square of what the shares multiply. A factor that adds less than ``LEAST_SHRINKAGE`` of it becomes 0.
-    """
-    factor = (along / torch.where(weighted > 0, weighted, torch.inf)).nan_to_num(0.0)
-    return torch.where(factor.square() * mean_square > LEAST_SHRINKAGE * usual, factor, 0.0)
 
 
 def linear(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float, usual: Tensor) -> tuple[Tensor, Tensor]:

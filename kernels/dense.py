@@ -394,17 +394,7 @@ def _from_tokens(
             terms *= inverse_share_S[block.rows, None]
             noise += terms.square().sum(1) @ squares_S[block.rows]
             estimate_VD[cols] += terms.t() @ centered_SD[block.rows]
-    factor = compensation.signal_share(estimate_VD.square().sum(), noise)
-    if not memory.covariance_columns(x.num_valid, x.hidden.shape[1]):
-        return factor * estimate_VD
-    weight_VD = widened(x.weight[: x.num_valid])
-    centered_VD = weight_VD - share_V @ weight_VD
-    square_V, share_V1 = centered_VD.square().sum(1), share_V[:, None]
-    shrinkage = compensation.shrinkage(
-        (share_V1 * estimate_VD * centered_VD).sum(), share_V.square() @ square_V, share_V @ square_V,
-        (total * (share_N @ hidden_ND)).square().sum(),
-    )
-    return factor * estimate_VD + torch.where(factor > 0, 0.0, shrinkage) * share_V1 * centered_VD
+    return compensation.signal_share(estimate_VD.square().sum(), noise) * estimate_VD
 
 
 def _dropped(block: Block, softmax: Softmax, coef_4N: Tensor, spec: Spec, is_label: Tensor) -> Tensor:

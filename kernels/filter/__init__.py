@@ -390,7 +390,7 @@ def _finish_weight(
             target, comp.tokens, comp.factors, *parts, comp.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
         )
     listed_weight(
-        target, x.hidden, columns, *parts, comp.shared_weight_2D, work.how, comp.factors, x.weight, add=add
+        target, x.hidden, columns, *parts, comp.shared_weight_2D, work.how, comp.factors, add=add
     )
 
 

@@ -53,7 +53,7 @@ def covariance_of(
     columns = Rows(sampled.column_K, num_sampled, sampled.centered_KD)
     add_d_weight(covariance_DD, sampled.centered_KD, columns, lines, tiles.grad_weight, add=True)
     _subtract_mean_kernel[(cdiv(hidden_size, 32),)](
-        sample.means_2D, covariance_DD, factors.values_5,
+        sample.means_2D, covariance_DD, factors.values_4,
         dropped.shared_3D,
         hidden_size, REWEIGHTING * x.head.multiplier,
         BLOCK_R=256, BLOCK_D=32, num_warps=8,
@@ -65,7 +65,7 @@ def covariance_of(
 def _subtract_mean_kernel(
     mean_ptr,  # in: [2, D] fp32: the mean hidden state of all tokens; the sample's mean minus that of all tokens
     covariance_ptr,  # in: [D, D]
-    factors_ptr,  # in: [5] fp32; LINEAR is read
+    factors_ptr,  # in: [4] fp32; LINEAR is read
     shared_ptr,  # in, out: [D] fp32
     hidden_size,
     reweighting,

@@ -65,7 +65,7 @@ def add_products(
         # in
         *pair(*frequent), *([None, None] if sampled is None else pair(*sampled)),
         *([None, None] if covariance_DD is None else pair(rows.hidden, covariance_DD)),
-        None if factors is None else factors.values_5,
+        None if factors is None else factors.values_4,
         rows.index, rows.num_kept, gain, factor_2N, shared, later[0].count_N,
         # in, out
         total.high_ND, total.low_RD,
@@ -93,7 +93,7 @@ def _hidden_products_kernel(
     sampled_weight,  # in: [K, D] descriptor or pointer, with HAS_SAMPLED
     hidden,  # in: [R, D] descriptor or pointer, with HAS_COVARIANCE
     covariance,  # in: [D, D] descriptor or pointer, with HAS_COVARIANCE
-    factors_ptr,  # in: [5] fp32, as in ``Factors``; with HAS_SAMPLED or HAS_COVARIANCE
+    factors_ptr,  # in: [4] fp32, as in ``Factors``; with HAS_SAMPLED or HAS_COVARIANCE
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     gain_ptr,  # in: [] fp32

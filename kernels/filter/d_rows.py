@@ -4,7 +4,6 @@ For a token, with m its softmax mass outside listed and frequent columns, and fo
 
     d_hidden   += sum_j g_j weight_j    + scale P m (share . weight)            + scale UNIFORM (sum of infrequent rows)
     d_weight_j  = sum_i g_i hidden_i    + share_j sum_i scale P_i m_i hidden_i  + sum_i scale UNIFORM_i hidden_i
-                + shrinkage share_j (weight_j - share . weight)
 
 where ``share_j`` is column j's part of the mass that all tokens drop (``shares.py``). m is computed by subtraction, so the row
 sums of the softmax are right whatever was dropped.
@@ -25,7 +24,7 @@ from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.lists import Decisions, Entries, Lists
-from cce_dist.kernels.filter.sampling import GAIN, SHRINKAGE, Factors, SampledTokens
+from cce_dist.kernels.filter.sampling import GAIN, Factors, SampledTokens
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 from cce_dist.kernels.waves import cdiv
 
@@ -159,7 +158,7 @@ def _by_column_kernel(
 
 def listed_weight(
     d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
-    shares_2V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, factors: Factors | None, weight: torch.Tensor, *,
+    shares_2V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, factors: Factors | None, *,
     add: bool,
 ) -> None:
     """Set the rows of d_weight_VD to the sum of all their parts, or add the sum.
@@ -172,7 +171,6 @@ def listed_weight(
         shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
         how: If some tokens fall back, d_weight_VD holds their gradient and is added to. If all are exact, nothing is written.
         factors: If GAIN is not 0, ``compensated_weight`` has set the rows to all other parts.
-        weight: The weight, which is read if SHRINKAGE is not 0.
         add: Add to d_weight_VD in any case.
     """
     num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
@@ -182,7 +180,7 @@ def listed_weight(
     _filtered_weight_kernel[(cdiv(num_items, 2),)](
         # in
         hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, frequent_FD, shares_2V, shared_2D,
-        how.num_exact, how.num_fallback, weight, None if factors is None else factors.values_5,
+        how.num_exact, how.num_fallback, None if factors is None else factors.values_4,
         # in, out
         d_weight_VD,
         # sizes
@@ -195,7 +193,7 @@ def listed_weight(
 
 
 @kernel(
-    "hidden_ptr", "first_ptr", "slot_ptr", "frequent_ptr", "shared_ptr", "weight_ptr", "d_weight_ptr", "hidden_size"
+    "hidden_ptr", "first_ptr", "slot_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size"
 )
 def _filtered_weight_kernel(
     hidden_ptr,  # in: [N, D]
@@ -208,8 +206,7 @@ def _filtered_weight_kernel(
     shared_ptr,  # in: [2, D] fp32
     num_exact_ptr,  # in: [1] int32
     num_fallback_ptr,  # in: [1] int32
-    weight_ptr,  # in: [V, D]
-    factors_ptr,  # in: [5] fp32, as in ``Factors``; with HAS_FACTORS
+    factors_ptr,  # in: [4] fp32, as in ``Factors``; with HAS_FACTORS
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
     hidden_size,
@@ -226,7 +223,6 @@ def _filtered_weight_kernel(
     num_blocks_v = tl.cdiv(num_cols, BLOCK_V)
     adding = (add != 0) | (tl.load(num_fallback_ptr) > 0)
     others_done = (tl.load(factors_ptr + GAIN) != 0) if HAS_FACTORS else False
-    shrinkage = tl.load(factors_ptr + SHRINKAGE) if HAS_FACTORS else 0.0
     adding |= others_done
     # An item is [BLOCK_V, BLOCK_D] of d_weight. Neighbouring programs share BLOCK_D elements of hidden states in the cache.
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -251,10 +247,6 @@ def _filtered_weight_kernel(
             is_frequent = (slot > 0)[:, None]
             part = tl.load(frequent, mask=is_frequent & in_d[None, :], other=0).to(tl.float32)
             part = tl.where(is_frequent, part, by_share[None, :] * share[:, None] + by_column[None, :])
-            if shrinkage != 0:
-                own = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-                w = tl.load(own, mask=(few & (share > 0))[:, None] & in_d[None, :], other=0).to(tl.float32)
-                part += (shrinkage * share)[:, None] * w
         target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
         mask = (few & tl.where(others_done, end > begin, True))[:, None] & in_d[None, :]
         part += tl.load(target, mask=tl.where(adding, mask, False), other=0).to(tl.float32)
@@ -278,8 +270,6 @@ def _filtered_weight_kernel(
             if not others_done:
                 this_share = tl.sum(tl.where(this, share, 0.0), 0)
                 acc += by_share * this_share + by_column
-                if shrinkage * this_share != 0:
-                    acc += shrinkage * this_share * tl.load(weight_ptr + where, mask=in_d, other=0).to(tl.float32)
             acc += tl.load(row, mask=tl.where(adding, in_d, False), other=0).to(tl.float32)
             row_begin, row_end = tl.sum(tl.where(this, begin, 0), 0), tl.sum(tl.where(this, end, 0), 0)
             these_k = row_begin + tl.arange(0, BLOCK_K)
@@ -329,7 +319,7 @@ def compensated_weight(
     _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(centered_SD.device)),)](
         # in
         operand(parts_SV, tile.inner, tile.rows, tma), operand(centered_SD, tile.inner, tile.cols, tma),
-        tokens.rows.num_kept, factors.values_5,
+        tokens.rows.num_kept, factors.values_4,
         tokens.reweighting_2V, slot_V, frequent_FD, shares_2V, shared_2D, how.num_exact, how.num_fallback,
         # in, out
         d_weight_VD,
@@ -346,7 +336,7 @@ def _compensated_weight_kernel(
     parts,  # in: [S, V or more] descriptor or pointer
     centered,  # in: [S, D] descriptor or pointer
     num_sampled_ptr,  # in: [1] int32
-    factors_ptr,  # in: [5] fp32, as in ``Factors``; GAIN is read
+    factors_ptr,  # in: [4] fp32, as in ``Factors``; GAIN is read
     reweighting_ptr,  # in: [V] fp32
     slot_ptr,  # in: [V] int32
     frequent_ptr,  # in: [F, D]

@@ -9,8 +9,7 @@
     a_sj: token s's part of share_j, times the dropped mass of all tokens, with the sign of P;    a_s its sum over j
 
 ``compensation.py`` derives both. The K columns are sampled by their shares, so none is frequent. d_hidden's factor is
-estimated on the sampled tokens, d_weight's on the sampled columns. Where d_weight's factor is 0, d_weight gets the shrinkage
-target, whose factor is fitted on both samples.
+estimated on the sampled tokens, d_weight's on the sampled columns.
 """
 
 from __future__ import annotations
@@ -61,22 +60,21 @@ class SampledTokens(NamedTuple):
     centered: Centered
 
 
-# Indices of ``Factors.values_5``
-COLUMNS, TOKENS, GAIN, LINEAR, SHRINKAGE = (tl.constexpr(i) for i in range(5))
+# Indices of ``Factors.values_4``
+COLUMNS, TOKENS, GAIN, LINEAR = (tl.constexpr(i) for i in range(4))
 
 
 class Factors(NamedTuple):
     """The factors on the corrections of the control variate.
 
     Attributes:
-        values_5: [5] fp32. COLUMNS: on the sampled columns' correction of d_hidden. TOKENS: on the sampled tokens' correction
+        values_4: [4] fp32. COLUMNS: on the sampled columns' correction of d_hidden. TOKENS: on the sampled tokens' correction
             of d_weight. GAIN: TOKENS times the dropped mass of all tokens, in units of ``parts_SV``. LINEAR: on the linear
-            correction of d_hidden (``covariance.py``), 0 without a covariance. SHRINKAGE: on share_j centered weight_j in
-            d_weight, times the dropped mass of all tokens; 0 if TOKENS is not 0.
+            correction of d_hidden (``covariance.py``), 0 without a covariance.
         of_covariance: Factors for computing the covariance, or None without a covariance.
     """
 
-    values_5: torch.Tensor
+    values_4: torch.Tensor
     of_covariance: OfCovariance | None
 
 
@@ -129,7 +127,7 @@ def _launch_sampling(
     num_runs = dropped.count_B.shape[0]
     _sample_columns_kernel[(centered_KD.shape[0],)](
         dropped.shares_2V, dropped.count_B, dropped.shared_3D, x.weight, x.head.bias,
-        None if factors is None else factors.values_5,
+        None if factors is None else factors.values_4,
         column_K, numbers_2K, weight_KD, centered_KD, bias_K,
         first, num_runs, x.num_valid, x.weight.shape[1], size, compensation.PARTS,
         CENTERED_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(),
@@ -146,7 +144,7 @@ def _sample_columns_kernel(
     shared_ptr,  # in: [3, D] fp32, as in ``Dropped``; the last row is read
     weight_ptr,  # in: [V, D]
     bias_ptr,  # in: [V]
-    factors_ptr,  # in: [5] fp32, with CENTERED_ALONE
+    factors_ptr,  # in: [4] fp32, with CENTERED_ALONE
     column_ptr,  # out: [K] int64
     number_ptr,  # out: [2, K] fp32, as in ``SampledColumns``
     weight_out_ptr,  # out: [K, D]
@@ -223,9 +221,9 @@ def squares_of_columns(
 ) -> OfColumns:
     """Compute the signal and noise of the columns' correction at the sampled tokens, for ``factors_of``.
 
-    ``OfColumns.squares_7P`` has two rows of partial sums: the square of the correction, and the sum of its terms' squares. With
-    ``lines_SK`` five more rows follow: the product of the correction with the linear one, the sum of their terms' products, the
-    square of the linear correction, the sum of its terms' squares, and ``along`` of ``compensation.shrinkage``.
+    ``OfColumns.squares_6P`` has two rows of partial sums: the square of the correction, and the sum of its terms' squares. With
+    ``lines_SK`` four more rows follow: the product of the correction with the linear one, the sum of their terms' products, the
+    square of the linear correction, and the sum of its terms' squares.
 
     Args:
         sampled: The sampled columns.
@@ -245,10 +243,10 @@ def squares_of_columns(
     )
     # Tokens are sampled by mass, so terms are divided by the root of the token's mass. A factor of K keeps fp16 in range.
     mass = sample.numbers_3S if gain is None else sample.numbers_3S / gain
-    squares_7P = _squares(
+    squares_6P = _squares(
         grads_SK, mass, size, sampled.centered_KD, sampled.numbers_2K, tiles.lse, lines_SK=lines_SK
     )
-    return OfColumns(squares_7P, mass, coef_4N)
+    return OfColumns(squares_6P, mass, coef_4N)
 
 
 def squares_of_tokens(tokens: SampledTokens, dropped: Dropped, sampled: SampledColumns, tiles: Tiles) -> torch.Tensor:
@@ -273,18 +271,18 @@ def _squares(
     block_r, block_d = 64, 512 // centered_ID.itemsize
     blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
     parts = blocks_r * (blocks_d + 1)
-    squares_7P = torch.empty(2 if lines_SK is None else 7, parts, dtype=torch.float32, device=centered_ID.device)
+    squares_6P = torch.empty(2 if lines_SK is None else 6, parts, dtype=torch.float32, device=centered_ID.device)
     shares_2V, reweighting_2V, total = (
         (None,) * 3 if dropped is None else (dropped.shares_2V, dropped.reweighting_2V, dropped.total)
     )
     _squares_kernel[(parts,)](
         given, of_rows, centered_ID, numbers, shares_2V, reweighting_2V, total, lines_SK,
-        squares_7P,
+        squares_6P,
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
         OF_TOKENS=dropped is not None, HAS_LINES=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d,
         BLOCK_I=tile.inner, PRECISION=precision(centered_ID.dtype), num_warps=8, num_stages=tile.stages,
     )
-    return squares_7P
+    return squares_6P
 
 
 @kernel(
@@ -300,7 +298,7 @@ def _squares_kernel(
     reweighting_ptr,  # in: [V] fp32, with OF_TOKENS
     total_ptr,  # in: [] fp32, with OF_TOKENS
     lines_ptr,  # in: [S, K] fp32, with HAS_LINES
-    squares_ptr,  # out: [2 or 7, P] fp32, as in ``OfColumns``
+    squares_ptr,  # out: [2 or 6, P] fp32, as in ``OfColumns``
     num_rows,
     num_inner,
     hidden_size,
@@ -313,7 +311,6 @@ def _squares_kernel(
     BLOCK_I: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    inverse_share_ptr = number_ptr
     square_ptr = number_ptr + num_inner
     share_ptr = number_ptr + 2 * num_inner
     # In each block of rows the last program sums the squares of terms. Each other program computes a block of the product
@@ -367,12 +364,10 @@ def _squares_kernel(
             tl.store(sums_ptr + 3 * num_parts, 0.0)
             tl.store(sums_ptr + 4 * num_parts, _sum_of_all(line_acc * line_acc))
             tl.store(sums_ptr + 5 * num_parts, 0.0)
-            tl.store(sums_ptr + 6 * num_parts, 0.0)
     else:
         noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
         both_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
         line_noise = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
-        along = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
         for first in range(0, end, BLOCK_I):
             offs_i = first + tl.arange(0, BLOCK_I)
             in_i = offs_i < num_inner
@@ -388,7 +383,6 @@ def _squares_kernel(
                 line = line.to(tl.float32)
                 both_noise += term * line * square
                 line_noise += line * line * square
-                along += term * line * _one_over(tl.load(inverse_share_ptr + offs_i, mask=in_i, other=0))[None, :]
         tl.store(sums_ptr, 0.0)
         tl.store(sums_ptr + num_parts, _sum_of_all(noise))
         if HAS_LINES:
@@ -396,8 +390,6 @@ def _squares_kernel(
             tl.store(sums_ptr + 3 * num_parts, _sum_of_all(both_noise))
             tl.store(sums_ptr + 4 * num_parts, 0.0)
             tl.store(sums_ptr + 5 * num_parts, _sum_of_all(line_noise))
-            of_row = tl.sum(along, 1)
-            tl.store(sums_ptr + 6 * num_parts, tl.sum(tl.where(own != 0, of_row / own, 0.0), 0))
 
 
 @triton.jit
@@ -437,12 +429,12 @@ class OfColumns(NamedTuple):
     """Signal and noise of the columns' correction at the sampled tokens.
 
     Attributes:
-        squares_7P: [2 or 7, P] fp32: partial sums; see ``squares_of_columns``.
+        squares_6P: [2 or 6, P] fp32: partial sums; see ``squares_of_columns``.
         mass: ``Sample.numbers_3S`` in units of ``coef_4N``; the first row, the dropped mass, is read.
         coef_4N: The coefficients of the correction.
     """
 
-    squares_7P: torch.Tensor
+    squares_6P: torch.Tensor
     mass: torch.Tensor
     coef_4N: torch.Tensor
 
@@ -459,36 +451,35 @@ def factors_of(
         sampled: The sampled columns.
         dropped: The shares. With ``columns`` the first row of ``shared_3D`` is changed.
         sample: The sampled tokens.
-        shared_weight_2D: in, out: the shared rows of d_weight (``Compensation``), or None. The first row is changed.
+        shared_weight_2D: in, out: the shared rows of d_weight (``Compensation``), or None. With ``tokens_2P`` the first row is
+            changed.
         num_covariance: Number of columns that the covariance is computed from; 0: no covariance.
         at_once: Number of these columns that are sampled at a time.
     """
     num_columns, hidden_size = sampled.centered_KD.shape
     centered, device = sample.centered, sampled.centered_KD.device
-    factors = Factors(torch.empty(5, dtype=torch.float32, device=device), None)
+    factors = Factors(torch.empty(4, dtype=torch.float32, device=device), None)
     if num_covariance:
         gain, lines = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
         num_apart, num_sampled = (torch.empty(1, dtype=torch.int32, device=device) for _ in range(2))
         factors = factors._replace(of_covariance=OfCovariance(gain, lines, num_apart, num_sampled))
-    squares_7P, mass, coef_4N = (None,) * 3 if columns is None else columns
+    squares_6P, mass, coef_4N = (None,) * 3 if columns is None else columns
     _factors_kernel[(cdiv(hidden_size, 64),)](
         # in
-        squares_7P, sampled.centered_KD, tokens_2P, *((None, None) if centered is None else (centered.mean_D,
-        centered.mass)), dropped.total, sample.means_2D, sampled.numbers_2K, sample.token_S, mass, coef_4N,
+        squares_6P, sampled.centered_KD, tokens_2P, *((None, None) if centered is None else (centered.mean_D,
+        centered.mass)), dropped.total, sampled.numbers_2K, sample.token_S, mass, coef_4N,
         # in, out
         dropped.shared_3D, shared_weight_2D,
         # out
-        factors.values_5, *(factors.of_covariance or (None,) * 4),
+        factors.values_4, *(factors.of_covariance or (None,) * 4),
         # sizes
-        *(0 if squares is None else squares.shape[1] for squares in (squares_7P, tokens_2P)), num_columns, hidden_size,
+        *(0 if squares is None else squares.shape[1] for squares in (squares_6P, tokens_2P)), num_columns, hidden_size,
         at_once,
         # options
         1 / max(1, num_covariance), num_columns / max(1, num_covariance), sampled.x.head.multiplier,
         compensation.LEAST_SIGNAL, compensation.LEAST_CORRECTED,
-        compensation.LEAST_SHRINKAGE,
         HAS_COLUMNS=columns is not None, HAS_TOKENS=tokens_2P is not None, HAS_LINEAR=num_covariance > 0,
         LINEAR_FACTORS=compensation.LINEAR_FACTORS,
-        HAS_WEIGHT=shared_weight_2D is not None,
         SAMPLE=sample.token_S.shape[0], BLOCK_P=1024, BLOCK_K=64, BLOCK_D=64,
     )
     return factors
@@ -496,20 +487,19 @@ def factors_of(
 
 @kernel("columns_ptr", "centered_ptr", "tokens_ptr", "shared_hidden_ptr", "shared_weight_ptr", "hidden_size")
 def _factors_kernel(
-    columns_ptr,  # in: [2 or 7, P] fp32, with HAS_COLUMNS
+    columns_ptr,  # in: [2 or 6, P] fp32, with HAS_COLUMNS
     centered_ptr,  # in: [K, D]: ``SampledColumns.centered_KD``
     tokens_ptr,  # in: [2, P] fp32, with HAS_TOKENS
     centered_mean_ptr,  # in: [D] fp32: ``Centered.mean_D``
     mass_ptr,  # in: [] fp32: ``Centered.mass``
     total_ptr,  # in: [] fp32: ``Dropped.total``
-    mean_ptr,  # in: [2, D] fp32: ``Sample.means_2D``, with HAS_LINEAR
     number_ptr,  # in: [2, K] fp32, as in ``SampledColumns``
     token_ptr,  # in: [S] int32
     own_ptr,  # in: [S] fp32: dropped mass of each sampled token, with HAS_LINEAR
     coef_ptr,  # in: [4, N] fp32, with HAS_LINEAR
     shared_hidden_ptr,  # in, out: [3, D] fp32, as in ``Dropped``
     shared_weight_ptr,  # in, out: [2, D] fp32
-    factors_ptr,  # out: [5] fp32, as in ``Factors``
+    factors_ptr,  # out: [4] fp32, as in ``Factors``
     gain_ptr,  # out: [] fp32, as in ``OfCovariance``
     lines_ptr,  # out: [] fp32, as in ``OfCovariance``
     num_apart_ptr,  # out: [1] int32, as in ``OfCovariance``
@@ -524,28 +514,22 @@ def _factors_kernel(
     logit_scale,
     least_signal,
     least_corrected,
-    least_shrinkage,
     HAS_COLUMNS: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
     HAS_LINEAR: tl.constexpr,
     LINEAR_FACTORS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     SAMPLE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    inverse_share_ptr = number_ptr
     square_ptr = number_ptr + num_columns
-    center_ptr = shared_hidden_ptr + 2 * hidden_size
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     of_columns = 0.0
     of_tokens = 0.0
     gain = 0.0
     linear = 0.0
-    shrinkage = 0.0
-    less = tl.zeros((BLOCK_D,), tl.float32)  # subtracted from the first shared row of d_weight
     if HAS_COLUMNS:
         if HAS_LINEAR:
             # Estimate the square of d_hidden: a token's row is about as long as a row of the weight times the coefficient.
@@ -573,15 +557,7 @@ def _factors_kernel(
         gain = tl.where(total > 0, of_tokens * tl.load(mass_ptr) / (PART * total), 0.0)
         # A gain that underflows to 0 also turns the tokens' correction off.
         of_tokens = tl.where(gain != 0, of_tokens, 0.0)
-        less += of_tokens * tl.load(mass_ptr) * tl.load(centered_mean_ptr + offs_d, mask=in_d, other=0)
-    if HAS_LINEAR and HAS_WEIGHT:
-        factor = _shrinkage(
-            columns_ptr + 6 * columns_parts, columns_parts, square_ptr, inverse_share_ptr, mean_ptr, num_columns, hidden_size,
-            least_shrinkage, SAMPLE, BLOCK_P,
-        )
-        shrinkage = tl.where(of_tokens == 0, factor * tl.load(mass_ptr), 0.0)
-        less += shrinkage * tl.load(center_ptr + offs_d, mask=in_d, other=0)
-    if HAS_TOKENS or (HAS_LINEAR and HAS_WEIGHT):
+        less = of_tokens * tl.load(mass_ptr) * tl.load(centered_mean_ptr + offs_d, mask=in_d, other=0)
         shared = tl.load(shared_weight_ptr + offs_d, mask=in_d, other=0)
         tl.store(shared_weight_ptr + offs_d, shared - less, mask=in_d)
     if tl.program_id(0) == 0:
@@ -589,36 +565,11 @@ def _factors_kernel(
         tl.store(factors_ptr + TOKENS, of_tokens)
         tl.store(factors_ptr + GAIN, gain)
         tl.store(factors_ptr + LINEAR, linear)
-        tl.store(factors_ptr + SHRINKAGE, shrinkage)
         if HAS_LINEAR:
             tl.store(gain_ptr, covariance_gain)
             tl.store(lines_ptr, -of_columns / num_columns)
             tl.store(num_apart_ptr, tl.where(linear > 0, at_once, 0))
             tl.store(num_sampled_ptr, tl.where(linear > 0, num_columns, 0))
-
-
-@triton.jit
-def _shrinkage(
-    along_ptr, num_parts, square_ptr, inverse_share_ptr, mean_ptr, num_columns, hidden_size, least,
-    SAMPLE: tl.constexpr, BLOCK_P: tl.constexpr,
-):
-    """Return ``compensation.shrinkage`` divided by the dropped mass of all tokens, from partial sums of ``along``."""
-    square = 0.0
-    weighted = 0.0
-    for first in range(0, num_columns, BLOCK_P):
-        offs_k = first + tl.arange(0, BLOCK_P)
-        part = tl.load(square_ptr + offs_k, mask=offs_k < num_columns, other=0)
-        square += tl.sum(part, 0)
-        weighted += tl.sum(part * _one_over(tl.load(inverse_share_ptr + offs_k, mask=offs_k < num_columns, other=0)), 0)
-    mean_square = 0.0
-    for first in range(0, hidden_size, BLOCK_P):
-        offs_d = first + tl.arange(0, BLOCK_P)
-        mean = tl.load(mean_ptr + offs_d, mask=offs_d < hidden_size, other=0)
-        mean_square += tl.sum(mean * mean, 0)
-    factor = _total(along_ptr, num_parts, BLOCK_P) / SAMPLE * _one_over(weighted)
-    # NaN becomes 0.
-    pays = factor * factor * square > least * mean_square * num_columns
-    return tl.where(pays, factor, 0.0)
 
 
 @triton.jit
@@ -680,7 +631,7 @@ def sampled_gradients(
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
         sampled.column_K, sampled.numbers_2K, x.ids, rows.index, rows.num_kept, numbers_3N, softmax.max,
-        softmax.log_sum, coef_4N, None if factors is None else factors.values_5,
+        softmax.log_sum, coef_4N, None if factors is None else factors.values_4,
         # out
         operand(grads_RK, tile.rows, tile.cols // 2, tma),
         # sizes
@@ -706,7 +657,7 @@ def _sampled_gradients_kernel(
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
-    factors_ptr,  # in: [5] fp32, as in ``Factors``; COLUMNS is read; or None
+    factors_ptr,  # in: [4] fp32, as in ``Factors``; COLUMNS is read; or None
     grads,  # out: [R, K] descriptor or pointer
     num_rows,
     hidden_size,

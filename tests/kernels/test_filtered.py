@@ -6,7 +6,6 @@ of the kernels that it catches.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import sysconfig
@@ -41,10 +40,6 @@ from cce_dist.kernels import (
 from cce_dist.kernels.direct import launching
 from cce_dist.kernels.filter import bound, frequent, lists, sampling, shares
 from cce_dist.kernels.tiles import choose_tiles
-from cce_dist.tools.bench.loop import relative_error
-from cce_dist.tools.bench.problem import loss_of, reference_of, step
-from cce_dist.tools.bench.shapes import HeadShape
-from cce_dist.tools.bench.workload import make_workload
 from cce_dist.tools.verify import cases as verify_cases
 from cce_dist.tools.verify.check import assert_no_worse, run_case
 from cce_dist.tools.verify.loss import LOSS
@@ -314,7 +309,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, Any]:
 
 def factor(seen: dict[str, Any], which: Any) -> Tensor:
     """One of the factors that ``factors_of`` found."""
-    return seen["factors_of"].values_5[which.value]
+    return seen["factors_of"].values_4[which.value]
 
 
 @pytest.fixture
@@ -329,7 +324,7 @@ def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
     """Catches: a hit left out of the list, a label that is not frequent lost, frequent columns twice, the slope or the bias
     left out, a control variate for kept columns, coefficients that ask for more served all the same, padding with gradient.
 
-    Of sampled columns: what is kept counted as dropped, a label or a mean not taken off, the shrinkage left out.
+    Of sampled columns: what is kept counted as dropped, a label or a mean not taken off, the factor left out.
     """
     limits(case)
     p = problem(case)
@@ -523,16 +518,13 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
 @pytest.mark.slow
 def test_sampled_tokens_correct_d_weight(dtype: torch.dtype, limits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a part of a frequent, kept or label's column, a part without slope or strength, the mean hidden state left
-    in or taken off twice, a sign lost, the shrinkage left out, a sum that is written over, a sample that is left out and
+    in or taken off twice, a sign lost, the factor left out, a sum that is written over, a sample that is left out and
     waited for."""
     case = OF_BOTH_SIGNS
     limits(case)
     size = 32
     monkeypatch.setattr(filter, "SAMPLE", size)
     monkeypatch.setattr(memory, "SAMPLE", size)
-    monkeypatch.setattr(
-        compensation, "LEAST_SHRINKAGE", torch.inf
-    )  # else it may comp in where the sampled tokens do not
     p = problem(case, dtype)
     d = dense(p)
     _, *saved = local_stats(p, case)
@@ -630,65 +622,6 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     expected -= mass * more * (sample.means_2D[1].double() @ spread)
     assert expected.abs().max() > 0.002 * rank_1.abs().max()
     assert (bent.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max()
-
-
-def test_shrinkage_of_the_covariance(limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a sign, a mass or a share lost in the factor, the columns' mean left in, a row of the weight added to a frequent
-    column or left out of one with entries, the factor used beside the sampled tokens or where it corrects too little."""
-    case = OF_BOTH_SIGNS if GPU else OF_BOTH_SIGNS._replace(num_tokens=70, num_rows=150)
-    limits(case)
-    size = 32
-    monkeypatch.setattr(filter, "SAMPLE", size)
-    monkeypatch.setattr(memory, "SAMPLE", size)
-    monkeypatch.setattr(memory, "covariance_rows", lambda *_: 32)
-    monkeypatch.setattr(memory, "covariance_columns", lambda *_: 48)
-    monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", 0.0)
-    p = problem(case, torch.float32)
-    d = dense(p)
-    _, *saved = local_stats(p, case)
-    seen = watched(monkeypatch, "sample_columns", "squares_of_columns", "factors_of")
-    gradients(p, case, d, saved)
-    assert factor(seen, sampling.TOKENS) > 0 == factor(seen, sampling.SHRINKAGE)
-    monkeypatch.setattr(filter, "weigh_tokens", lambda *_: None)
-    ours, first = gradients(p, case, d, saved)[1], dict(seen)
-    monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", torch.inf)
-    rank_1 = gradients(p, case, d, saved)[1]
-    assert factor(seen, sampling.SHRINKAGE) == 0
-
-    sample, column = first["given to squares_of_columns"][1], first["sample_columns"].column_K
-    share = first["given to sample_columns"][0].shares_2V[0].double()
-    centered = p.weight.double() - share @ p.weight.double()
-    kept = kept_by(tuple(saved), p, d, case.grad_filter.eps)
-    part = p.coef[0, :, None].double() * torch.where(kept, 0.0, d.p * d.slope) * p.logits.logit_scale
-    part = part.masked_fill(p.labels[:, None] < 0, 0.0)
-    mass, token = part.sum(1, keepdim=True), sample.token_S.long()
-    inverse_share = mass.abs().sum() / (size * mass[token].abs())
-    terms = inverse_share * (part[token][:, column] - mass[token] * share[column])
-    estimate = terms.T @ (p.hidden[token].double() - sample.means_2D[0].double())
-    fitted = (estimate * centered[column]).sum() / (share[column, None] * centered[column].square()).sum()
-    assert fitted != 0
-    ours_factor = factor(first, sampling.SHRINKAGE).double()
-    torch.testing.assert_close(ours_factor, fitted, rtol=0.05 if GPU else 1e-3, atol=0)
-    expected = fitted * share[:, None] * centered
-    assert expected.abs().max() > (0.001 if not GPU else 5e-5) * rank_1.abs().max()  # by the columns that are sampled
-    rounding = 1e-5 * rank_1.abs().max() if GPU else 0.0
-    assert (ours.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max() + rounding
-
-
-def test_torch_shrinks_the_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: the sign of it, the columns' mean left in, a factor that is fitted to something else."""
-    monkeypatch.setattr(memory, "sampled_columns", lambda _: 128)
-    monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.25)
-    w = make_workload(HeadShape(256, 4096), 512, rung="early", dtype=torch.float32, device=DEVICE)
-    truth = reference_of(loss_of(w.hidden, w.weight, w.labels))
-    loss = functools.partial(linear_cross_entropy, backend="torch", grad_filter=GradFilter())
-
-    def error() -> float:
-        return relative_error([(step(loss, loss_of(*w[:3]))[2], truth.d_weight)])
-
-    with_it = error()
-    monkeypatch.setattr(compensation, "LEAST_SHRINKAGE", torch.inf)
-    assert with_it < 0.9 * error()
 
 
 @pytest.mark.parametrize("side", ["hidden", "weight"])
@@ -944,7 +877,7 @@ def test_errors_on_a_trained_model(trained, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_noise_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a tail that is noise the correction is no worse than rank 1. Catches: the shrinkage left out."""
+    """On a tail that is noise the correction is no worse than rank 1. Catches: the factor left out."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(600, 64), torch.randn(2048, 64) * 0.3
     labels = torch.randint(2048, (600,))
