@@ -659,8 +659,7 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
 
 def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens,
-    and an integer inside a tuple, which Triton always specializes on: the kernel would compile in the middle of training.
-    ``ONE_WAVE`` alone follows the number of tokens."""
+    and an integer inside a tuple, which Triton always specializes on: the kernel would compile in the middle of training."""
     launch_nothing(monkeypatch)
     seen: list[dict[str, set[tuple[Any, ...]]]] = []
 
@@ -673,7 +672,6 @@ def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPa
     def launch(kernel: Any, _: Any) -> Any:
         def record(*args: Any, **options: Any) -> None:
             given = map(kind, args)
-            options.pop("ONE_WAVE", None)
             seen[-1].setdefault(kernel.fn.__name__, set()).add((*given, *options.items()))
 
         return record
