@@ -98,7 +98,7 @@ def test_the_readmes_claim_is_in_the_raw_rounds() -> None:
     )
     assert claim
     times, memories = [], []
-    for name in ("h200-models-gemma-3-270m", "h200-models-qwen-3-0.6b", "h100-models-gemma-3-1b"):
+    for name in ("h200-steps", "h200-models-gemma-3-270m", "h200-models-qwen-3-0.6b", "h100-models-gemma-3-1b"):
         for case in records.read_json(ROOT / "docs" / "results" / f"{name}.json").cases:
             rows = {row.name: row for row in case.rows}
             ours, base = rows["cce-dist-default+layers"], rows["torch-compile+layers"]
