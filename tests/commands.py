@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from preload import preload
 
-from cce_dist.tools import cli
+from cce_dist.tools import cli, ranks
 from cce_dist.tools.pretrain import torchrun
 
 
@@ -91,6 +92,7 @@ class Command(Program):
         start: How its processes start. A GPU needs "spawn", which takes seconds more.
         file_limit: Bytes after which no file grows.
         environment: What its environment has besides.
+        main: Another program: a function that takes the arguments and returns the exit code.
     """
 
     def __init__(
@@ -101,12 +103,13 @@ class Command(Program):
         start: str = "forkserver",
         file_limit: int | None = None,
         environment: dict[str, str] | None = None,
+        main: Callable[[list[str]], int] = cli.main,
     ) -> None:
         context: Any = multiprocessing.get_context(start)
         if start == "forkserver":
             preload()
         self.output, self.family = output, set()
-        how = (argv, output, "fork" if start == "forkserver" else start, file_limit, environment or {})
+        how = (argv, output, "fork" if start == "forkserver" else start, file_limit, environment or {}, main)
         self.process = context.Process(target=_run, args=how)
         self.process.start()
         self.pid = self.process.pid
@@ -125,7 +128,41 @@ class Command(Program):
         return sorted(found)
 
 
-def _run(argv: list[str], output: Path, start: str, file_limit: int | None, environment: dict[str, str]) -> None:
+def outputs_of(
+    main: Callable[[list[str]], int], argv: list[str], folder: Path, num_ranks: int | None = None
+) -> list[str]:
+    """Run a program to its end, and return its output; with ``num_ranks`` once a rank, in the environment of torchrun's ranks.
+
+    Args:
+        folder: Takes a file of output for each process.
+    """
+    environments: list[dict[str, str]] = [{}]
+    if num_ranks is not None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+        environments = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    with contextlib.ExitStack() as stack:
+        commands = [
+            stack.enter_context(
+                Command(argv, folder / f"output{rank}", start=ranks.START_METHOD, environment=environment, main=main)
+            )
+            for rank, environment in enumerate(environments)
+        ]
+        for command in commands:
+            assert command.wait(280) == 0, command.text
+    return [command.text for command in commands]
+
+
+def _run(
+    argv: list[str],
+    output: Path,
+    start: str,
+    file_limit: int | None,
+    environment: dict[str, str],
+    main: Callable[[list[str]], int],
+) -> None:
     for number in (signal.SIGHUP, signal.SIGINT):  # ``nohup`` and a shell's ``&`` have the tests ignore them
         signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler)
     os.setsid()
@@ -138,7 +175,7 @@ def _run(argv: list[str], output: Path, start: str, file_limit: int | None, envi
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
     torchrun.START_METHOD = start
     try:
-        code = cli.main(argv)
+        code = main(argv)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     sys.stdout.flush()

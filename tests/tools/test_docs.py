@@ -4,12 +4,12 @@ import ast
 import inspect
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import kernel_table
 import pytest
+import run_example
+from commands import outputs_of
 
 import cce_dist
 from cce_dist.integrations.options import ModelOptions as Options
@@ -70,15 +70,14 @@ def test_files_that_pages_name_are_there() -> None:
 @pytest.mark.slow
 def test_the_readmes_examples_run(tmp_path: Path) -> None:
     """The first two on one device; the third on two ranks, with the same loss on both, and each its own rows."""
+    script = tmp_path / "example.py"
     *alone, on_ranks = blocks("README.md", "python")
     for example in alone:
-        ran = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=200)
-        assert ran.returncode == 0, ran.stderr
-    (tmp_path / "head.py").write_text(on_ranks)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "head.py"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert ran.returncode == 0, ran.stderr
-    said = re.findall(r"rank (\d): loss (\d+\.\d{6}), weight.grad (\(\d+, \d+\))", ran.stdout)
+        script.write_text(example)
+        outputs_of(run_example.main, [str(script)], tmp_path)
+    script.write_text(on_ranks)
+    said = "".join(outputs_of(run_example.main, [str(script)], tmp_path, 2))
+    said = re.findall(r"rank (\d): loss (\d+\.\d{6}), weight.grad (\(\d+, \d+\))", said)
     (_, loss, shape), (_, other_loss, other_shape) = sorted(said)
     assert loss == other_loss and shape == other_shape == "(16000, 256)"
 

@@ -1,16 +1,14 @@
 """Every file of docs/examples is short, runs as it is, and learns."""
 
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import run_example
+from commands import outputs_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples"
-RUNNER = FOLDER.parents[1] / "tests" / "run_example.py"
 ALONE = {
     "clipped_policy": None,
     "sampled_sets": None,
@@ -28,17 +26,13 @@ ON_RANKS = {
 MOST_LINES = 60
 
 
-def numbers_of(name: str, needs: str | None, command: list[str]) -> list[tuple[float, float]]:
+def numbers_of(name: str, needs: str | None, folder: Path, num_ranks: int | None = None) -> list[tuple[float, float]]:
     """Run an example. Returns the first and the last number that each rank prints."""
     if needs and find_spec(needs) is None:
         pytest.skip(f"needs {needs}")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, *command, name], capture_output=True, text=True, timeout=280, env=environment)
-    assert ran.returncode == 0, ran.stderr
-    found: dict[str, list[float]] = {}
-    for rank, number in re.findall(r"(?:rank (\d): )?(?:step \d+: .*?|loss )(\d+\.\d+)", ran.stdout):
-        found.setdefault(rank, []).append(float(number))
-    return [(numbers[0], numbers[-1]) for _, numbers in sorted(found.items())]
+    said = outputs_of(run_example.main, [str(FOLDER / f"{name}.py")], folder, num_ranks)
+    found = [re.findall(r"(?:step \d+: .*?|loss )(\d+\.\d+)", text) for text in said]
+    return [(float(numbers[0]), float(numbers[-1])) for numbers in found]
 
 
 def test_examples_are_short_and_tried() -> None:
@@ -48,17 +42,15 @@ def test_examples_are_short_and_tried() -> None:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_it_learns(name: str) -> None:
-    [(first, last)] = numbers_of(name, ALONE[name], [str(RUNNER)])
+def test_it_learns(name: str, tmp_path: Path) -> None:
+    [(first, last)] = numbers_of(name, ALONE[name], tmp_path)
     assert last > 1.5 * first if name in POLICIES else last < 0.7 * first
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON_RANKS)
-def test_it_learns_on_two_ranks(name: str) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(RUNNER)]
-    ranks = numbers_of(name, ON_RANKS[name], torchrun)
-    assert len(ranks) == 2
-    assert all(last < 0.7 * first for first, last in ranks)
+def test_it_learns_on_two_ranks(name: str, tmp_path: Path) -> None:
+    found = numbers_of(name, ON_RANKS[name], tmp_path, 2)
+    assert all(last < 0.7 * first for first, last in found)
     if name in ("tensor_parallel", "with_megatron"):  # one loss, on both ranks
-        assert ranks[0] == ranks[1]
+        assert found[0] == found[1]
