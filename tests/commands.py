@@ -173,7 +173,7 @@ def _run(
     torch.set_num_threads(1)  # this process was forked from one that had read the variable already
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
-    torchrun.START_METHOD = start
+    torchrun.START_METHOD = ranks.START_METHOD = start
     try:
         code = main(argv)
     except SystemExit as error:

@@ -59,12 +59,6 @@ def trained(cache: Path) -> Path:
     return finished
 
 
-@pytest.fixture
-def printing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have ranks print where the test reads. Those that are forked print where their server does."""
-    monkeypatch.setattr(ranks, "START_METHOD", "spawn")
-
-
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[Callable]:
     """Call it with a body at the top of a module and arguments: two ranks run it, and the first failure is raised here."""
