@@ -52,15 +52,16 @@ def clipped_policy(
             raise ValueError("kl_coef is not 0: pass token_inputs=(advantages, old_log_probs, ref_log_probs)")
         # If exp overflows, its gradient is NaN even where the loss is clipped.
         ratio = (log_probs - old).clamp(max=FARTHEST).exp()
-        unclipped, clipped = -ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages
-        losses = torch.maximum(unclipped, clipped)
+        # The larger of the paper's two losses. A clipped token has no gradient.
+        clipped = torch.where(advantages > 0, ratio > 1 + high, (ratio < 1 - low) & (advantages < 0))
+        losses = -torch.where(clipped, ratio.detach().clamp(1 - low, 1 + high), ratio) * advantages
         if dual is not None:
             losses = torch.where(advantages < 0, torch.minimum(losses, -dual * advantages), losses)
         if kl_coef:
             losses = losses + kl_coef * (torch.expm1(ref[0] - log_probs) - (ref[0] - log_probs))
         if entropy_coef:
             losses = losses - entropy_coef * entropy
-        return losses, {"ratio": ratio, "clipped": clipped > unclipped}
+        return losses, {"ratio": ratio, "clipped": clipped}
 
     function.needs_entropy = entropy_coef != 0  # type: ignore[attr-defined]
     return function
