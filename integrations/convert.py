@@ -74,6 +74,8 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
             if task.shard.group is None:
                 task.shard = _all_rows(head)
             _shard_over(inner, head, shard_over, equal_tokens)
+        if len(heads) == 1 and not any(isinstance(module, Watched) for module in inner.modules()):
+            watch(inner, task)  # another model's head, converted with that model
         return model
     _unwatch(inner)
     transformers.refuse(inner)

@@ -53,6 +53,8 @@ def checked(module: Any, own: tuple[type, ...] = (), path: str = "its head") -> 
     check_class(type(head), own, path)
     if "forward" in vars(head) and not is_dispatched(head):
         raise ValueError(f"cce_dist cannot take over {path}: somebody has replaced its forward")
+    if any(type(part).__name__ == "_SpectralNorm" for part in head.modules()):
+        raise ValueError(f"cce_dist cannot take over {path}: spectral_norm takes a step whenever the weight is read")
     check_weight(head, path)
     return head
 

@@ -114,8 +114,13 @@ class Task:
         """Return whether a loss belongs to training. The mode of the model decides, not the mode of its head."""
         return head.training if self.trains is None else self.trains
 
-    def defer(self, head: Any, hidden: Tensor) -> Any:
+    def defer(self, head: Any, hidden: Tensor, **others: Any) -> Any:
         """Return what the head returns instead of logits."""
+        if others:  # PEFT's adapter_names
+            raise ValueError(
+                f"cce_dist: the head is called with {', '.join(others)}, for which there is no loss from hidden states: call "
+                "the model without labels, in eval() or under no_grad"
+            )
         check_weight(head)
         if self.shard.group is None and self.rows is None and self.shard.num_rows == self.shard.vocab_size:
             rows = peft.num_rows(head)
@@ -123,9 +128,17 @@ class Task:
                 self.shard = VocabShard(0, rows, rows)
         return TensorLogits(head, self, hidden)
 
-    def check_place(self, head: Any) -> None:
+    def check_place(self, head: Any, ddp_follows: bool) -> None:
         """Raise if the loss is asked for after the model's forward and that does not work."""
-        if not self.calls and self.needs_forward(head):
+        if self.calls:
+            return
+        if ddp_follows:
+            raise RuntimeError(
+                "cce_dist: with find_unused_parameters or static_graph, DistributedDataParallel must find the loss's graph in "
+                "the output of the model's forward: give the model labels, or leave these options off "
+                "(ddp_find_unused_parameters=False in TrainingArguments)"
+            )
+        if self.needs_forward(head):
             raise RuntimeError(
                 "cce_dist: the loss must be computed in the model's forward, where FSDP and ZeRO-3 gather the head's weight, "
                 "whose output starts DeepSpeed's backward: give the model labels, in place of a compute_loss_func or a loss "

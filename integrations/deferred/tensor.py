@@ -65,6 +65,8 @@ class TensorLogits(DeferredLogits):
         self._head_versions, self._hidden_versions = Versions(*self._weights), Versions(hidden)
         self._last_training = task.last_training
         self._looks: list[Versions] = []
+        self._draws: list[bool] = []  # one element once an adapter's dropout was drawn
+        self._ddp_follows = self._made_with_grad and _ddp_follows_outputs()
         kind = hidden.device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         _register_with_einops()
@@ -202,6 +204,13 @@ class TensorLogits(DeferredLogits):
 
     def _ask(self, compute: Callable) -> Any:
         self._check()
+        if self._head_trains and peft.draws_dropout(self._head):
+            if self._draws:
+                raise RuntimeError(
+                    "cce_dist: logits of a head with lora_dropout are used twice, and each use would draw another dropout: "
+                    "take one loss of them, or set lora_dropout=0; in evaluation call model.eval()"
+                )
+            self._draws.append(True)
         # Autocast as at the call of the head, which may differ from autocast where the loss is asked for.
         kind, dtype, enabled = self._autocast
         with torch.autocast(kind, dtype, enabled):
@@ -260,6 +269,14 @@ def _register_with_einops() -> None:
     einops = sys.modules.get("einops._backends")
     if einops is not None and not torch.compiler.is_compiling():
         einops._type2backend.setdefault(TensorLogits, einops.get_backend(torch.empty(0)))
+
+
+def _ddp_follows_outputs() -> bool:
+    """Return whether DDP, around the present forward, looks for the graph of the loss in tensors of the forward's output."""
+    if torch.compiler.is_compiling():
+        return False
+    ddp = nn.parallel.DistributedDataParallel._active_ddp_module
+    return ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
 
 
 def for_later(output: Any) -> Any:
@@ -343,7 +360,7 @@ def _cross_entropy(
             f"{tuple(target.shape)} {target.dtype}; flatten them"
         )
     task = input._task
-    task.check_place(input._head)
+    task.check_place(input._head, input._ddp_follows)
     call: dict[str, Any] = dict(
         shard=input._shard,
         ignore_index=ignore_index,

@@ -28,6 +28,7 @@ from cce_dist.integrations.deferred import tensor as deferred_tensor
 from cce_dist.integrations.deferred.logits import NotComputedError
 from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.on_demand import OnDemand
+from cce_dist.tools.ranks import run_ranks
 
 HIDDEN, VOCAB, LENGTH, BATCH = 16, 37, 6, 2
 IGNORED = -100
@@ -172,6 +173,28 @@ def test_deferred_logits_meet_the_users_own_loss(loss: Callable) -> None:
     torch.testing.assert_close(losses[1], losses[0])
     for expected, parameter in zip(stock.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=2e-5, atol=1e-6)
+
+
+def _ddp_alone() -> None:
+    labels = batch()
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        stock, ours = pair()
+        models = [nn.parallel.DistributedDataParallel(model, **options) for model in (stock, ours)]
+        losses = [model(labels, labels=labels)["loss"] for model in models]
+        for each in losses:
+            each.backward()
+        torch.testing.assert_close(losses[1], losses[0])
+        logits = models[1](labels)["logits"]
+        if not options:
+            loss_of(logits, labels).backward()
+            continue
+        with pytest.raises(RuntimeError, match="give the model labels, or leave these options off"):
+            loss_of(logits, labels)
+
+
+def test_a_loss_outside_of_forward_that_ddp_would_not_find_is_refused() -> None:
+    """Catches gradients that nobody reduces. DDP finds the graph in the output's tensors, and deferred logits are none."""
+    run_ranks(_ddp_alone, 1)
 
 
 USES: dict[str, Callable] = {
@@ -650,6 +673,22 @@ def test_a_quantized_head_is_refused(quantize: Callable) -> None:
         cce_dist.convert(stock)
     with pytest.raises(ValueError, match=r"the weight of the head is .* a quantized one"):
         ours(batch(), labels=batch())
+
+
+def test_a_weight_that_changes_as_it_is_read_is_refused() -> None:
+    model = Model()
+    parametrizations.spectral_norm(model.lm_head)
+    with pytest.raises(ValueError, match="spectral_norm takes a step whenever"):
+        cce_dist.convert(model)
+
+
+def test_two_models_may_share_a_head() -> None:
+    """Catches a second model that computes its logits, and says nothing."""
+    stock, first = pair()
+    second = copy.deepcopy(stock)
+    second.lm_head = first.lm_head
+    assert_same_step(stock, cce_dist.convert(second))
+    assert first.lm_head.cce_task.num_losses == 1
 
 
 @pytest.mark.parametrize("train", [False, True])

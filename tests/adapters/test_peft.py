@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("peft")
 
@@ -180,6 +181,28 @@ def test_dropout_of_an_adapter_is_drawn_once() -> None:
         grads.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     for mine, theirs in zip(*reversed(grads), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_use_that_would_draw_another_dropout_is_refused() -> None:
+    model = cce_dist.convert(model_of("Llama", target_modules=["lm_head"], lora_dropout=0.5))
+    given = batch()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="each use would draw another dropout"):
+        model(**given).logits.argmax(-1)
+    labels = given.pop("labels").flatten()
+    logits = model(**given).logits.flatten(0, 1)
+    F.cross_entropy(logits, labels).backward()
+    with pytest.raises(RuntimeError, match="each use would draw another dropout"):
+        F.cross_entropy(logits[3:], labels[3:])
+
+
+def test_adapters_of_each_sequence_have_no_loss() -> None:
+    model = cce_dist.convert(model_of("Llama", target_modules=["lm_head"])).eval()
+    given = batch() | {"adapter_names": ["__base__"] * len(batch()["input_ids"])}
+    with pytest.raises(ValueError, match="called with adapter_names, for which there is no loss"):
+        model(**given)
+    del given["labels"]
+    with torch.no_grad():
+        assert (model(**given).logits + 0).isfinite().all()
 
 
 def test_a_look_after_train_draws_no_dropout() -> None:

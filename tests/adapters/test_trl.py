@@ -434,9 +434,17 @@ def test_sft_of_a_converted_model(tmp_path: Path, name: str, more: dict) -> None
 
 
 def test_what_sft_cannot_have_is_one_line(tmp_path: Path) -> None:
+    """Catches a head that still defers behind the error."""
     forget()
+    model = cce_dist.convert(tiny_model(), z_loss_weight=0.1)
     with pytest.raises(ValueError, match="log-probabilities, which have no z-loss"):
-        sft(cce_dist.convert(tiny_model(), z_loss_weight=0.1), tmp_path).train()
+        sft(model, tmp_path).train()
+    assert not model.lm_head.cce_task.calls
+    assert type(model.lm_head(torch.randn(2, model.config.hidden_size))) is torch.Tensor
+
+
+def test_a_converted_model_is_compiled(tmp_path: Path) -> None:
+    compare_sft(tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
 
 
 def test_a_call_that_asks_for_more_is_left_to_trl() -> None:
