@@ -177,7 +177,8 @@ def test_deferred_logits_meet_the_users_own_loss(loss: Callable) -> None:
 
 def _ddp_alone() -> None:
     labels = batch()
-    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+    ways: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
+    for options in ways:
         stock, ours = pair()
         models = [nn.parallel.DistributedDataParallel(model, **options) for model in (stock, ours)]
         losses = [model(labels, labels=labels)["loss"] for model in models]
