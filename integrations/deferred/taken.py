@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -114,8 +115,11 @@ class Head(_Taken):
             task.count_request()
         elif task.deferring():
             return task.defer(self, *args, **kwargs)
-        elif task.rows is not None:
-            ask = dense
+        else:
+            if not task.calls and self.training and torch.is_grad_enabled():
+                task.count_unwatched()
+            if task.rows is not None:
+                ask = dense
         return super().forward(*args, **kwargs) if ask is None else ask(self, *args, **kwargs)
 
 

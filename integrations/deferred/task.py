@@ -83,7 +83,7 @@ class Task:
             return output
         if not (model.training and torch.is_grad_enabled()):
             return for_later(output)
-        self.num_forwards = _one_more(self.num_forwards)
+        self.num_forwards = one_more(self.num_forwards)
         if has_labels(model, args, kwargs, ("labels",)) and not self.num_asked:
             raise RuntimeError(
                 f"cce_dist: a forward of {type(model).__name__} in training ended without asking the head for its loss: other "
@@ -105,7 +105,10 @@ class Task:
         self.thread = here
 
     def count_request(self) -> None:
-        self.num_asked = _one_more(self.num_asked)
+        self.num_asked = one_more(self.num_asked)
+
+    def count_unwatched(self) -> None:
+        """Count logits that are computed in training outside of any watched forward."""
 
     def deferring(self) -> bool:
         return bool(self.calls) and self.calls[-1]
@@ -174,7 +177,7 @@ class Task:
         """
         options = self.options
         if training:
-            self.num_losses = _one_more(self.num_losses)
+            self.num_losses = one_more(self.num_losses)
             label_smoothing = label_smoothing or options.label_smoothing
             call["z_loss_weight"] = options.z_loss_weight
         hidden, weight, bias = peft.operands(head, hidden)
@@ -198,7 +201,7 @@ class Task:
         if self.num_forwards and not self.num_losses:
             raise RuntimeError(
                 f"cce_dist: {self.num_forwards} forward(s) in training ended, and none asked the head {name} for its loss: "
-                "other code computed the loss, maybe from the head's weight"
+                "other code computed the loss, maybe from the head's weight, or called a part of the model that was converted"
             )
 
     def announce(self, name: str) -> None:
@@ -218,7 +221,7 @@ class Task:
         return new
 
 
-def _one_more(count: int) -> int:
+def one_more(count: int) -> int:
     """Return the next count. Compiled code counts to 1 only, because torch.compile would recompile for each number."""
     return 1 if torch.compiler.is_compiling() else count + 1
 

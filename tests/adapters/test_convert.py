@@ -683,6 +683,19 @@ def test_a_weight_that_changes_as_it_is_read_is_refused() -> None:
         cce_dist.convert(model)
 
 
+def test_a_part_that_is_called_alone_is_told() -> None:
+    """Catches a wrapper that was converted, whose model the loop calls: it computes its logits, and says nothing."""
+    whole = nn.Module()
+    whole.part = Model()
+    cce_dist.convert(whole)
+    with torch.no_grad():
+        whole.part(batch())
+    cce_dist.require(whole)  # nothing was trained yet
+    loss_of(whole.part(batch())["logits"], batch()).backward()
+    with pytest.raises(RuntimeError, match="or called a part of the model that was converted"):
+        cce_dist.require(whole)
+
+
 def test_two_models_may_share_a_head() -> None:
     """Catches a second model that computes its logits, and says nothing."""
     stock, first = pair()
