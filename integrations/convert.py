@@ -75,7 +75,8 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
                 task.shard = _all_rows(head)
             _shard_over(inner, head, shard_over, equal_tokens)
         if len(heads) == 1 and not any(isinstance(module, Watched) for module in inner.modules()):
-            watch(inner, task)  # another model's head, converted with that model
+            [head] = heads.values()
+            watch(inner, head.cce_task)  # the head was converted with another model, which shares it
         return model
     _unwatch(inner)
     transformers.refuse(inner)

@@ -35,15 +35,14 @@ class Task(task.Task):
     parts: list[LinearCrossEntropyOutput] | None = None
 
     def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        is_fused = bool(kwargs.get(FUSED)) and _serves(model)
-        options = self.options
-        if is_fused and model.training and (options.z_loss_weight or options.label_smoothing):
-            raise ValueError(
-                "cce_dist: SFTTrainer computes its loss from log-probabilities, which have no z-loss and no label "
-                "smoothing: leave z_loss_weight and label_smoothing out"
-            )
-        args, kwargs = super().enter(model, args, kwargs)  # last of all that may raise: then nobody calls leave
-        if is_fused:
+        args, kwargs = super().enter(model, args, kwargs)
+        if kwargs.get(FUSED) and _serves(model):
+            options = self.options
+            if model.training and (options.z_loss_weight or options.label_smoothing):
+                raise ValueError(
+                    "cce_dist: SFTTrainer computes its loss from log-probabilities, which have no z-loss and no label "
+                    "smoothing: leave z_loss_weight and label_smoothing out"
+                )
             kwargs = {name: value for name, value in kwargs.items() if name != FUSED}
             if kwargs.get("labels") is None:  # sequence parallelism; the model's forward looks at labels alone
                 kwargs["labels"] = kwargs["shift_labels"]

@@ -53,12 +53,13 @@ class Task:
 
     def run(self, model: nn.Module, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a function of the model, its ``__call__`` or ``forward``, between ``enter`` and ``leave``."""
-        args, kwargs = self.enter(model, args, kwargs)
-        output = None
+        output, depth = None, len(self.calls)
         try:
+            args, kwargs = self.enter(model, args, kwargs)
             output = function(*args, **kwargs)
         finally:
-            output = self.leave(model, args, kwargs, output)
+            if len(self.calls) > depth:  # or enter has raised before the call began
+                output = self.leave(model, args, kwargs, output)
         return output
 
     def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -414,12 +414,6 @@ def _lines(lines_ptr, offs_i, mask, root, dtype: tl.constexpr):
 
 
 @triton.jit
-def _one_over(x):
-    """Return 1 / x, or 0 for 0."""
-    return tl.where(x > 0, 1 / tl.where(x > 0, x, 1.0), 0.0)
-
-
-@triton.jit
 def _sum_of_all(tile):
     """Return the sum of a tile. Summing one dimension at a time does not compile for capability 10 (Triton 3.6)."""
     return tl.sum(tl.reshape(tile, (tile.shape[0] * tile.shape[1],)), 0)
