@@ -128,6 +128,12 @@ class Command(Program):
         return sorted(found)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def outputs_of(
     main: Callable[[list[str]], int], argv: list[str], folder: Path, num_ranks: int | None = None
 ) -> list[str]:
@@ -138,10 +144,7 @@ def outputs_of(
     """
     environments: list[dict[str, str]] = [{}]
     if num_ranks is not None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
         environments = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
     with contextlib.ExitStack() as stack:
         commands = [

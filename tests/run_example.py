@@ -12,11 +12,11 @@ def main(argv: list[str]) -> int:
         from megatron.core import tensor_parallel
         from megatron_on_cpu import use_cpu
 
-        from cce_dist.integrations.megatron.flags import main
+        from cce_dist.integrations.megatron.flags import main as launch
 
         use_cpu()
         tensor_parallel.model_parallel_cuda_manual_seed = lambda seed: None  # of GPUs' generators
-        main([script])
+        launch([script])
         return 0
     if Path(script).stem == "with_deepspeed":
         import deepspeed  # noqa: F401

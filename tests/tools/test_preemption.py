@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 pytest.importorskip("tokenizers")
 
-from commands import Command, Program, descendants, has_taken, is_running, kill
+from commands import Command, Program, descendants, free_port, has_taken, is_running, kill
 from toy_runs import TEXT, history, newest
 
 from cce_dist.tools import cli
@@ -57,12 +57,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory, run: list[str]) -> list[tupl
 def go_on(run: list[str], out: Path) -> None:
     with Command([*run, "--out", str(out)], out / "log") as command:
         assert command.wait() == 0, command.text
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.mark.parametrize(
