@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import kernel_times
+import objective_times
 import pytest
 import torch
 import torch.nn.functional as F
@@ -538,6 +539,19 @@ def test_a_library_that_is_not_here_is_one_line(name, library, monkeypatch):
     method = methods.all_methods()[name]._replace(needs_cuda=False)
     (row,), _, _ = measure(tiny_workload(), {name: method}, repeats=1)
     assert row.missing and library in row.problem and "\n" not in row.problem
+
+
+def test_every_objective_is_timed_in_every_budget(tmp_path, capsys, monkeypatch):
+    """Catches a compiling round that is counted, and a loss or a budget that is left out."""
+    out = tmp_path / "times.json"
+    argv = ["objective_times.py", "24x2048", "--tokens", "16", "--rounds", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", argv)
+    objective_times.main()
+    budgets = json.loads(out.read_text())["times"]["24x2048"]
+    rounds = dict.fromkeys((objective_times.MEAN, *objective_times.LOSSES), 2)
+    for times in budgets.values():
+        assert {loss: len(seconds) for loss, seconds in times.items()} == rounds
+    assert capsys.readouterr().out.count("24x2048") == len(budgets) == len(objective_times.BUDGETS)
 
 
 def test_the_kernels_of_a_loss_are_told_apart(tmp_path, capsys, monkeypatch):
