@@ -15,7 +15,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand, row_and_split, store_tile
-from cce_dist.kernels.tiles import Tile, num_programs, precision
+from cce_dist.kernels.tiles import Tile, beside_collectives, num_programs, precision
 from cce_dist.kernels.waves import cdiv, fitted
 
 GROUP = tl.constexpr(8)  # row blocks that a loop over tiles walks together, so that hidden states are read from the cache
@@ -42,7 +42,8 @@ def add_d_weight(
     Where shared memory allows a loop over tiles, two kinds of calls launch only as many programs as run at a time. In a call
     that is often empty, thousands of programs that return early would take longer. In a call that sets d_weight_VD, the loop
     overlaps a tile's first loads and its store with the tiles before and after. On random numbers on one H200, with D from 640
-    to 4,096, it takes 0.89 to 0.90 of the time at 1,024 tokens, 0.91 to 0.95 at 2,048, and 0.98 to 1.00 at 8,192.
+    to 4,096, it takes 0.89 to 0.90 of the time at 1,024 tokens, 0.91 to 0.95 at 2,048, and 0.98 to 1.00 at 8,192. Beside
+    collectives it can take twice as long, so there such a call launches a program for each tile (``beside_collectives``).
     """
     num_rows, hidden_size = rows.hidden.shape
     num_cols = d_weight_VD.shape[0]
@@ -50,7 +51,7 @@ def add_d_weight(
     tma = has_tma(dlogits_RV, rows.hidden, d_weight_VD)
     num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
     is_set = not add and low_VD is None
-    in_one_wave = tma and d_weight_VD.itemsize == 2 and (often_empty or is_set)
+    in_one_wave = tma and d_weight_VD.itemsize == 2 and (often_empty or (is_set and not beside_collectives()))
     _grad_weight_kernel[(min(num_tiles, num_programs(d_weight_VD.device)) if in_one_wave else num_tiles,)](
         # in
         operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows.hidden, tile.inner, tile.cols, tma), rows.num_kept, gain,

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import triton
 
 from cce_dist.kernels.planned import planned_device
@@ -112,6 +113,15 @@ def num_programs(device: torch.device) -> int:
     if planned is not None:
         return planned.num_programs
     return 4 if interpreted() else _num_multiprocessors(real_device(device))
+
+
+def beside_collectives() -> bool:
+    """Whether the kernel of a collective may run at the same time, because this process has other ranks.
+
+    The program of a loop over tiles keeps its multiprocessor until the kernel ends. A collective that finds none waits that
+    long. On the other ranks the same collective holds multiprocessors meanwhile, and their own programs wait for these.
+    """
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @lru_cache(maxsize=16)

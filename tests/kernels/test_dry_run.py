@@ -15,14 +15,18 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+import torch.distributed as dist
 from shards import DEVICE, needs_gpu
 
 from cce_dist import GradFilter, linear_cross_entropy
 from cce_dist.decide import Where, decide
-from cce_dist.kernels import Filter, ShardLogits, Spec, dry_run, exact, tokens
+from cce_dist.kernels import Filter, Rows, ShardLogits, Spec, dry_run, exact, tokens
+from cce_dist.kernels.d_weight import add_d_weight
+from cce_dist.kernels.direct import launching
 from cce_dist.kernels.dry_run import Live, Peak
 from cce_dist.kernels.memory import Sizes
-from cce_dist.kernels.planned import Planned, planned_device
+from cce_dist.kernels.planned import Planned, planned, planned_device
+from cce_dist.kernels.tiles import table_tiles
 
 MIB, H200 = 1 << 20, Planned(9, 132)
 
@@ -75,6 +79,23 @@ def test_parts_are_gone_while_d_hidden_is_summed(backend: str) -> None:
     summed, alone = (peak_of(backend, 2048, 768, 16384, 64, alone=alone) for alone in (False, True))
     assert summed.saved < summed.summing < summed.backward - 20 * MIB
     assert alone.summing == alone.backward
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_d_weight_leaves_multiprocessors_to_collectives(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a loop over tiles in a process with other ranks: their collectives wait until it ends."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: num_ranks)
+    grids: list[int] = []
+    hidden_RD, dlogits_RV, d_weight_VD = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((1024, 768), (1024, 50_304), (50_304, 768))
+    )
+    index, num_kept = (torch.empty(size, dtype=torch.int32, device="meta") for size in (1024, 1))
+    tile = table_tiles(9, 16).grad_weight
+    with planned(H200), launching(lambda kernel, args, grid, options: grids.append(grid[0])):
+        add_d_weight(d_weight_VD, dlogits_RV, Rows(index, num_kept, hidden_RD), None, tile, add=False)
+    assert grids == [H200.num_programs if num_ranks == 1 else 393 * 3]
 
 
 @needs_gpu
