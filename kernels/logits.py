@@ -11,7 +11,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import has_tma, kernel, operand, row_and_split, store_tile, tile_of_products
 from cce_dist.kernels.head import logits_of, token_factors
-from cce_dist.kernels.tiles import Tiles, num_programs, precision
+from cce_dist.kernels.tiles import Tiles, beside_collectives, num_programs, precision
 from cce_dist.kernels.waves import cdiv
 
 
@@ -27,7 +27,10 @@ def logits_chunk(
     (num_rows, num_cols), hidden_size = z_RV.shape, rows.hidden.shape[1]
     num_tiles = cdiv(num_cols, tile.cols)
     tma = has_tma(rows.hidden, x.weight, z_RV)
-    _logits_kernel[(min(cdiv(num_rows, tile.rows) * num_tiles, num_programs(z_RV.device)),)](
+    programs = cdiv(num_rows, tile.rows) * num_tiles
+    if not beside_collectives():
+        programs = min(programs, num_programs(z_RV.device))
+    _logits_kernel[(programs,)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
         rows.index, rows.num_kept,
@@ -69,7 +72,8 @@ def _logits_kernel(
 ):
     BLOCK_N: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
-    # Each program computes several tiles z [BLOCK_N, BLOCK_V], so that operands of the next tile load while one is stored.
+    # Unless collectives run beside it, each program computes several tiles z [BLOCK_N, BLOCK_V], so that operands of the next
+    # tile load while one is stored.
     num_kept = tl.load(num_kept_ptr)
     num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
     for number in tl.range(tl.program_id(0), num_row_blocks * num_tiles, tl.num_programs(0), flatten=True):

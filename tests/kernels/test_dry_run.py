@@ -20,10 +20,11 @@ from shards import DEVICE, needs_gpu
 
 from cce_dist import GradFilter, linear_cross_entropy
 from cce_dist.decide import Where, decide
-from cce_dist.kernels import Filter, Rows, ShardLogits, Spec, dry_run, exact, tokens
+from cce_dist.kernels import Filter, Head, Operands, Rows, ShardLogits, Spec, dry_run, exact, tokens
 from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.direct import launching
 from cce_dist.kernels.dry_run import Live, Peak
+from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.planned import Planned, planned, planned_device
 from cce_dist.kernels.tiles import table_tiles
@@ -82,20 +83,23 @@ def test_parts_are_gone_while_d_hidden_is_summed(backend: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_d_weight_leaves_multiprocessors_to_collectives(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_find_multiprocessors(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a loop over tiles in a process with other ranks: their collectives wait until it ends."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: num_ranks)
-    grids: list[int] = []
-    hidden_RD, dlogits_RV, d_weight_VD = (
-        torch.empty(*shape, dtype=torch.bfloat16, device="meta")
-        for shape in ((1024, 768), (1024, 50_304), (50_304, 768))
-    )
+
+    def matrix(rows: int, cols: int) -> torch.Tensor:
+        return torch.empty(rows, cols, dtype=torch.bfloat16, device="meta")
+
+    hidden_RD, weight_VD, logits_RV = matrix(1024, 768), matrix(50_304, 768), matrix(1024, 50_304)
     index, num_kept = (torch.empty(size, dtype=torch.int32, device="meta") for size in (1024, 1))
-    tile = table_tiles(9, 16).grad_weight
+    rows, x = Rows(index, num_kept, hidden_RD), Operands(hidden_RD, weight_VD, Head(), index.long(), 0, 50_304)
+    tiles, grids = table_tiles(9, 16), list[int]()
     with planned(H200), launching(lambda kernel, args, grid, options: grids.append(grid[0])):
-        add_d_weight(d_weight_VD, dlogits_RV, Rows(index, num_kept, hidden_RD), None, tile, add=False)
-    assert grids == [H200.num_programs if num_ranks == 1 else 393 * 3]
+        logits_chunk(x, rows, 0, logits_RV, tiles)
+        add_d_weight(torch.empty_like(weight_VD), logits_RV, rows, None, tiles.grad_weight, add=False)
+    num_tiles = [8 * 197, 393 * 3]  # of 128 x 256
+    assert grids == ([H200.num_programs] * 2 if num_ranks == 1 else num_tiles)
 
 
 @needs_gpu
