@@ -489,11 +489,15 @@ ON_RANKS: list[tuple[Case, list[Callable]]] = [
 
 def on_layouts() -> None:
     for case, checks in ON_RANKS[: 4 if OLDEST else None]:
-        for check in checks:
-            try:
-                on_layout(case, check)
-            except Exception as error:
-                raise AssertionError(f"{check.__name__}, {case}: {error}") from error
+        on_layout(case, check_all, checks)
+
+
+def check_all(case: Case, checks: list[Callable]) -> None:
+    for check in checks:
+        try:
+            check(case)
+        except Exception as error:
+            raise AssertionError(f"{check.__name__}, {case}: {error}") from error
 
 
 @pytest.mark.slow

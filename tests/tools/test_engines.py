@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -29,12 +29,10 @@ RUNS: dict[str, dict[str, tuple]] = {  # tensor-parallel, data-parallel and pipe
         "pipe-model-dense": (2, 1, 2, ["--loss", "dense", "--accumulate", "2"]),
         "pipe-model-filtered": (2, 1, 2, ["--accumulate", "2", *NOTHING_DROPPED]),
         "zero3-exact": (1, 4, 1, ["--zero-stage", "3", "--accumulate", "2"]),
-        "zero3-filtered": (1, 4, 1, ["--zero-stage", "3", *NOTHING_DROPPED]),
         "pipe-data-bf16": (1, 2, 2, ["--dtype", "bfloat16"]),
         "zero2-dense-bf16": (1, 4, 1, ["--zero-stage", "2", "--dtype", "bfloat16", "--loss", "dense"]),
     },
     "megatron": {
-        "data": (1, 4, 1, []),
         "pipe-tensor-exact": (2, 1, 2, ["--sequence-parallel", "--accumulate", "2"]),
         "pipe-tensor-dense": (2, 1, 2, ["--loss", "dense"]),
     },
@@ -77,13 +75,16 @@ def _train_all(engine: str, cache: Path, out: Path) -> None:
 
 def _go_on_in_another_layout(cache: Path, out: Path) -> None:
     """Load a pipe x model checkpoint, converted by DeepSpeed's own tool, into pipe x data, and validate."""
+    from deepspeed.checkpoint import ds_to_universal
+
     from cce_dist.tools.pretrain.engines import deepspeed
 
     folder = out / "pipe-model-filtered" / "checkpoints" / "step-00000008"
     if dist.get_rank() == 0:
-        convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
-        convert += ["--num_merge_workers", "1", "--input_folder", str(folder / deepspeed.TAG)]
-        subprocess.run([*convert, "--output_folder", str(folder / "universal")], check=True, capture_output=True)
+        workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+        folders = ["--input_folder", str(folder / deepspeed.TAG), "--output_folder", str(folder / "universal")]
+        with mock.patch.object(sys, "argv", ["ds_to_universal", *workers, *folders]):
+            ds_to_universal.main(ds_to_universal.parse_arguments())
     dist.barrier()
     ds_config = deepspeed.ds_config
     deepspeed.ds_config = lambda *given: ds_config(*given) | {"checkpoint": {"load_universal": True}}

@@ -26,7 +26,7 @@ def failures(setting: Setting, count: int, first: int = 0) -> str:
 
 
 def test_torch():
-    assert failures(Setting(seed=1, backend="torch"), 500) == ""
+    assert failures(Setting(seed=1, backend="torch"), 300) == ""
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
@@ -49,7 +49,7 @@ def _on_ranks(count: int) -> None:
 def test_torch_of(function: str):
     assert FUNCTIONS == tuple(SOURCES) == ("loss", *OTHERS)
     assert cli.main(["verify", "--fuzz", "1", "--device", "cpu", "--function", function]) == 0
-    assert failures(Setting(1, backend="torch", function=function), 150) == ""
+    assert failures(Setting(1, backend="torch", function=function), 100) == ""
     # One token whose logits all reach the softcap: the dense baseline has hardly an error there, by luck.
     assert failures(Setting(31, backend="torch", function=function), 1, 442) == ""
 
@@ -59,7 +59,7 @@ def test_torch_of(function: str):
 @pytest.mark.slow
 def test_triton_of(function: str):
     setting = Setting(1, "cuda" if GPU else "cpu", "triton", function=function)
-    assert failures(setting, 100 if GPU else 2) == ""
+    assert failures(setting, 100 if GPU else 2, 3) == ""  # these two have most options, and are small
 
 
 def test_a_mutation_of_the_log_probs_is_seen(monkeypatch: pytest.MonkeyPatch):
@@ -109,7 +109,7 @@ def test_a_mutation_of_a_token_loss_is_seen(monkeypatch):
         return losses, [None if d_nll is None else 1.01 * d_nll, *others]
 
     monkeypatch.setattr(TokenLoss, "differentiated", off)
-    found = failures(Setting(seed=1, backend="torch"), 500)
+    found = failures(Setting(seed=1, backend="torch"), 150)
     assert "token_loss=dft" in found and "token_loss=policy" in found and "dE: error" in found
 
 
