@@ -256,7 +256,7 @@ def check_evaluation() -> None:
 
 def check_compiled_body() -> None:
     """A body that is compiled, the lookup with it."""
-    case = Case("Gemma2", tied=True)
+    case = Case("Llama", tied=True)
     plain, compiled = build(case, True), build(case, True)
     compiled.model.compile(backend="eager")
     torch.testing.assert_close(compiled(**batch(case)).loss, plain(**batch(case)).loss, rtol=REACH, atol=0)

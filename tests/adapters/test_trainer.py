@@ -117,21 +117,6 @@ def test_generate_in_training_mode_and_resized_embeddings() -> None:
     torch.testing.assert_close(losses[1], losses[0])
 
 
-def test_evaluation_alone_may_be_compiled(tmp_path: Path) -> None:
-    """Catches logits that accelerate cannot gather; after a training Trainer evaluates the model that is not compiled."""
-    from transformers import Trainer
-
-    found = []
-    for ours in (False, True):
-        forget()
-        torch._dynamo.reset()
-        model = cce_dist.convert(tiny_model()) if ours else tiny_model()
-        args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager")
-        found.append(Trainer(model, args, eval_dataset=Sentences(6), compute_metrics=metrics).evaluate())
-    names = [name for name in found[0] if not name.endswith(("time", "second"))]
-    assert {name: found[1][name] for name in names} == pytest.approx({name: found[0][name] for name in names}, rel=1e-5)
-
-
 @pytest.mark.parametrize("converted", ["before", "after"])
 def test_a_dispatched_model(tmp_path: Path, converted: str) -> None:
     """With accelerate's hooks, as ``device_map`` adds them, around every forward; the head's weight is on disk."""

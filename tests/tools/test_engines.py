@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 pytest.importorskip("tokenizers")
 
-from toy_runs import SHORT, TOY, largest_difference, losses, options, prepared, records
+from toy_runs import SHORT, TOY, forget_groups, largest_difference, losses, options, prepared, records
 
 from cce_dist.tools import cli
 from cce_dist.tools.pretrain.data import Batches, Corpus
@@ -23,17 +23,18 @@ from cce_dist.tools.pretrain.ranks import Ranks
 from cce_dist.tools.pretrain.recipe import PRESETS
 from cce_dist.tools.ranks import run_ranks
 
+CUT = ["--pp", "2", "--layers-per-stage", "2,0"]  # the last stage has the head alone
 NOTHING_DROPPED = ["--loss", "filtered", "--filter-eps", "1e-30"]
 RUNS: dict[str, dict[str, tuple]] = {  # tensor-parallel, data-parallel and pipeline size; further options
     "deepspeed": {
         "pipe-model-dense": (2, 1, 2, ["--loss", "dense", "--accumulate", "2"]),
-        "pipe-model-filtered": (2, 1, 2, ["--accumulate", "2", *NOTHING_DROPPED]),
+        "pipe-model-filtered": (2, 1, 2, ["--accumulate", "2", *NOTHING_DROPPED, *CUT]),
         "zero3-exact": (1, 4, 1, ["--zero-stage", "3", "--accumulate", "2"]),
         "pipe-data-bf16": (1, 2, 2, ["--dtype", "bfloat16"]),
         "zero2-dense-bf16": (1, 4, 1, ["--zero-stage", "2", "--dtype", "bfloat16", "--loss", "dense"]),
     },
     "megatron": {
-        "pipe-tensor-exact": (2, 1, 2, ["--sequence-parallel", "--accumulate", "2"]),
+        "pipe-tensor-exact": (2, 1, 2, ["--sequence-parallel", "--accumulate", "2", *CUT]),
         "pipe-tensor-dense": (2, 1, 2, ["--loss", "dense"]),
     },
 }
@@ -46,16 +47,6 @@ def _on_four_ranks(cache: Path, out: Path) -> None:
 
 
 def _train_all(engine: str, cache: Path, out: Path) -> None:
-    if engine == "megatron":
-        from megatron.core import parallel_state
-        from megatron_on_cpu import use_cpu
-
-        use_cpu()
-        forget = parallel_state.destroy_model_parallel
-    else:
-        from deepspeed.utils import groups
-
-        forget = groups._release_process_group_references
     runs = RUNS[engine]
     for name in (*runs, *(f"{name}-resumed" for name in RESUMED if name in runs)):
         run = name.removesuffix("-resumed")
@@ -67,9 +58,10 @@ def _train_all(engine: str, cache: Path, out: Path) -> None:
         ranks = Ranks(torch.device("cpu"), dist.get_rank(), dist.get_world_size(), tp, dp, pp)
         if run not in RESUMED:
             more = [*more, "--checkpoint-every", "0"]
+        forget_groups(engine)
         train(options(cache, out / name, "--engine", engine, *more), ranks, prepared(cache))
-        forget()
     if engine == "deepspeed":
+        forget_groups(engine)
         _go_on_in_another_layout(cache, out)
 
 
@@ -115,6 +107,8 @@ def test_every_engine_trains_as_torch_does(cache: Path, trained: Path, tmp_path:
         else:
             assert "kept_tiles" not in filtered
         if name in RESUMED:
+            state = torch.load(tmp_path / name / "checkpoints" / "step-00000008" / "state.pt")
+            assert state["same"]["layers of the stages"] == ([2, 0] if name.startswith("pipe") else None), name
             assert losses(tmp_path / f"{name}-resumed") == losses(tmp_path / name), name
 
 
