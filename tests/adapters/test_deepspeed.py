@@ -31,6 +31,7 @@ from cce_dist.integrations import deepspeed as cce
 from cce_dist.integrations import transformers as hugging_face
 from cce_dist.integrations.deepspeed.__main__ import main
 from cce_dist.integrations.deferred import task as deferred_task
+from cce_dist.integrations.on_import import on_import
 from cce_dist.tools.ranks import run_ranks
 
 HIDDEN, VOCAB, SEQ, BATCH, STEPS, MICROBATCHES = 16, 37, 6, 2, 2, 2
@@ -801,3 +802,10 @@ def test_plain_initialize_says_that_it_ignores_the_section(tmp_path: Path) -> No
     parts = done.stderr.split("engine:")[1:]
     assert ["ignores the section" in part for part in parts] == [True, False, False, False], done.stderr
     assert "cce_dist.integrations.deepspeed.install()" in parts[0]
+
+
+def test_a_package_that_is_there_already_is_seen_at_once() -> None:
+    """Catches a warning that needs cce_dist imported before deepspeed."""
+    seen: list[Any] = []
+    on_import("json", seen.append)
+    assert seen == [json]
