@@ -6,8 +6,6 @@ import copy
 import inspect
 import io
 import operator
-import subprocess
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -156,12 +154,7 @@ def weighed(logits: Any, labels: Tensor) -> Tensor:
     return one + F.cross_entropy(logits, labels, weights, size_average=False)
 
 
-def rearranged(logits: Any, labels: Tensor) -> Tensor:
-    einops = pytest.importorskip("einops")
-    return F.cross_entropy(einops.rearrange(logits, "b s v -> (b s) v"), labels.view(-1))
-
-
-@pytest.mark.parametrize("loss", [loss_of, causal, capped, picked, biased, cut_short, weighed, rearranged])
+@pytest.mark.parametrize("loss", [loss_of, causal, capped, picked, biased, cut_short, weighed])
 def test_deferred_logits_meet_the_users_own_loss(loss: Callable) -> None:
     """In a loop of training, behind the model's forward, where the weight is whole on one GPU and under DDP."""
     stock, ours = pair()
@@ -200,24 +193,16 @@ def test_a_loss_outside_of_forward_that_ddp_would_not_find_is_refused() -> None:
 
 USES: dict[str, Callable] = {
     "column": lambda x: x[..., 0],
-    "columns": lambda x: x[..., 1:],
-    "element": lambda x: x[0, 0, 0],
-    "none": lambda x: x[None],
     "argmax": lambda x: x.argmax(-1),
     "softmax": lambda x: torch.softmax(x, -1),
     "tensor-factor": lambda x: x * torch.ones(()),
-    "factor-tensor": lambda x: torch.ones(()) * x,
     "sum": lambda x: x + 1,
     "sum-of-tokens": lambda x: x + torch.ones(LENGTH, 1),
     "bias-behind-a-factor": lambda x: 2 * x + torch.ones(VOCAB),
     "bias-of-more-ids": lambda x: x[..., :5] + torch.ones(VOCAB),
-    "two-biases": lambda x: x + torch.ones(VOCAB) + torch.ones(VOCAB),
     "two-tanh": lambda x: x.tanh().tanh(),
-    "abs": lambda x: abs(x),
-    "remainder": lambda x: x % 2,
     "equal": lambda x: x == 0,
     "assignment": lambda x: x.__setitem__(0, 0.0),
-    "flatten": lambda x: x.flatten(),
     "view": lambda x: x.view(-1, VOCAB + 1),
     "not-flat": lambda x: F.cross_entropy(x, batch()),
     "probabilities": lambda x: F.cross_entropy(x[0], torch.ones(LENGTH, VOCAB)),
@@ -499,10 +484,6 @@ def test_changes_in_place_before_a_loss_raise(change: Callable) -> None:
         ours.eval()(batch(), labels=batch())
 
 
-def doubles(module: nn.Module, args: Any, output: Any) -> Any:
-    return output * 2
-
-
 def add_hooks(model: Any, everywhere: bool) -> list[Any]:
     """Add hooks that draw a dropout before the head, and double its logits."""
     before, after = model.lm_head.register_forward_pre_hook, model.lm_head.register_forward_hook
@@ -572,38 +553,13 @@ def test_forward_may_be_called_past_hooks(kind: type) -> None:
         torch.testing.assert_close(logits + 0, stock(batch())["logits"])
 
 
-class Swaps(nn.Module):
-    """Gives a head another weight while it calls it, as PEFT's ``target_parameters`` do."""
-
-    def __init__(self, head: Any) -> None:
-        super().__init__()
-        self.head, self.delta = head, nn.Parameter(torch.ones(VOCAB, HIDDEN))
-
-    def forward(self, hidden: Tensor) -> Any:
-        own = self.head._parameters.pop("weight")
-        self.head.weight = own + self.delta
-        try:
-            return self.head(hidden)
-        finally:
-            del self.head.weight
-            self.head._parameters["weight"] = own
-
-
-def swapped(model: Any) -> Any:
-    model.lm_head = Swaps(model.lm_head)
-    return model
-
-
-def normed(model: Any) -> Any:
-    parametrizations.weight_norm(model.lm_head)
-    with torch.no_grad():
-        model.lm_head.parametrizations.weight.original0.mul_(2)
-    return model
-
-
-@pytest.mark.parametrize("change", [swapped, normed])
-def test_the_loss_is_of_the_weight_that_the_head_was_called_with(change: Callable) -> None:
-    stock, ours = (change(model) for model in pair())
+def test_the_loss_is_of_the_weight_that_the_head_was_called_with() -> None:
+    """A weight that is computed at each use. test_peft.py has weights that are replaced for a call."""
+    stock, ours = pair()
+    for model in (stock, ours):
+        parametrizations.weight_norm(model.lm_head)
+        with torch.no_grad():
+            model.lm_head.parametrizations.weight.original0.mul_(2)
     assert_same_step(stock, ours)
     torch.testing.assert_close(loss_of(ours(batch())["logits"], batch()), loss_of(stock(batch())["logits"], batch()))
     with torch.no_grad():
@@ -616,22 +572,6 @@ def test_weights_of_a_functional_call_outlive_it() -> None:
     weights: dict[str, Any] = {name: nn.Parameter(2 * x.detach()) for name, x in stock.named_parameters()}
     logits = [torch.func.functional_call(model, weights, (batch(),))["logits"] for model in (stock, ours)]
     torch.testing.assert_close(loss_of(logits[1], batch()), loss_of(logits[0], batch()))
-
-
-@pytest.mark.parametrize("converted", ["before", "after"])
-def test_rows_are_those_of_the_weight(converted: str) -> None:
-    """Catches a head that is as large as ``out_features`` says, which PEFT's tied copies have wrong."""
-    stock, ours = pair()
-    if converted == "after":
-        cce_dist.revert(ours)
-    weight = torch.randn(VOCAB + 3, HIDDEN)
-    for model in (stock, ours):
-        model.lm_head.weight, model.lm_head.bias = nn.Parameter(weight.clone()), None
-    cce_dist.convert(ours)
-    assert_same_step(stock, ours)
-    logits = ours.eval()(batch(), labels=batch())["logits"]
-    assert logits.shape == (BATCH, LENGTH, VOCAB + 3)
-    torch.testing.assert_close(logits + 0, stock(batch())["logits"])
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -832,11 +772,6 @@ def test_a_refusal_is_one_line(model: Any, options: dict, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message) as error:
         cce_dist.convert(model, **options)
     assert "\n" not in str(error.value)
-
-
-def test_import_stays_light() -> None:
-    code = "import sys, cce_dist; sys.exit('cce_dist.integrations.deferred' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_one_line_says_that_it_is_in_use(caplog: pytest.LogCaptureFixture) -> None:

@@ -50,7 +50,7 @@ class Case:
     in_groups: int | None = None  # tokens of a group whose gradients are made in forward
     scaled: bool = False  # each rank's loss by a factor of its own, which forward cannot expect
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    sizes: dict[str, int] = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 1})
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 CASES = [
@@ -196,7 +196,7 @@ def check_a_rank_without_tokens() -> None:
 
 def check_precision() -> None:
     """fp32 rows and bf16 products: embeddings to the bit, gradients no further from fp32's than FSDP2's, bytes as planned."""
-    case = Case("Gemma2", tied=True, equal=True, precision=BF16, sizes={"num_hidden_layers": 1, "hidden_size": 24})
+    case = Case("Gemma2", tied=True, equal=True, precision=BF16, sizes={"hidden_size": 24})
     truth, stock, ours = (
         build(one, ours)
         for one, ours in ((dataclasses.replace(case, precision=FP32), False), (case, False), (case, True))
@@ -256,7 +256,7 @@ def check_evaluation() -> None:
 
 def check_compiled_body() -> None:
     """A body that is compiled, the lookup with it."""
-    case = Case("Gemma2", tied=True)
+    case = Case("Llama", tied=True)
     plain, compiled = build(case, True), build(case, True)
     compiled.model.compile(backend="eager")
     torch.testing.assert_close(compiled(**batch(case)).loss, plain(**batch(case)).loss, rtol=REACH, atol=0)
@@ -514,17 +514,12 @@ def test_replicas(ranks4: Callable) -> None:
 
 def for_long(steps: int) -> None:
     for case in LONG:
-        compare(dataclasses.replace(case, sizes={}), steps, rate=1e-3)  # a larger one makes more of roundings
+        compare(case, steps, rate=1e-3)  # a larger one makes more of roundings
 
 
 @pytest.mark.sweep
 def test_fifty_steps_on_two_ranks(ranks2: Callable) -> None:
     ranks2(for_long, 50)
-
-
-@pytest.mark.slow
-def test_more_models_on_four_ranks(ranks4: Callable) -> None:
-    ranks4(for_long, 3)
 
 
 @pytest.mark.slow

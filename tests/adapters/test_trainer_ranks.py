@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,9 @@ class Case:
 
 CASES = [
     Case("ddp", metrics=True, resume=True),
-    Case("fsdp2", fsdp=True, metrics=True, resume=True),
-    Case("fsdp2-tied-recomputed", fsdp=True, tied=True, recompute=True, model="Gemma2"),
+    Case("fsdp2", fsdp=True, tied=True, recompute=True, metrics=True, resume=True, model="Gemma2"),
     Case("fsdp2-rows", fsdp=True, rows=True, tied=True, metrics=True, resume=True, model="Gemma2"),
     Case("zero2", zero=2, way="section", metrics=True),
-    Case("zero2-converted", zero=2, tied=True),
     Case("zero3", zero=3, way="section", recompute=True, metrics=True, resume=True),
     Case("zero3-converted", zero=3, tied=True, model="Gemma2", metrics=True),
 ]
@@ -126,14 +125,15 @@ def compare(case: Case, folder: Path) -> None:
         assert losses[1][-STEPS // 2 :] == losses[0][-STEPS // 2 :]
 
 
-def two_ranks(folder: Path, names: list[str]) -> None:
+def two_ranks(folder: Path) -> None:
     prepare_rank()
     for case in CASES:
-        if case.name in names:
-            try:
-                compare(case, folder / case.name)
-            except Exception as error:
-                raise AssertionError(f"{case}: {error}") from error
+        if case.zero is not None and find_spec("deepspeed") is None:
+            continue
+        try:
+            compare(case, folder / case.name)
+        except Exception as error:
+            raise AssertionError(f"{case}: {error}") from error
     torch.use_deterministic_algorithms(False)
 
 
@@ -174,11 +174,5 @@ def test_accelerate(pool: Pool, wrapper: str, rows: bool) -> None:
 
 
 @pytest.mark.slow
-def test_zero(pool: Pool, tmp_path: Path) -> None:
-    """By the section of ds_config, and converted."""
-    pytest.importorskip("deepspeed")
-    pool.run(two_ranks, tmp_path, [case.name for case in CASES if case.zero is not None])
-
-
-def test_ddp_and_fsdp2(pool: Pool, tmp_path: Path) -> None:
-    pool.run(two_ranks, tmp_path, [case.name for case in CASES if case.zero is None])
+def test_trainer(pool: Pool, tmp_path: Path) -> None:
+    pool.run(two_ranks, tmp_path)

@@ -305,14 +305,13 @@ def distilled(out: Path, **more: Any) -> tuple[list[dict[str, float]], Any]:
     return logged(trainer), trainer.accelerator.get_state_dict(trainer.model_wrapped)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_distillation_trainer_logs_and_learns_as_it_does(beta: float, tmp_path: Path) -> None:
-    stock, expected = distilled(tmp_path, beta=beta)
+def test_distillation_trainer_logs_and_learns_as_it_does(tmp_path: Path) -> None:
+    stock, expected = distilled(tmp_path, beta=0.5)
     cce_trl.install()
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr("cce_dist.integrations.trl_distillation.say_once", said.append)
-        ours, found = distilled(tmp_path, beta=beta)
+        ours, found = distilled(tmp_path, beta=0.5)
     assert len(said) >= 3
     assert_same_log(ours, stock, TOLERANCE)
     assert_same_parameters(found, expected, TOLERANCE)

@@ -34,13 +34,13 @@ METHODS = ["dense", "exact", "filtered", "filtered-plain", "full-c", "full-c-pla
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory: pytest.TempPathFactory) -> report.Comparison:
+def comparison(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> report.Comparison:
     out = tmp_path_factory.mktemp("compare")
     argv = ["compare", *TOY, *SHORT, "--filter-eps", "3e-4", "--warmup", "2", "--methods", *METHODS]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are tiny
     try:
-        assert cli.main([*argv, "--out", str(out), "--cache", str(out)]) == 0
+        assert cli.main([*argv, "--out", str(out), "--cache", str(cache)]) == 0
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
@@ -68,10 +68,10 @@ def test_every_run_is_there_and_learns(comparison: report.Comparison) -> None:
         assert losses[-1] < losses[0]
 
 
-def test_gradients_are_compared_less_often_than_losses(tmp_path: Path) -> None:
+def test_gradients_are_compared_less_often_than_losses(tmp_path: Path, cache: Path) -> None:
     """Catches: gradients compared with every loss, or not after the last step; steps that fall between two losses."""
     argv = ["compare", *TOY, *SHORT, "--seeds", "1", "--methods", "exact"]
-    argv += ["--out", str(tmp_path), "--cache", str(tmp_path)]
+    argv += ["--out", str(tmp_path), "--cache", str(cache)]
     assert cli.main([*argv, "--measure-every", "1", "--gradients-every", "3"]) == 0
     (run,) = report.joined([tmp_path / "compare.json"]).runs
     assert [measured.step for measured in run.measurements] == [0, 1, 2, 3, 4]

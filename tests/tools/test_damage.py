@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 pytest.importorskip("tokenizers")
 
-from toy_runs import ALONE, go_back, losses, newest, options, prepared, pretrain, records
+from toy_runs import ALONE, forget_groups, go_back, losses, newest, options, prepared, pretrain, records
 
 from cce_dist.tools.pretrain import checkpoint, engines, exits, launch, log
 from cce_dist.tools.pretrain.engines.torch import TorchEngine
@@ -94,14 +94,10 @@ def no_file_beyond(num_bytes: int) -> Iterator[None]:
 def _engine_loses_nothing(name: str, cache: Path, out: Path) -> None:
     """The body of two ranks."""
     ranks = Ranks(torch.device("cpu"), dist.get_rank(), 2, tp=2)
-    if name == "megatron":
-        from megatron_on_cpu import use_cpu
-
-        use_cpu()
     engine = getattr(__import__(f"cce_dist.tools.pretrain.engines.{name}", fromlist=["x"]), launch.ENGINES[name])
 
     def train(folder: str, *more: str) -> Path:
-        _forget_groups(name)
+        forget_groups(name)
         recipe = options(cache, out / folder, "--engine", name, "--log-every", "100", *more)
         try:
             train_on(recipe, ranks, prepared(cache))
@@ -137,18 +133,6 @@ def _engine_loses_nothing(name: str, cache: Path, out: Path) -> None:
         train("full")
     dist.barrier()
     assert not list((out / "full" / "checkpoints").glob("step-*"))
-
-
-def _forget_groups(name: str) -> None:
-    """Frameworks keep the groups of one model for the next."""
-    if name == "deepspeed":
-        from deepspeed.utils import groups
-
-        groups._release_process_group_references()
-    elif name == "megatron":
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
 
 
 @pytest.mark.parametrize("engine", ["torch", "deepspeed", "megatron"])
@@ -189,9 +173,13 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "state.pt", ".metadata", "manifest.json"])
 @pytest.mark.parametrize(
-    "spoil", [_flip, lambda path: os.truncate(path, 100), Path.unlink], ids=["flip", "cut", "drop"]
+    ("name", "spoil"),
+    [
+        *((name, _flip) for name in ("__0_0.distcp", "state.pt", ".metadata", "manifest.json")),
+        *((name, Path.unlink) for name in ("__0_0.distcp", "manifest.json")),
+        ("manifest.json", lambda path: os.truncate(path, 100)),
+    ],
 )
 def test_damage_is_one_line_and_the_older_checkpoint_is_taken(
     cache: Path, run: Path, trained: Path, capsys: pytest.CaptureFixture[str], name: str, spoil: Callable[[Path], Any]

@@ -26,7 +26,7 @@ def failures(setting: Setting, count: int, first: int = 0) -> str:
 
 
 def test_torch():
-    assert failures(Setting(seed=1, backend="torch"), 500) == ""
+    assert failures(Setting(seed=1, backend="torch"), 300) == ""
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
@@ -46,10 +46,11 @@ def _on_ranks(count: int) -> None:
 
 
 @pytest.mark.parametrize("function", OTHERS)
-def test_torch_of(function: str):
+def test_torch_of(function: str, capsys: pytest.CaptureFixture[str]):
     assert FUNCTIONS == tuple(SOURCES) == ("loss", *OTHERS)
-    assert cli.main(["verify", "--fuzz", "1", "--device", "cpu", "--function", function]) == 0
-    assert failures(Setting(1, backend="torch", function=function), 150) == ""
+    assert cli.main(["verify", "--fuzz", "1", "--seed", "2", "--device", "cpu", "--function", function]) == 0
+    assert "1 of 1 random cases hold, seed 2" in capsys.readouterr().out
+    assert failures(Setting(1, backend="torch", function=function), 100) == ""
     # One token whose logits all reach the softcap: the dense baseline has hardly an error there, by luck.
     assert failures(Setting(31, backend="torch", function=function), 1, 442) == ""
 
@@ -59,7 +60,7 @@ def test_torch_of(function: str):
 @pytest.mark.slow
 def test_triton_of(function: str):
     setting = Setting(1, "cuda" if GPU else "cpu", "triton", function=function)
-    assert failures(setting, 100 if GPU else 2) == ""
+    assert failures(setting, 100 if GPU else 2, 3) == ""  # these two have most options, and are small
 
 
 def test_a_mutation_of_the_log_probs_is_seen(monkeypatch: pytest.MonkeyPatch):
@@ -109,7 +110,9 @@ def test_a_mutation_of_a_token_loss_is_seen(monkeypatch):
         return losses, [None if d_nll is None else 1.01 * d_nll, *others]
 
     monkeypatch.setattr(TokenLoss, "differentiated", off)
-    found = failures(Setting(seed=1, backend="torch"), 500)
+    setting = Setting(seed=1, backend="torch")
+    with_one = [number for number in range(500) if draw_loss(setting, number).token_loss]
+    found = "\n".join(failures(setting, 1, number) for number in with_one)
     assert "token_loss=dft" in found and "token_loss=policy" in found and "dE: error" in found
 
 
@@ -140,12 +143,6 @@ def test_a_case_is_a_function_of_its_number():
     setting = Setting(seed=3, backend="torch")
     assert str(draw_loss(setting, 17)) == str(draw_loss(setting, 17)) != str(draw_loss(setting, 18))
     assert str(draw_loss(setting._replace(seed=4), 17)) != str(draw_loss(setting, 17))
-
-
-def test_command_line(capsys):
-    argv = ["verify", "--fuzz", "3", "--seed", "1", "--case", "5", "--backend", "torch", "--device", "cpu"]
-    assert cli.main(argv) == 0
-    assert "3 of 3 random cases hold, seed 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -57,8 +57,8 @@ def test_the_manifest_names_one_meeting_place_and_a_command_that_fits() -> None:
 
 
 def test_kubernetes_gives_time_and_no_rights() -> None:
-    """Catches a grace period that ends a checkpoint, a hopeless run that is restarted, root, an open network."""
-    _, policy, jobset = documents()
+    """Catches a grace period that ends a checkpoint, a hopeless run that is restarted, and root."""
+    *_, jobset = documents()
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     pod = job["template"]["spec"]
     [container] = pod["containers"]
@@ -68,11 +68,6 @@ def test_kubernetes_gives_time_and_no_rights() -> None:
     codes = job["podFailurePolicy"]["rules"][0]
     assert codes["action"] == "FailJob" and codes["onExitCodes"]["values"] == [exits.HOPELESS, 2]
     assert jobset["spec"]["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
-    [source] = policy["spec"]["ingress"][0]["from"]
-    assert source == {"podSelector": policy["spec"]["podSelector"]}
-    pods, names = policy["spec"]["egress"]
-    assert pods == {"to": [source]} and {each["port"] for each in names["ports"]} == {53}
-    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
 
 
 def queue(folder: Path, **job: str) -> subprocess.CompletedProcess[str]:
@@ -115,7 +110,7 @@ def test_a_group_is_measured_as_far_as_cpus_can(tmp_path: Path) -> None:
     (tmp_path / "corpus" / "a.txt").write_text((ROOT / "README.md").read_text())
     environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "DEVICE": "cpu", "PRESET": "toy", "STEPS": "2"}
     environment |= {"ONLY": "label-smoothing-one", "CORPUS": str(tmp_path / "corpus"), "OUT": str(tmp_path / "out")}
-    command = [ROOT / "launch" / "measure_group.sh", "2"]
+    command = [ROOT / "launch" / "measure_group.sh", "1"]
     parts = ("verify", "bench", "stages", "pretrain")
     done = subprocess.run([*command, *parts], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
