@@ -144,7 +144,7 @@ def test_whole_steps_from_the_command_line(
 def test_ways_under_torch_compile(
     tiny: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each way is under torch.compile, ours included, and its loss still comes from hidden states."""
+    """Each way has its layers under torch.compile, ours included, and its loss still comes from hidden states."""
     compiled = []
     monkeypatch.setattr(
         torch,
@@ -155,8 +155,8 @@ def test_ways_under_torch_compile(
         )[1],
     )
     command = ["bench", "--models", "llama-3.2-1b", "--layers", "1", "--tokens", "32", "--train-steps", "5", *QUICK]
-    options = ["--compile", "yes", "--out", str(tmp_path), *corpus]
-    names = ["stock+compile", "cce-dist-default+compile"]
+    options = ["--compile", "layers", "--out", str(tmp_path), *corpus]
+    names = ["stock+layers", "cce-dist-default+layers"]
     assert cli.main([*command, *options, "--methods", *names]) == 0
     rows = records.read_json(tmp_path / "bench.json").cases[0].rows
     assert [row.name for row in rows] == names and len(compiled) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 pytest.importorskip("peft")
 
 from peft import LoraConfig, get_peft_model
-from tiny_trainer import VOCAB, batch, tiny_model
+from tiny_trainer import VOCAB, arguments, batch, tiny_model
 from torch import Tensor, nn
 from torch.profiler import profile
 
@@ -228,6 +229,32 @@ def test_a_frozen_head_saves_the_product_of_dc(trains: bool, products: int) -> N
     assert (weight.grad is not None) == trains
 
 
+def test_the_trainer_of_transformers_trains_adapters(tmp_path: Path) -> None:
+    """A real Trainer on real adapters: what it logs, what it learns, and what save_pretrained writes."""
+    from safetensors.torch import load_file
+    from transformers import Trainer
+
+    runs = []
+    for ours in (False, True):
+        model, out = model_of("Gemma2", **CONFIGS["lora"]), tmp_path / str(ours)
+        if ours:
+            cce_dist.convert(model)
+        rows: Any = [{name: x[0] for name, x in batch(seed).items()} for seed in range(8)]
+        trainer = Trainer(model, arguments(out, per_device_train_batch_size=1, learning_rate=1e-2), train_dataset=rows)
+        trainer.train()
+        if ours:
+            cce_dist.require(model)
+            cce_dist.revert(model)
+        model.save_pretrained(out)
+        logs = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+        runs.append((logs, load_file(out / "adapter_model.safetensors")))
+    (stock, expected), (found, learned) = runs
+    assert len(stock) == 4 and stock == [pytest.approx(mine, rel=1e-5) for mine in found]
+    assert any("lm_head" in name for name in learned) and learned.keys() == expected.keys()
+    for name, parameter in learned.items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6)
+
+
 def test_trl_asks_a_lora_head() -> None:
     trl = pytest.importorskip("trl")
     from cce_dist.integrations import trl as cce_trl
@@ -269,6 +296,12 @@ def test_what_is_no_sum_of_products_is_one_line(change: Callable, message: str) 
     with pytest.raises(ValueError, match=message) as error:
         model(**batch())
     assert "\n" not in str(error.value)
+
+
+def test_dora_is_refused() -> None:
+    model = cce_dist.convert(model_of("Llama", target_modules=["lm_head"], use_dora=True))
+    with pytest.raises(ValueError, match="a head with DoraLinearVariant"):
+        model(**batch())
 
 
 def test_a_head_without_peft_is_itself() -> None:
