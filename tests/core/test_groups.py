@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,9 @@ from cce_dist.kernels.dry_run import Live
 from cce_dist.kernels.lse import longest_first
 from cce_dist.kernels.scale import scale
 from cce_dist.kernels.tiles import Tile
-from cce_dist.tools.verify.check import assert_no_worse
+from cce_dist.tools.verify.cases import CASES, with_empty
+from cce_dist.tools.verify.check import assert_no_worse, run_case
+from cce_dist.tools.verify.loss import LOSS
 
 N, D, V, ROWS = 22, 16, 75, 6  # four groups, the last of four tokens
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -203,21 +206,6 @@ def test_upstream_gradients_that_are_no_numbers(backend: str) -> None:
         counted = labels != -100
         assert torch.equal(found[0].isnan()[counted], right[0].isnan()[counted])
         assert all(bool(grad.isnan().all()) == fails for grad in found[1:])
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        ({"reduction": "none", "expected_weights": False}, torch.float32), ({"return_aux": ("nll",)}, torch.float32),
-        ({"label_smoothing": 0.1, "weight": torch.rand(V)}, torch.float32), ({"reduction": "none"}, torch.float16),
-    ],
-)  # fmt: skip
-def test_who_cannot_expect_is_not_in_groups(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Catches: an upstream gradient that differs from token to token, and is taken for one number; fp16 that overflows."""
-    tensors, labels = operands(biased=False)
-    with in_groups(times=0):
-        hidden, weight = (tensor.detach().to(dtype).cpu().requires_grad_() for tensor in tensors)
-        linear_cross_entropy(hidden, weight, labels.cpu(), **options)
 
 
 @pytest.mark.parametrize(
@@ -552,51 +540,41 @@ def test_gradients_times_a_number(dtype: torch.dtype) -> None:
     assert not rows.any()
 
 
+IN_GROUPS = [case for case in CASES if case.in_groups]
 LAYOUTS: list[dict[str, Any]] = [
-    {}, {"sequence_parallel": True}, {"input_grad": "partial"}, {"reduce_dtype": torch.float32},
-    {"reduction": "none", "expected_weights": MASK, "sequence_parallel": True},
+    {"input_grad": "partial"},
+    {"sequence_parallel": True, "reduce_dtype": torch.float32},
     {"reduction": "none", "sequence_parallel": True},
-    {"reduction": "none", "input_grad": "partial", "grad_weight_out": None},
     {"reduction": "none", "expected_weights": MASK},
-]  # fmt: skip
+]
 
 
 def _on_ranks(backend: str) -> None:
-    """One batch over uneven shards, one of them empty at last, with and without sequence parallelism."""
+    """The matrix's cases in groups, and the collectives of four more layouts, over shards that are uneven, empty at last."""
     group = dist.group.WORLD
     assert group is not None
-    torch.manual_seed(3)
+    for case in IN_GROUPS:
+        for shards in (case.shards, with_empty):
+            problem: Any = case.problem
+            problem = replace(problem, num_tokens=24, hidden_size=D, vocab_size=V)
+            smaller = replace(case, dtype=torch.float32, in_groups=ROWS, problem=problem, shards=shards, twice=False)
+            errors = run_case(LOSS, smaller, group, "cpu", backend)
+            assert all(error.ok for error in errors), f"{case.name} <- {case.catches}? {errors}"
     tensors, labels = operands()
-    tensors, labels = [tensor.detach().cpu().float() for tensor in tensors], labels.cpu()
-    shards = [VocabShard.even(V, group)] * len(LAYOUTS)
-    shards.append(VocabShard(V * group.rank(), V, V, group))
-    for options, shard in zip([*LAYOUTS, LAYOUTS[4]], shards, strict=True):
-        each = options.get("reduction") == "none"
-        upstream = 0.5 * MASK if each else 0.5
-        how = {"reduction": "none"} if each else {}
-        truth, base = (dense(tensors, labels, dtype, upstream, **how) for dtype in (torch.float64, torch.float32))
-        own = slice(shard.start, shard.start + shard.num_valid)
-        hidden, weight, bias = tensors
+    shard = VocabShard.even(V, group)
+    for options in LAYOUTS:
+        hidden, weight, bias = (tensor.detach().cpu().float() for tensor in tensors)
         if "sequence_parallel" in options:
             hidden = hidden.chunk(group.size())[group.rank()]
+        own = slice(shard.start, shard.stop)
         local = [x.clone().requires_grad_() for x in (hidden, weight[own], bias[own])]
-        if "grad_weight_out" in options:
-            options = {**options, "grad_weight_out": torch.zeros_like(local[1])}
         with in_groups(), mock.patch.object(merge, "_all_gather_into", wraps=merge._all_gather_into) as gathers:
             call = {"linear_bias": local[2], "shard": shard, "backend": backend, **options}
-            loss = linear_cross_entropy(local[0], local[1], labels, **call)
+            loss = linear_cross_entropy(local[0], local[1], labels.cpu(), **call)
         assert gathers.call_count == 4 + ("sequence_parallel" in options), (options, gathers.call_count)
         with mock.patch.object(merge, "HiddenGradSum") as summed:
-            grads = torch.autograd.grad((upstream * loss).sum(), local, allow_unused=True)
-        assert not summed.called  # forward did
-        d_hidden, d_weight, d_bias = grads[0], options.get("grad_weight_out", grads[1]), grads[2]
-        if "input_grad" in options:
-            dist.all_reduce(d_hidden)
-        rows = slice(group.rank() * len(hidden), (group.rank() + 1) * len(hidden)) if len(hidden) < N else slice(None)
-        assert_no_worse(loss, base[0], truth[0], torch.float32, "loss")
-        assert_no_worse(d_hidden, base[1][rows], truth[1][rows], torch.float32, f"dE {options}")
-        assert_no_worse(d_weight, base[2][own], truth[2][own], torch.float32, f"dC {options}")
-        assert_no_worse(d_bias, base[3][own], truth[3][own], torch.float32, f"dbias {options}")
+            loss.sum().backward()
+        assert not summed.called, f"{options}: forward has summed dE"
 
 
 @backends_of_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from cce_dist import (
     TokenLossOutput,
-    VocabShard,
     explain,
     groups,
     linear_cross_entropy,
@@ -24,7 +24,9 @@ from cce_dist import (
     reference,
 )
 from cce_dist.token_loss import TokenLoss
-from cce_dist.tools.verify.check import assert_no_worse
+from cce_dist.tools.verify.cases import Gaussian, LossCase, Split, ignore, uneven, with_empty
+from cce_dist.tools.verify.check import assert_no_worse, run_case
+from cce_dist.tools.verify.loss import LOSS, TOKEN_LOSSES
 
 N, D, V, ROWS = 22, 16, 75, 6  # four groups, the last of four tokens
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -127,38 +129,6 @@ def assert_outputs(out: TokenLossOutput, name: str, labels: Tensor) -> None:
         assert values.shape == labels.shape and not values.requires_grad
         assert not values[labels == -100].any() and (values.dtype == torch.bool or values[labels != -100].any())
     assert (out.log_probs <= 0).all()
-
-
-def test_other_arguments_of_a_reduced_loss() -> None:
-    """Catches: a buffer, a learned scale or a learned divisor that one pass leaves out; leading dimensions; "none"."""
-    tensors, labels, inputs = operands(biased=False)
-    hidden, weight = (tensor.detach().float().requires_grad_() for tensor in tensors)
-    scale, number = (torch.tensor(x, device=DEVICE, requires_grad=True) for x in (0.7, 9.0))
-    function, found = FUNCTIONS["clipped"][0], []
-    upstream = torch.linspace(-1.0, 2.0, N, device=DEVICE)  # in no proportion to anything
-    for rows in (None, ROWS):
-        buffer = torch.zeros(V, D, device=DEVICE)
-        with groups.of_rows(rows), mock.patch.object(groups, "loss", wraps=groups.loss) as one_pass:
-            loss = linear_cross_entropy(
-                hidden.view(2, 11, D), weight, labels.view(2, 11), logit_scale=scale, num_tokens=number,
-                grad_weight_out=buffer, token_loss=function, token_inputs=[x.view(2, 11) for x in inputs],
-            )  # fmt: skip
-            each = linear_cross_entropy(
-                hidden, weight, labels, reduction="none", token_loss=function, token_inputs=inputs, logit_scale=0.7
-            )
-        assert one_pass.call_count == (rows is not None)
-        torch.testing.assert_close(each.sum() / 9, loss)
-        whole = torch.autograd.grad(loss, (hidden, scale, number))
-        parts = torch.autograd.grad(each, (hidden, weight), torch.full_like(each, 1 / 9), retain_graph=True)
-        found.append((whole[0], buffer, *whole[1:], *torch.autograd.grad(each, (hidden, weight), upstream)))
-        for ours, other in zip((whole[0], buffer), parts, strict=True):
-            torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
-    for ours, other in zip(*found, strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
-    right = dense([hidden, weight], labels, lambda *x: (function(*x)[0] * upstream[labels != -100]), inputs,
-                  torch.float64, logit_scale=0.7, reduction="sum")  # fmt: skip
-    for ours, true in zip(found[0][-2:], right[1:], strict=False):
-        torch.testing.assert_close(ours.double(), true, rtol=1e-4, atol=1e-5)
 
 
 def test_entropy_adaptive_is_llama_factorys() -> None:
@@ -406,50 +376,22 @@ def test_debug_finds_a_function_that_is_not_elementwise(rows: int | None, monkey
             linear_cross_entropy(hidden, weight, labels, token_loss=function, token_inputs=inputs[:count])
 
 
+LAYOUTS: list[tuple[dict[str, Any], Split]] = [
+    ({}, uneven),
+    ({"sequence_parallel": True}, with_empty),
+    ({"input_grad": "partial"}, uneven),
+]
+
+
 def _on_ranks(backend: str) -> None:
-    """One batch over uneven shards, one of them empty at last, whole and in groups, with and without sequence parallelism."""
-    group = dist.group.WORLD
-    assert group is not None
-    torch.manual_seed(3)
-    tensors, labels, inputs = operands()
-    tensors = [tensor.detach().cpu().float() for tensor in tensors]
-    labels, inputs = labels.cpu(), [values.cpu() for values in inputs]
-    ranks, rank = group.size(), group.rank()
-    cuts = [0, *(10 + 30 * r for r in range(ranks - 1)), V]
-    uneven = VocabShard(cuts[rank], cuts[rank + 1], V, group)
-    empty = VocabShard(V * (rank > 0), V, V, group)
-    layouts: list[tuple[dict[str, Any], VocabShard]] = [
-        ({}, uneven), ({"sequence_parallel": True}, uneven), ({"input_grad": "partial"}, uneven),
-        ({"sequence_parallel": True}, empty),
-    ]  # fmt: skip
-    for rows in (ROWS, None):
-        for name in ("clipped", "bonus"):
-            function, count = FUNCTIONS[name]
-            given = inputs[:count]
-            truth, base = (
-                dense(tensors, labels, function, given, dtype, 0.5) for dtype in (torch.float64, torch.float32)
-            )
-            for options, shard in layouts:
-                own, slices = slice(shard.start, shard.stop), slice(None)
-                if "sequence_parallel" in options:
-                    size = len(labels) // ranks
-                    slices = slice(rank * size, (rank + 1) * size)
-                parts = (tensors[0][slices], tensors[1][own], tensors[2][own])
-                local = [x.clone().requires_grad_() for x in parts]
-                with groups.of_rows(rows), mock.patch.object(merge, "HiddenGradSum", wraps=merge.HiddenGradSum) as sums:
-                    loss = linear_cross_entropy(
-                        local[0], local[1], labels, linear_bias=local[2], shard=shard, backend=backend,
-                        token_loss=function, token_inputs=given, **options,
-                    )  # fmt: skip
-                assert sums.called == (rows is not None and "input_grad" not in options)
-                d_hidden, d_weight, d_bias = torch.autograd.grad(0.5 * loss, local)
-                if "input_grad" in options:
-                    dist.all_reduce(d_hidden)
-                what = f"{name} {rows} {options}"
-                assert_no_worse(loss, base[0], truth[0], torch.float32, f"loss {what}")
-                assert_no_worse(d_hidden, base[1][slices], truth[1][slices], torch.float32, f"dE {what}")
-                assert_no_worse(d_weight, base[2][own], truth[2][own], torch.float32, f"dC {what}")
-                assert_no_worse(d_bias, base[3][own], truth[3][own], torch.float32, f"dbias {what}")
+    """Whole and in groups, over shards that are uneven or empty, with and without sequence parallelism."""
+    problem = Gaussian(24, D, V, bias=True, labels=ignore(slice(0, 9, 4)))
+    for rows, name, (options, shards) in itertools.product((ROWS, None), TOKEN_LOSSES, LAYOUTS):
+        case = LossCase("token-loss", "", options, problem, shards, token_loss=name, in_groups=rows, twice=False)
+        with mock.patch.object(merge, "HiddenGradSum", wraps=merge.HiddenGradSum) as sums:
+            errors = run_case(LOSS, case, dist.group.WORLD, "cpu", backend)
+        assert all(error.ok for error in errors), f"{name} {rows} {options}: {errors}"
+        assert sums.called == (options.get("input_grad") != "partial")
 
 
 @backends_of_ranks

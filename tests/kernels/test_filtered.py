@@ -868,45 +868,6 @@ def test_noise_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours["dE"] <= 1.01 * rank_1["dE"] and ours["dC"] <= 1.01 * rank_1["dC"]
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
-def test_definition_over_shards(num_shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The torch backend's shards, each with draws of its own, against the reference. Catches: a label of another shard dropped,
-    shares over all shards, a mass of the whole row."""
-    from cce_dist import reference
-    from cce_dist.kernels import dense as backend
-
-    torch.manual_seed(0)
-    num_rows, eps = 5000, 2.0**-9
-    p = problem(Case(num_tokens=300, num_rows=num_rows, bias=True, ignored=0.1), torch.float32)
-    labels = torch.where(p.labels < 0, -1, p.labels)
-    d = dense(p._replace(labels=labels))
-    coef = p.coef * (labels >= 0)
-    monkeypatch.undo()
-    starts = [num_rows * shard // num_shards for shard in range(num_shards)]
-    d_hidden, d_weight = torch.zeros_like(p.hidden), []
-    for start, stop in zip(starts, [*starts[1:], num_rows], strict=True):
-        mine, logits = slice(start, stop), ShardLogits(start, stop - start)
-        assert p.bias is not None
-        x = Operands.of(p.hidden, p.weight[mine], labels, logits, bias=p.bias[mine])
-        spec = Spec(logits, num_rows, filter=Filter(eps), workspace_bytes=1 << 22)
-        softmax = Softmax(d.maximum.float(), d.log_sum.float())
-        part: Any = backend.gradients(x, softmax, coef, [], Grads(want_bias=False), spec)
-        d_hidden += part[0]
-        d_weight.append(part[1])
-    bias, targets = p.bias, torch.where(labels < 0, -100, labels)
-    assert bias is not None
-
-    def defined(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        hidden, weight, upstream = (x.to(dtype) for x in (p.hidden, p.weight, coef[0]))
-        return reference.filtered_gradients(
-            hidden, weight, targets, upstream, GradFilter(eps), starts, linear_bias=bias.to(dtype)
-        )
-
-    truth, baseline = defined(torch.float64), defined(torch.float32)
-    assert_no_worse(d_hidden, baseline[0], truth[0], torch.float32, "d_hidden")
-    assert_no_worse(torch.cat(d_weight), baseline[1], truth[1], torch.float32, "d_weight")
-
-
 SHAPE, NUM_TOKENS, FREQUENT = HeadShape(16, 400), 48, 13
 RUNG_FILTER = GradFilter(2.0**-7, always=True)
 RUNGS: list[tuple[str, dict[str, Any]]] = [  # rung and further options; of all, two thirds of the labels are ignored
