@@ -26,7 +26,7 @@ from cce_dist.kernels.dry_run import Live
 from cce_dist.kernels.lse import longest_first
 from cce_dist.kernels.scale import scale
 from cce_dist.kernels.tiles import Tile
-from cce_dist.tools.verify.cases import CASES, with_empty
+from cce_dist.tools.verify.cases import CASES, Gaussian, LossCase, ignore, with_empty
 from cce_dist.tools.verify.check import assert_no_worse, run_case
 from cce_dist.tools.verify.loss import LOSS
 
@@ -60,31 +60,27 @@ def dense(
     return loss, *torch.autograd.grad((factor * loss).sum(), leaves)
 
 
-@pytest.mark.parametrize(
-    ("options", "factor"),
-    [
-        ({"reduction": "sum", "softcap": 3.0}, 0.3),
-        ({"num_tokens": torch.tensor(33), "z_loss_weight": 0.1}, -2.0),
-        ({"z_loss_weight": torch.tensor(0.1), "weight": torch.rand(V), "reduction": "sum"}, 0.5),
-        ({"weight": torch.rand(V)}, 1.0),
-        ({"label_smoothing": 0.3, "z_loss_weight": 0.1, "logit_scale": 0.5}, 2.0),
-    ],
-)
-def test_same_numbers_as_dense(options: dict[str, Any], factor: float) -> None:
-    """The kernels; random calls have the torch backend.
+DRAWN = Gaussian(N, D, V, bias=True, labels=ignore(slice(0, 13)))  # the second group has no label
+ALONE = [
+    LossCase("softcap", "an upstream gradient left out", {"reduction": "sum", "softcap": 3.0}, scale=0.3),
+    LossCase(
+        "divisor", "a divisor of its own tokens", {"num_tokens": 33, "z_loss_weight": 0.1}, num_tokens=torch.int64
+    ),
+    LossCase("classes", "weights of another group's classes", scale=2.0, classes=True),
+    LossCase(
+        "sum", "a z-loss without its part of the gradient", {"reduction": "sum", "z_loss_weight": torch.tensor(0.1)}
+    ),
+    LossCase("smoothing", "a group that sets dC", {"label_smoothing": 0.3, "z_loss_weight": 0.1, "logit_scale": 0.5}),
+]
 
-    Catches: a group that sets dC and does not add to it, a divisor of its own tokens, an upstream gradient left out, the
-    z-loss's part of the gradient, weights of another group's classes.
-    """
-    options = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    tensors, labels = operands()
-    truth, base = (dense(tensors, labels, dtype, factor, **options) for dtype in (torch.float64, DTYPE))
+
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
+def test_same_numbers_as_dense(case: LossCase) -> None:
+    """The kernels; the matrix and random calls have the torch backend."""
+    case = replace(case, problem=DRAWN, dtype=DTYPE, in_groups=ROWS, twice=False)
     with in_groups():
-        loss = linear_cross_entropy(tensors[0], tensors[1], labels, linear_bias=tensors[2], backend="triton", **options)
-    ours = (loss, *torch.autograd.grad(factor * loss, tensors))
-    for name, *values in zip(("loss", "dE", "dC", "dbias"), ours, base, truth, strict=True):
-        assert_no_worse(values[0], values[1], values[2], torch.float32 if name == "loss" else DTYPE, name)
-    assert not ours[1][labels == -100].any()
+        errors = run_case(LOSS, case, None, DEVICE, "triton")
+    assert all(error.ok for error in errors), f"{case.catches}? {errors}"
 
 
 def test_a_second_backward_makes_the_gradients_anew() -> None:
