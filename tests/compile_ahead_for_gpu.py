@@ -1,7 +1,8 @@
 """Compile calls ahead for a GPU that need not be here, and see that their launches find all kernels compiled: a line each.
 
-    python tests/compile_ahead_for_gpu.py 1
+    python tests/compile_ahead_for_gpu.py 1 0 1,_grad_hidden_kernel
 
+Each argument gets a process of its own: 0 does not compile ahead, and kernels named behind a comma do not compile.
 Compiling is left out: a kernel of Triton is a name here, under the key that Triton gives it.
 """
 
@@ -18,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
-os.environ["CCE_DIST_COMPILE_AHEAD"] = sys.argv[1]
 
 import pretend_gpu
 import torch
@@ -31,7 +31,8 @@ from cce_dist.tools.verify.ahead import Ahead
 from cce_dist.tools.verify.cases import CASES
 from cce_dist.tools.verify.loss import LOSS
 
-BROKEN = sys.argv[2:]  # names of kernels that do not compile
+AHEAD, *BROKEN = pretend_gpu.fork(sys.argv[1:]).split(",")
+os.environ["CCE_DIST_COMPILE_AHEAD"] = AHEAD
 compiled: Counter[tuple[Any, str]] = Counter()
 by_launch: list[str] = []
 

@@ -67,16 +67,30 @@ DERIVATIVES: dict[str, Callable[[Any, Tensor], Any]] = {
     "second-grad-allow-unused": lambda loss, x: second_grad(loss, x, True),
     "second-grad": lambda loss, x: second_grad(loss, x, False),
 }
+OF_DIVERGENCE = ("func-grad", "vmap", "hessian", "autograd-jvp", "jvp")
 
 
 @pytest.mark.parametrize("rows", [None, 3])
-@pytest.mark.parametrize("ask", DERIVATIVES.values(), ids=DERIVATIVES)
-def test_a_derivative_that_is_not_there_is_refused(data, ask, rows):
+def test_a_derivative_that_is_not_there_is_refused(data, rows):
     """Catches zeros or None where the documentation promises an error, and a text of torch's that does not name us."""
     hidden, weight, target = data
-    with groups.of_rows(rows), pytest.raises(RuntimeError, match="linear_cross_entropy") as caught:
-        ask(lambda x, **options: linear_cross_entropy(x, weight, target, **options), hidden)
-    assert "\n" not in str(caught.value)
+
+    def loss(x: Tensor, **options: Any) -> Tensor:
+        return linear_cross_entropy(x, weight, target, **options)
+
+    for name, ask in DERIVATIVES.items():
+        assert_refused(name, ask, loss, hidden, "linear_cross_entropy")
+        if rows is None and name in OF_DIVERGENCE:
+            assert_refused(name, ask, lambda x: _divergence(x, weight, target).sum(), hidden, "linear_kl_divergence")
+
+
+def assert_refused(name: str, ask: Callable, loss: Callable[..., Tensor], hidden: Tensor, says: str) -> None:
+    try:
+        ask(loss, hidden)
+    except RuntimeError as error:
+        assert says in str(error) and "\n" not in str(error), f"{name}: {error}"
+    else:
+        raise AssertionError(f"{name} of {says} is not refused")
 
 
 def test_first_derivatives_with_create_graph(data):
@@ -87,9 +101,15 @@ def test_first_derivatives_with_create_graph(data):
     assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, SMOOTHED, dict(reduction="none")], ids=["plain", "smoothed", "none"])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32-scale", "fp64-scale"])
+@pytest.mark.parametrize(
+    ("options", "backend", "dtype"),
+    [
+        (SMOOTHED, "torch", torch.float64),
+        (dict(reduction="none"), "torch", torch.float32),
+        (dict(reduction="none"), "triton", torch.float64),
+        (SMOOTHED, "triton", torch.float32),
+    ],
+)
 def test_a_learnable_logit_scale_gets_its_gradient(data, options, backend, dtype):
     """muP-like heads, a contrastive temperature. Catches a scale that is read as a number, without a word."""
     if backend == "triton" and torch.cuda.is_available():
@@ -128,7 +148,7 @@ def test_a_scale_without_gradient_stays_a_number(data):
     assert torch.equal(ours, linear_cross_entropy(hidden, weight, target, logit_scale=torch.tensor(0.7).item()))
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, torch.float16])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", [{}, dict(return_aux=True, **SMOOTHED)], ids=["plain", "everything"])
 def test_the_default_dtype_changes_nothing(data, default, options):
     """Catches temporaries in torch's default dtype: a bf16 loss, or a crash."""
@@ -166,13 +186,11 @@ def _divergence(x: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
 
 
 CHANGING: dict[str, tuple[int | None, Callable[..., Any], Callable[[float], dict[str, Any]]]] = {
-    "z-loss": (None, any_call, lambda v: dict(z_loss_weight=v)),
-    "scale and softcap": (None, any_call, lambda v: dict(logit_scale=v, softcap=80.0 * v)),
+    "z-loss, scale and softcap": (None, any_call, lambda v: dict(z_loss_weight=v, logit_scale=v, softcap=80.0 * v)),
     "class weights": (None, any_call, lambda v: dict(weight=torch.arange(1.0, V + 1), label_smoothing=v / 2, logit_scale=v)),
     "for each token": (None, any_call, lambda v: dict(reduction="none", label_smoothing=v / 2, softcap=v)),
     "z-loss from 0, in groups": (3, any_call, lambda v: dict(z_loss_weight=v)),
     "all in groups": (3, any_call, lambda v: dict(label_smoothing=v / 2, logit_scale=v, softcap=80.0 * v, z_loss_weight=v)),
-    "temperature": (None, lambda *x, **y: linear_log_probs(*x, **y).log_probs, lambda v: dict(temperature=v)),
     "entropy": (None, lambda *x, **y: linear_log_probs(*x, entropy=True, **y)[2], lambda v: dict(temperature=v, softcap=3.0)),
     "kept": (None, lambda *x, **y: linear_log_probs(*x, kept=KEPT, **y).log_probs, lambda v: dict(temperature=v, softcap=v)),
     "divergence": (None, _divergence, lambda v: dict(beta=v / 2, logit_scale=v, softcap=80.0 * v, teacher_logit_scale=1 / v)),
@@ -194,15 +212,14 @@ def test_numbers_that_change_compile_twice_at_most(data, name):
 
     compiled = torch.compile(loss, fullgraph=True, backend=counter)
     with groups.of_rows(rows):
-        for value in (0.0 if "from 0" in name else 0.25, 0.5, 1.0, 1.5, 0.75):
+        for value in (0.0 if "from 0" in name else 0.25, 0.5, 1.0, 1.5):
             outputs = compiled(hidden, value), loss(hidden, value)
             found, right = ((out, *torch.autograd.grad(out.sum(), (hidden, weight))) for out in outputs)
             torch.testing.assert_close(found, right)
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("name", ["z_loss_weight", "logit_scale"])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("name", "backend"), [("z_loss_weight", "torch"), ("logit_scale", "triton")])
 def test_compiles_with_a_tensor_that_changes(data, name, backend):
     """A schedule in a 0-d tensor, a scale that is learnt. Catches a value that is read, or baked into the graph."""
     torch._dynamo.reset()
@@ -280,54 +297,3 @@ def _copies_with_a_group() -> None:
         loaded(hidden, labels)
     loaded.shard = VocabShard(shard.start, shard.stop, shard.vocab_size, group)
     assert torch.equal(loaded(hidden, labels), expected)
-
-
-CLASS_OPTIONS: list[dict[str, Any]] = [
-    {},
-    dict(reduction="sum"),
-    dict(label_smoothing=0.2),
-    dict(label_smoothing=0.2, reduction="none"),
-    dict(label_smoothing=1.0),
-]
-
-
-@pytest.mark.parametrize("options", CLASS_OPTIONS, ids=str)
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_class_weights_are_torchs(data, options, backend):
-    """Catches a mean over tokens instead of weights, and smoothing that forgets the weights of the other classes."""
-    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    hidden, weight, target = (x.detach().to(device) for x in data)
-    target[2] = -100
-    _check_class_weights(hidden.requires_grad_(), weight, target, options, backend, None)
-
-
-def _check_class_weights(
-    hidden: Tensor, weight: Tensor, target: Tensor, options: dict, backend: str, group: dist.ProcessGroup | None
-) -> None:
-    class_weights = torch.rand(V, generator=torch.Generator().manual_seed(5)).to(hidden.device)
-    class_weights[3] = 0.0
-    shard = VocabShard.even(V, group)
-    rows = weight.detach()[shard.start : shard.stop].clone().requires_grad_()
-    ours = any_call(hidden, rows, target, weight=class_weights, shard=shard, backend=backend, **options)
-    got = (ours, *torch.autograd.grad(ours.sum(), (hidden, rows)))
-    expected = []
-    for wide in (torch.float32, torch.float64):
-        x, w = (t.detach().to(wide).requires_grad_() for t in (hidden, weight))
-        loss = F.cross_entropy(x @ w.t(), target, weight=class_weights.to(wide), **options)
-        d_hidden, d_weight = torch.autograd.grad(loss.sum(), (x, w))
-        expected.append((loss, d_hidden, d_weight[shard.start : shard.stop]))
-    for name, value, baseline, truth in zip(("loss", "dE", "dC"), got, *expected, strict=True):
-        assert_no_worse(value, baseline, truth, quantity=name)
-
-
-@pytest.mark.slow
-def test_class_weights_over_ranks(ranks2):
-    ranks2(_class_weights_over_ranks)
-
-
-def _class_weights_over_ranks() -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(rows, D, generator=generator, requires_grad=True) for rows in (N, V))
-    target = torch.randint(V, (N,), generator=generator)
-    for options in ({}, dict(label_smoothing=0.2)):
-        _check_class_weights(hidden, weight, target, options, "torch", dist.group.WORLD)

@@ -122,6 +122,12 @@ TENSORS = [
     bad("devices", ValueError, "cpu.*meta", target=torch.zeros(N, device="meta").long()),
     bad("bias-shape", ValueError, r"\[20\]", linear_bias=torch.zeros(V + 1)),
     bad("buffer-shape", ValueError, "grad_weight_out", grad_weight_out=torch.zeros(V, D + 1)),
+    bad(
+        "buffer-strides",
+        ValueError,
+        "grad_weight_out must be contiguous",
+        grad_weight_out=torch.zeros(V, 2 * D)[:, ::2],
+    ),
     bad("target-probabilities", TypeError, "target.*probabilities", target=torch.full((N, V), 1 / V)),
 ]
 SMOOTHED_CLASSES: dict[str, Any] = dict(weight=torch.ones(V), label_smoothing=0.1)
@@ -171,6 +177,17 @@ OPTIONS = [
     bad("return-aux-string", TypeError, "return_aux must be a bool or a sequence of names.*'yes'", return_aux="yes"),
     bad("return-aux-empty", TypeError, "return_aux must be a bool or a sequence of names", return_aux=()),
     bad("return-aux-name", ValueError, "return_aux must be one of .*'accuracy'", return_aux=("nll", "accuracy")),
+    bad(
+        "expected-shape",
+        ValueError,
+        r"must be \(6,\).*got \(5,\)",
+        reduction="none",
+        expected_weights=torch.ones(N - 1),
+    ),
+    bad("expected-device", ValueError, "on meta", reduction="none", expected_weights=torch.ones(N, device="meta")),
+    bad("expected-of-a-mean", ValueError, 'reduction is "mean"', expected_weights=torch.ones(N)),
+    bad("expected-number", TypeError, "expected_weights must be a bool", reduction="none", expected_weights=0.5),
+    bad("expected-complex", TypeError, "must be real numbers", reduction="none", expected_weights=torch.ones(N) * 1j),
     bad("class-weights-shape", ValueError, r"weight must be \[20\].*\(21,\)", weight=torch.ones(V + 1)),
     bad("class-weights-int", TypeError, "weight must be .*int64", weight=torch.ones(V).long()),
     bad("class-weights-list", TypeError, "weight must be a tensor.*list", weight=[1.0] * V),

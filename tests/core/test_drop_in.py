@@ -77,9 +77,9 @@ def test_float64_is_served_by_the_loss_on_the_torch_backend_alone() -> None:
         linear_log_probs(hidden, weight, labels)
 
 
-@pytest.mark.parametrize("rows", [None, 4])
-@pytest.mark.parametrize("divisor", [None, 7])
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "divisor", "is_compiled"), [(4, 7, False), (4, None, True), (None, 7, True), (None, None, False)]
+)
 def test_float64_in_groups_and_in_a_graph(rows: int | None, divisor: int | None, is_compiled: bool) -> None:
     """Catches a fake that promises fp32, and the reciprocal of a divisor in fp32, which is off by 3e-8."""
     hidden, weight, labels = torch.randn(6, 4).double(), torch.randn(9, 4).double(), torch.arange(6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -22,9 +23,12 @@ from cce_dist import VocabShard, groups, linear_cross_entropy, merge, op, refere
 from cce_dist.kernels import ShardLogits, Spec, dry_run, memory, waves
 from cce_dist.kernels.d_weight import joined, low_byte
 from cce_dist.kernels.dry_run import Live
+from cce_dist.kernels.lse import longest_first
 from cce_dist.kernels.scale import scale
 from cce_dist.kernels.tiles import Tile
-from cce_dist.tools.verify.check import assert_no_worse
+from cce_dist.tools.verify.cases import CASES, Gaussian, LossCase, ignore, with_empty
+from cce_dist.tools.verify.check import assert_no_worse, run_case
+from cce_dist.tools.verify.loss import LOSS
 
 N, D, V, ROWS = 22, 16, 75, 6  # four groups, the last of four tokens
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -56,32 +60,27 @@ def dense(
     return loss, *torch.autograd.grad((factor * loss).sum(), leaves)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize(
-    ("options", "factor"),
-    [
-        ({}, 1.0),
-        ({"reduction": "sum", "softcap": 3.0}, 0.3),
-        ({"num_tokens": 40, "logit_scale": 0.5}, -2.0),
-        ({"num_tokens": torch.tensor(33)}, 1.0),
-        ({"z_loss_weight": 0.1}, 1.0),
-        ({"z_loss_weight": torch.tensor(0.1), "weight": torch.rand(V), "reduction": "sum"}, 0.5),
-        ({"weight": torch.rand(V)}, 1.0),
-        ({"label_smoothing": 0.3, "z_loss_weight": 0.1, "logit_scale": 0.5}, 2.0),
-    ],
-)
-def test_same_numbers_as_dense(backend: str, options: dict[str, Any], factor: float) -> None:
-    """Catches: a group that sets dC and does not add to it, a divisor of its own tokens, an upstream gradient left out, the
-    z-loss's part of the gradient, weights of another group's classes."""
-    options = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    tensors, labels = operands()
-    truth, base = (dense(tensors, labels, dtype, factor, **options) for dtype in (torch.float64, DTYPE))
+DRAWN = Gaussian(N, D, V, bias=True, labels=ignore(slice(0, 13)))  # the second group has no label
+ALONE = [
+    LossCase("softcap", "an upstream gradient left out", {"reduction": "sum", "softcap": 3.0}, scale=0.3),
+    LossCase(
+        "divisor", "a divisor of its own tokens", {"num_tokens": 33, "z_loss_weight": 0.1}, num_tokens=torch.int64
+    ),
+    LossCase("classes", "weights of another group's classes", scale=2.0, classes=True),
+    LossCase(
+        "sum", "a z-loss without its part of the gradient", {"reduction": "sum", "z_loss_weight": torch.tensor(0.1)}
+    ),
+    LossCase("smoothing", "a group that sets dC", {"label_smoothing": 0.3, "z_loss_weight": 0.1, "logit_scale": 0.5}),
+]
+
+
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
+def test_same_numbers_as_dense(case: LossCase) -> None:
+    """The kernels; the matrix and random calls have the torch backend."""
+    case = replace(case, problem=DRAWN, dtype=DTYPE, in_groups=ROWS, twice=False)
     with in_groups():
-        loss = linear_cross_entropy(tensors[0], tensors[1], labels, linear_bias=tensors[2], backend=backend, **options)
-    ours = (loss, *torch.autograd.grad(factor * loss, tensors))
-    for name, *values in zip(("loss", "dE", "dC", "dbias"), ours, base, truth, strict=True):
-        assert_no_worse(values[0], values[1], values[2], torch.float32 if name == "loss" else DTYPE, name)
-    assert not ours[1][labels == -100].any()
+        errors = run_case(LOSS, case, None, DEVICE, "triton")
+    assert all(error.ok for error in errors), f"{case.catches}? {errors}"
 
 
 def test_a_second_backward_makes_the_gradients_anew() -> None:
@@ -205,43 +204,16 @@ def test_upstream_gradients_that_are_no_numbers(backend: str) -> None:
         assert all(bool(grad.isnan().all()) == fails for grad in found[1:])
 
 
-@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
-def test_what_is_frozen_gets_none(wanted: tuple[bool, ...]) -> None:
-    """Catches: work for a frozen head or trunk, and a gradient that changes where another is not wanted."""
-    tensors, labels = operands()
-    for tensor, with_gradient in zip(tensors, wanted, strict=True):
-        tensor.requires_grad_(with_gradient)
-    with in_groups():
-        loss = linear_cross_entropy(tensors[0], tensors[1], labels, linear_bias=tensors[2], backend="triton")
-        loss.backward()
-    truth, base = (dense(tensors, labels, dtype, 1.0)[1:] for dtype in (torch.float64, DTYPE))
-    for name, tensor, with_gradient, *grads in zip(("dE", "dC", "dbias"), tensors, wanted, base, truth, strict=True):
-        assert (tensor.grad is not None) == with_gradient
-        if tensor.grad is not None:
-            assert_no_worse(tensor.grad, grads[0], grads[1], DTYPE, name)
-
-
 @pytest.mark.parametrize(
-    ("options", "dtype"),
+    ("options", "backend", "grouped"),
     [
-        ({"reduction": "none", "expected_weights": False}, torch.float32), ({"return_aux": ("nll",)}, torch.float32),
-        ({"label_smoothing": 0.1, "weight": torch.rand(V)}, torch.float32), ({"reduction": "none"}, torch.float16),
+        ({}, "torch", True),
+        ({"z_loss_weight": 0.1, "softcap": 3.0}, "triton", True),
+        ({"z_loss_weight": 0.1, "softcap": 3.0}, "torch", False),
+        ({"reduction": "sum", "num_tokens": None}, "triton", True),
     ],
-)  # fmt: skip
-def test_who_cannot_expect_is_not_in_groups(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Catches: an upstream gradient that differs from token to token, and is taken for one number; fp16 that overflows."""
-    tensors, labels = operands(biased=False)
-    with in_groups(times=0):
-        hidden, weight = (tensor.detach().to(dtype).cpu().requires_grad_() for tensor in tensors)
-        linear_cross_entropy(hidden, weight, labels.cpu(), **options)
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize(
-    "options", [{}, {"z_loss_weight": 0.1, "softcap": 3.0}, {"reduction": "sum", "num_tokens": None}]
 )
-@pytest.mark.parametrize("grouped", [True, False])
-def test_under_torch_compile(grouped: bool, options: dict[str, Any], backend: str) -> None:
+def test_under_torch_compile(options: dict[str, Any], backend: str, grouped: bool) -> None:
     """One number's gradients are made in forward, in one graph. Catches: a factor of upstream's that is left out, a graph that
     ends, and gradients of what needs none."""
     tensors, labels = operands()
@@ -358,22 +330,6 @@ def test_cuda_graph() -> None:
         assert all(torch.equal(ours, right) for ours, right in zip(captured, expected, strict=True))
 
 
-def test_expected_weights_have_targets_shape() -> None:
-    (hidden, weight), labels = operands(biased=False)
-    for given, says in ((MASK[1:], r"must be \(22,\).*got \(21,\)"), (MASK.to("meta"), "on meta")):
-        with pytest.raises(ValueError, match=says):
-            linear_cross_entropy(hidden, weight, labels, reduction="none", expected_weights=given)
-    with pytest.raises(ValueError, match='reduction is "mean"'):
-        linear_cross_entropy(hidden, weight, labels, expected_weights=MASK)
-    wrong: Any = 0.5
-    with pytest.raises(TypeError, match="expected_weights must be a bool"):
-        linear_cross_entropy(hidden, weight, labels, expected_weights=wrong)
-    with pytest.raises(TypeError, match="expected_weights must be real numbers"):
-        linear_cross_entropy(
-            hidden, weight, labels, reduction="none", expected_weights=MASK.to(DEVICE, torch.complex64)
-        )
-
-
 def test_an_error_of_the_labels_and_no_tokens_at_all() -> None:
     tensors, labels = operands(biased=False)
     hidden, weight = (tensor.detach().float().cpu().requires_grad_() for tensor in tensors)
@@ -459,6 +415,22 @@ def test_waves_of_the_log_sum_exp_are_full() -> None:
     # Others stay as they were measured.
     assert [waves.num_parts(128 * blocks, 1000, 128, 132) for blocks in (1, 8, 16, 32, 64)] == [132, 33, 33, 33, 33]
     assert waves.num_parts(128 * 13, 20, 128, 132) == 20
+
+
+def order(num_tiles: int, num_parts: int) -> list[int]:
+    alike, step = longest_first(num_tiles, num_parts)
+    period = num_parts // alike
+    return [turn % alike * period + (period - 1 - turn // alike) * step % period for turn in range(num_parts)]
+
+
+def test_every_part_has_its_turn_and_longer_ones_come_first() -> None:
+    """The parts of the log-sum-exp, in the order in which its kernel takes them."""
+    for num_parts in range(1, 50):
+        for num_tiles in range(num_parts, 4 * num_parts + 1):
+            parts = order(num_tiles, num_parts)
+            sizes = [(s + 1) * num_tiles // num_parts - s * num_tiles // num_parts for s in parts]
+            assert sorted(parts) == list(range(num_parts))
+            assert sizes == sorted(sizes, reverse=True)
 
 
 @needs_gpu
@@ -564,51 +536,41 @@ def test_gradients_times_a_number(dtype: torch.dtype) -> None:
     assert not rows.any()
 
 
+IN_GROUPS = [case for case in CASES if case.in_groups]
 LAYOUTS: list[dict[str, Any]] = [
-    {}, {"sequence_parallel": True}, {"input_grad": "partial"}, {"reduce_dtype": torch.float32},
-    {"reduction": "none", "expected_weights": MASK, "sequence_parallel": True},
+    {"input_grad": "partial"},
+    {"sequence_parallel": True, "reduce_dtype": torch.float32},
     {"reduction": "none", "sequence_parallel": True},
-    {"reduction": "none", "input_grad": "partial", "grad_weight_out": None},
     {"reduction": "none", "expected_weights": MASK},
-]  # fmt: skip
+]
 
 
 def _on_ranks(backend: str) -> None:
-    """One batch over uneven shards, one of them empty at last, with and without sequence parallelism."""
+    """The matrix's cases in groups, and the collectives of four more layouts, over shards that are uneven, empty at last."""
     group = dist.group.WORLD
     assert group is not None
-    torch.manual_seed(3)
+    for case in IN_GROUPS:
+        for shards in (case.shards, with_empty):
+            problem: Any = case.problem
+            problem = replace(problem, num_tokens=24, hidden_size=D, vocab_size=V)
+            smaller = replace(case, dtype=torch.float32, in_groups=ROWS, problem=problem, shards=shards, twice=False)
+            errors = run_case(LOSS, smaller, group, "cpu", backend)
+            assert all(error.ok for error in errors), f"{case.name} <- {case.catches}? {errors}"
     tensors, labels = operands()
-    tensors, labels = [tensor.detach().cpu().float() for tensor in tensors], labels.cpu()
-    shards = [VocabShard.even(V, group)] * len(LAYOUTS)
-    shards.append(VocabShard(V * group.rank(), V, V, group))
-    for options, shard in zip([*LAYOUTS, LAYOUTS[4]], shards, strict=True):
-        each = options.get("reduction") == "none"
-        upstream = 0.5 * MASK if each else 0.5
-        how = {"reduction": "none"} if each else {}
-        truth, base = (dense(tensors, labels, dtype, upstream, **how) for dtype in (torch.float64, torch.float32))
-        own = slice(shard.start, shard.start + shard.num_valid)
-        hidden, weight, bias = tensors
+    shard = VocabShard.even(V, group)
+    for options in LAYOUTS:
+        hidden, weight, bias = (tensor.detach().cpu().float() for tensor in tensors)
         if "sequence_parallel" in options:
             hidden = hidden.chunk(group.size())[group.rank()]
+        own = slice(shard.start, shard.stop)
         local = [x.clone().requires_grad_() for x in (hidden, weight[own], bias[own])]
-        if "grad_weight_out" in options:
-            options = {**options, "grad_weight_out": torch.zeros_like(local[1])}
         with in_groups(), mock.patch.object(merge, "_all_gather_into", wraps=merge._all_gather_into) as gathers:
             call = {"linear_bias": local[2], "shard": shard, "backend": backend, **options}
-            loss = linear_cross_entropy(local[0], local[1], labels, **call)
+            loss = linear_cross_entropy(local[0], local[1], labels.cpu(), **call)
         assert gathers.call_count == 4 + ("sequence_parallel" in options), (options, gathers.call_count)
         with mock.patch.object(merge, "HiddenGradSum") as summed:
-            grads = torch.autograd.grad((upstream * loss).sum(), local, allow_unused=True)
-        assert not summed.called  # forward did
-        d_hidden, d_weight, d_bias = grads[0], options.get("grad_weight_out", grads[1]), grads[2]
-        if "input_grad" in options:
-            dist.all_reduce(d_hidden)
-        rows = slice(group.rank() * len(hidden), (group.rank() + 1) * len(hidden)) if len(hidden) < N else slice(None)
-        assert_no_worse(loss, base[0], truth[0], torch.float32, "loss")
-        assert_no_worse(d_hidden, base[1][rows], truth[1][rows], torch.float32, f"dE {options}")
-        assert_no_worse(d_weight, base[2][own], truth[2][own], torch.float32, f"dC {options}")
-        assert_no_worse(d_bias, base[3][own], truth[3][own], torch.float32, f"dbias {options}")
+            loss.sum().backward()
+        assert not summed.called, f"{options}: forward has summed dE"
 
 
 @backends_of_ranks

@@ -1,20 +1,23 @@
-"""linear_log_probs against the dense reference: outputs, gradients with weights of both signs, bad input; one process."""
+"""linear_log_probs against the dense reference: outputs, gradients with weights of both signs, bad input; two ranks."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from shards import DEVICE, GPU
 from torch import Tensor
 
-from cce_dist import GradFilter, LogProbs, linear_cross_entropy, linear_log_probs, reference
+from cce_dist import LogProbs, VocabShard, linear_log_probs, merge, reference
 from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Softmax, Spec, exact, extras, memory
-from cce_dist.kernels.tiles import choose_tiles
-from cce_dist.tools.verify.cases import KEPT_CASES, LOG_PROB_CASES, LogProbCase, Zipf
+from cce_dist.kernels.tiles import choose_tiles, interpreted
+from cce_dist.tools.verify.cases import KEPT_CASES, LOG_PROB_CASES, LogProbCase
 from cce_dist.tools.verify.check import assert_no_worse, run_case
 from cce_dist.tools.verify.log_probs import LOG_PROBS
 
@@ -24,6 +27,8 @@ CASES = {case.name.removeprefix("log-probs-"): case for case in (*LOG_PROB_CASES
 
 
 def check(case: LogProbCase, device: str, backend: str) -> None:
+    """Check a case; the interpreter calls backward once, and ``test_a_second_backward_has_the_same_bits`` twice."""
+    case = replace(case, twice=GPU or backend == "torch")
     for error in run_case(LOG_PROBS, case, None, device, backend):
         assert error.ok, f"{error}: {case.catches}?"
 
@@ -168,12 +173,7 @@ def outputs(out: LogProbs) -> list[Tensor]:
     return [x for x in out if x is not None]
 
 
-def test_outputs_that_nobody_asked_for_are_none() -> None:
-    assert [name for name, x in linear_log_probs(*data())._asdict().items() if x is not None] == ["log_probs", "lse"]
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
-@pytest.mark.parametrize("num_ids", [None, 1, 2])
+@pytest.mark.parametrize(("shape", "num_ids"), [((), None), ((), 2), ((3,), 1), ((2, 3), None), ((2, 3), 2)])
 def test_outputs_have_the_shape_of_the_tokens(shape: tuple[int, ...], num_ids: int | None) -> None:
     hidden, weight = torch.randn(*shape, D), torch.randn(V, D)
     ids = torch.randint(V, shape if num_ids is None else (*shape, num_ids))
@@ -240,24 +240,6 @@ def test_a_token_without_an_id_may_hold_anything(backend: str) -> None:
     assert all((x[3] == 0).all() for x in (*values, d_hidden))
     assert best[3] == -1 and (top_ids[3] == -1).all()
     assert values[0][5, 0] == 0 != values[0][5, 1]
-
-
-def test_a_filter_would_keep_the_mean_of_one_sign_alone() -> None:
-    """Why there is none: upstream gradients of both signs, as advantages are, lose what the compensation promises."""
-    problem = Zipf(512)(torch.Generator().manual_seed(0))
-    hidden, weight = problem.hidden.float().requires_grad_(), problem.weight.float()
-
-    def sum_of_d_hidden(grad_filter: GradFilter | None, upstream: Tensor) -> Tensor:
-        nll = linear_cross_entropy(hidden, weight, problem.labels, reduction="none", grad_filter=grad_filter)
-        return torch.autograd.grad(nll, hidden, upstream)[0].sum(0)
-
-    advantages = torch.randn(512)
-    of_one_sign, of_both = (
-        (sum_of_d_hidden(GradFilter(always=True), x) - sum_of_d_hidden(None, x)).norm()
-        / sum_of_d_hidden(None, x).norm()
-        for x in (advantages.exp(), advantages)
-    )
-    assert of_one_sign < 1e-5 and of_both > 1e-3
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -329,3 +311,51 @@ def test_autocast_casts_as_linear_does(softcap: float | None) -> None:
     truth = reference.linear_log_probs(hidden.double(), weight.double(), ids, softcap=softcap)
     baseline = reference.linear_log_probs(hidden, weight, ids, softcap=softcap)
     assert_no_worse(out.log_probs, baseline.log_probs, truth.log_probs)
+
+
+def _check_kernels() -> None:
+    for name in ("uneven-shards", "sequence-parallel"):
+        for error in run_case(LOG_PROBS, CASES[name], dist.group.WORLD, "cpu", "triton"):
+            assert error.ok, f"{name}: {error}"
+
+
+def _check_collectives() -> None:
+    shard = VocabShard.even(40, dist.group.WORLD)
+    hidden, weight, ids = torch.randn(5, 8), torch.randn(shard.num_rows, 8), torch.arange(15).view(5, 3)
+    everything: dict[str, Any] = {"argmax": True, "entropy": True, "top_k": 7}
+    for options, counts in (({}, [4 * 6 * 5]), (everything, [4 * (8 + 14) * 5])):
+        with mock.patch.object(merge, "_all_gather_into", wraps=merge._all_gather_into) as gather:
+            linear_log_probs(hidden, weight, ids, shard=shard, **options)
+        assert [call.args[1].nbytes for call in gather.call_args_list] == counts
+
+
+def _check_disagreement() -> None:
+    rank = dist.get_rank()
+    shard = VocabShard.even(40, dist.group.WORLD)
+    hidden, weight, ids = torch.ones(5, 8), torch.ones(shard.num_rows, 8), torch.zeros(5, 2).long()
+    different: list[tuple[str, Any]] = [
+        ("temperature", {"temperature": torch.full((5,), 1.0 + rank)}),
+        ("logit_scale", {"logit_scale": 1.0 + rank}),
+        ("top_k", {"top_k": rank}),
+        ("ids", {"ids": ids + rank}),
+    ]
+    with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"):
+        linear_log_probs(hidden, weight, ids, shard=shard)
+        for name, options in different:
+            with pytest.raises(RuntimeError, match=f"linear_log_probs: the ranks of the group disagree on {name}"):
+                linear_log_probs(hidden, weight, **{"ids": ids, "shard": shard, **options})
+        with pytest.raises(IndexError, match=r"linear_log_probs: rank 1 of the group: ids\[0\]"):
+            linear_log_probs(hidden, weight, ids + 40 * rank, shard=shard)
+
+
+def _on_ranks() -> None:
+    if interpreted():  # the ranks are on CPUs
+        _check_kernels()
+    _check_collectives()
+    _check_disagreement()
+
+
+@pytest.mark.slow
+def test_two_ranks(ranks2: Callable[..., None]) -> None:
+    """Catches: the largest logits of one shard alone, ids of a shard's start, another number of collectives."""
+    ranks2(_on_ranks)

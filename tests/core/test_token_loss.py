@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,18 +16,17 @@ from torch.utils.checkpoint import checkpoint
 
 from cce_dist import (
     TokenLossOutput,
-    VocabShard,
     explain,
     groups,
     linear_cross_entropy,
-    linear_log_probs,
     merge,
     objectives,
     reference,
 )
 from cce_dist.token_loss import TokenLoss
-from cce_dist.tools.ranks import run_ranks
-from cce_dist.tools.verify.check import assert_no_worse
+from cce_dist.tools.verify.cases import Gaussian, LossCase, Split, ignore, uneven, with_empty
+from cce_dist.tools.verify.check import assert_no_worse, run_case
+from cce_dist.tools.verify.loss import LOSS, TOKEN_LOSSES
 
 N, D, V, ROWS = 22, 16, 75, 6  # four groups, the last of four tokens
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -72,19 +72,19 @@ def dense(
     return loss, *torch.autograd.grad(factor * loss, leaves), each.detach()
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("rows", [ROWS, None], ids=["one-pass", "two-passes"])
 @pytest.mark.parametrize(
-    ("name", "options", "factor"),
+    ("name", "options", "factor", "backend"),
     [
-        ("dft", {}, 1.0),
-        ("clipped", {"num_tokens": torch.tensor(33), "softcap": 3.0}, -2.0),
-        ("bonus", {"reduction": "sum", "logit_scale": 0.5}, 0.3),
-        ("entropy-adaptive", {"num_tokens": 40, "softcap": 5.0}, 1.0),
+        ("dft", {}, 1.0, "triton"),
+        ("clipped", {"num_tokens": torch.tensor(33), "softcap": 3.0}, -2.0, "triton"),
+        ("bonus", {"reduction": "sum", "logit_scale": 0.5}, 0.3, "torch"),
+        ("bonus", {"reduction": "sum", "logit_scale": 0.5}, 0.3, "triton"),
+        ("entropy-adaptive", {"num_tokens": 40, "softcap": 5.0}, 1.0, "torch"),
     ],
 )
 def test_same_numbers_as_dense(
-    name: str, options: dict[str, Any], factor: float, rows: int | None, backend: str
+    name: str, options: dict[str, Any], factor: float, backend: str, rows: int | None
 ) -> None:
     """Catches: a derivative by log_probs with the sign of nll's, one by the entropy that is lost, inputs of another group's
     tokens, a divisor that is left out, NaN of ignored tokens, outputs of one group for another."""
@@ -131,58 +131,6 @@ def assert_outputs(out: TokenLossOutput, name: str, labels: Tensor) -> None:
     assert (out.log_probs <= 0).all()
 
 
-def test_other_arguments_of_a_reduced_loss() -> None:
-    """Catches: a buffer, a learned scale or a learned divisor that one pass leaves out; leading dimensions; "none"."""
-    tensors, labels, inputs = operands(biased=False)
-    hidden, weight = (tensor.detach().float().requires_grad_() for tensor in tensors)
-    scale, number = (torch.tensor(x, device=DEVICE, requires_grad=True) for x in (0.7, 9.0))
-    function, found = FUNCTIONS["clipped"][0], []
-    upstream = torch.linspace(-1.0, 2.0, N, device=DEVICE)  # in no proportion to anything
-    for rows in (None, ROWS):
-        buffer = torch.zeros(V, D, device=DEVICE)
-        with groups.of_rows(rows), mock.patch.object(groups, "loss", wraps=groups.loss) as one_pass:
-            loss = linear_cross_entropy(
-                hidden.view(2, 11, D), weight, labels.view(2, 11), logit_scale=scale, num_tokens=number,
-                grad_weight_out=buffer, token_loss=function, token_inputs=[x.view(2, 11) for x in inputs],
-            )  # fmt: skip
-            each = linear_cross_entropy(
-                hidden, weight, labels, reduction="none", token_loss=function, token_inputs=inputs, logit_scale=0.7
-            )
-        assert one_pass.call_count == (rows is not None)
-        torch.testing.assert_close(each.sum() / 9, loss)
-        whole = torch.autograd.grad(loss, (hidden, scale, number))
-        parts = torch.autograd.grad(each, (hidden, weight), torch.full_like(each, 1 / 9), retain_graph=True)
-        found.append((whole[0], buffer, *whole[1:], *torch.autograd.grad(each, (hidden, weight), upstream)))
-        for ours, other in zip((whole[0], buffer), parts, strict=True):
-            torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
-    for ours, other in zip(*found, strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
-    right = dense([hidden, weight], labels, lambda *x: (function(*x)[0] * upstream[labels != -100]), inputs,
-                  torch.float64, logit_scale=0.7, reduction="sum")  # fmt: skip
-    for ours, true in zip(found[0][-2:], right[1:], strict=False):
-        torch.testing.assert_close(ours.double(), true, rtol=1e-4, atol=1e-5)
-
-
-def test_a_loss_of_whole_sequences_takes_two_calls() -> None:
-    """The recipe of docs/rl.md beside one call with autograd. Catches: slopes of ignored tokens, or of another sign."""
-    (hidden, weight), labels, _ = operands(biased=False)
-    tokens, ids = hidden.view(2, 11, D), labels.view(2, 11)
-
-    def of_sequences(log_probs: Tensor) -> Tensor:
-        return -torch.nn.functional.logsigmoid(0.1 * log_probs.sum(1).diff()).sum()
-
-    right = torch.autograd.grad(of_sequences(linear_log_probs(tokens, weight, ids).log_probs), (hidden, weight))
-    with torch.no_grad():
-        log_probs = linear_log_probs(tokens, weight, ids).log_probs
-    slopes = torch.autograd.grad(of_sequences(log_probs.requires_grad_()), log_probs)
-    how: Any = {"reduction": "sum", "token_loss": lambda log_probs, _, slopes: log_probs * slopes}
-    for rows in (None, ROWS):
-        with groups.of_rows(rows):
-            loss = linear_cross_entropy(tokens, weight, ids, token_inputs=slopes, **how)
-        for ours, true in zip(torch.autograd.grad(loss, (hidden, weight)), right, strict=True):
-            assert (ours - true).norm() <= (2e-2 if GPU else 1e-5) * true.norm()
-
-
 def test_entropy_adaptive_is_llama_factorys() -> None:
     """LLaMA-Factory takes the entropy over the 20 largest logits. Catches: a gradient through the weight."""
     hidden, weight, labels = (
@@ -215,8 +163,7 @@ def overwriting(log_probs: Tensor, _: None) -> Tensor:
 changing.needs_entropy = True  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("rows", [ROWS, None])
+@pytest.mark.parametrize(("rows", "compiled"), [(ROWS, False), (None, False), (None, True)])
 def test_a_function_may_change_its_arguments_in_place(rows: int | None, compiled: bool) -> None:
     """Catches: an ignored token with loss exp(0), outputs after the change, an error for a leaf that is changed, a wrong
     gradient of a function that overwrites what its own gradient needs."""
@@ -395,13 +342,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("rows", [ROWS, None])
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_refused(name: str, rows: int | None) -> None:
-    (hidden, weight), labels = (x.detach().float().cpu().requires_grad_() for x in operands(False)[0]), torch.arange(N)
-    given, error, says = WRONG[name]
-    given = {"token_loss": objectives.dft(), **given}
-    with groups.of_rows(rows), pytest.raises(error, match=says):
-        linear_cross_entropy(hidden, weight, labels, **given)
+def test_what_is_refused(rows: int | None) -> None:
+    hidden, weight = (x.detach().float().cpu().requires_grad_() for x in operands(False)[0])
+    for given, error, says in WRONG.values():
+        given = {"token_loss": objectives.dft(), **given}
+        with groups.of_rows(rows), pytest.raises(error, match=says):
+            linear_cross_entropy(hidden, weight, torch.arange(N), **given)
 
 
 @pytest.mark.parametrize("rows", [None, 6])
@@ -430,65 +376,28 @@ def test_debug_finds_a_function_that_is_not_elementwise(rows: int | None, monkey
             linear_cross_entropy(hidden, weight, labels, token_loss=function, token_inputs=inputs[:count])
 
 
+LAYOUTS: list[tuple[dict[str, Any], Split]] = [
+    ({}, uneven),
+    ({"sequence_parallel": True}, with_empty),
+    ({"input_grad": "partial"}, uneven),
+]
+
+
 def _on_ranks(backend: str) -> None:
-    """One batch over uneven shards, one of them empty at last, whole and in groups, with and without sequence parallelism."""
-    group = dist.group.WORLD
-    assert group is not None
-    torch.manual_seed(3)
-    tensors, labels, inputs = operands()
-    tensors = [tensor.detach().cpu().float() for tensor in tensors]
-    labels, inputs = labels.cpu(), [values.cpu() for values in inputs]
-    ranks, rank = group.size(), group.rank()
-    pad = -N % ranks  # slices of equal length
-    tensors[0] = torch.cat((tensors[0], torch.full((pad, D), 0.5)))
-    labels = torch.cat((labels, labels.new_full((pad,), -100)))
-    inputs = [torch.cat((values, torch.full((pad,), torch.nan))) for values in inputs]
-    cuts = [0, *(10 + 30 * r for r in range(ranks - 1)), V]
-    uneven = VocabShard(cuts[rank], cuts[rank + 1], V, group)
-    empty = VocabShard(V * (rank > 0), V, V, group)
-    layouts: list[tuple[dict[str, Any], VocabShard]] = [
-        ({}, uneven), ({"sequence_parallel": True}, uneven), ({"input_grad": "partial"}, uneven),
-        ({"sequence_parallel": True}, empty),
-    ]  # fmt: skip
-    for rows in (ROWS, None):
-        for name in ("clipped", "bonus"):
-            function, count = FUNCTIONS[name]
-            given = inputs[:count]
-            truth, base = (
-                dense(tensors, labels, function, given, dtype, 0.5) for dtype in (torch.float64, torch.float32)
-            )
-            for options, shard in layouts:
-                own, slices = slice(shard.start, shard.stop), slice(None)
-                if "sequence_parallel" in options:
-                    size = len(labels) // ranks
-                    slices = slice(rank * size, (rank + 1) * size)
-                parts = (tensors[0][slices], tensors[1][own], tensors[2][own])
-                local = [x.clone().requires_grad_() for x in parts]
-                with groups.of_rows(rows), mock.patch.object(merge, "HiddenGradSum", wraps=merge.HiddenGradSum) as sums:
-                    loss = linear_cross_entropy(
-                        local[0], local[1], labels, linear_bias=local[2], shard=shard, backend=backend,
-                        token_loss=function, token_inputs=given, **options,
-                    )  # fmt: skip
-                assert sums.called == (rows is not None and "input_grad" not in options)
-                d_hidden, d_weight, d_bias = torch.autograd.grad(0.5 * loss, local)
-                if "input_grad" in options:
-                    dist.all_reduce(d_hidden)
-                what = f"{name} {rows} {options}"
-                assert_no_worse(loss, base[0], truth[0], torch.float32, f"loss {what}")
-                assert_no_worse(d_hidden, base[1][slices], truth[1][slices], torch.float32, f"dE {what}")
-                assert_no_worse(d_weight, base[2][own], truth[2][own], torch.float32, f"dC {what}")
-                assert_no_worse(d_bias, base[3][own], truth[3][own], torch.float32, f"dbias {what}")
+    """Whole and in groups, over shards that are uneven or empty, with and without sequence parallelism."""
+    problem = Gaussian(24, D, V, bias=True, labels=ignore(slice(0, 9, 4)))
+    for rows, name, (options, shards) in itertools.product((ROWS, None), TOKEN_LOSSES, LAYOUTS):
+        case = LossCase("token-loss", "", options, problem, shards, token_loss=name, in_groups=rows, twice=False)
+        with mock.patch.object(merge, "HiddenGradSum", wraps=merge.HiddenGradSum) as sums:
+            errors = run_case(LOSS, case, dist.group.WORLD, "cpu", backend)
+        assert all(error.ok for error in errors), f"{name} {rows} {options}: {errors}"
+        assert sums.called == (options.get("input_grad") != "partial")
 
 
 @backends_of_ranks
 def test_on_two_ranks(ranks2: Callable[..., None], backend: str) -> None:
     """Catches: inputs that are cut for sequence parallelism, a function of one shard's log-probabilities."""
     ranks2(_on_ranks, backend)
-
-
-@pytest.mark.slow
-def test_on_three_ranks() -> None:
-    run_ranks(_on_ranks, 3, "torch")
 
 
 @needs_gpu

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import VocabShard, linear_kl_divergence, linear_log_probs, topk_kl_divergence
+from cce_dist import VocabShard, topk_kl_divergence
 from cce_dist.divergence.topk import KINDS, OUTSIDE
 from cce_dist.tools.verify.check import compare
 
@@ -77,35 +77,6 @@ def test_matches_dense(data, kind: str, outside: str) -> None:
     for name, got, rough, true in zip(("value", "dE", "dC", "dbias"), found, baseline, truth, strict=True):
         assert_near(got, rough, true, name)
     assert found[0][5] == 0 and not found[1][5].any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_ids_are_the_whole_divergence(data, kind: str) -> None:
-    """With K = V each way is the KL of two heads, whose implementation is another."""
-    hidden, weight, bias, *_ = data
-    generator = torch.Generator().manual_seed(1)
-    teacher, teacher_weight = (torch.randn(rows, 5, generator=generator) for rows in (N, V))
-    log_t = (teacher @ teacher_weight.t()).log_softmax(-1)
-    expected = linear_kl_divergence(hidden, weight, teacher, teacher_weight, kind=kind, linear_bias=bias)
-    for outside in OUTSIDE:
-        ids = torch.arange(V).expand(N, -1)
-        value = any_call(hidden, weight, ids, log_t, kind=kind, outside=outside, linear_bias=bias)
-        torch.testing.assert_close(value, expected, rtol=1e-5, atol=2e-6)
-
-
-def test_the_students_own_ids(data) -> None:
-    """Reverse KL on the student's top-k, as on-policy distillation takes it: 0 and no gradient where the teacher agrees."""
-    hidden, weight, bias, *_ = data
-    with torch.no_grad():
-        top = linear_log_probs(hidden, weight, torch.zeros(N, dtype=torch.int64), linear_bias=bias, top_k=K)
-    assert top.top_ids is not None and top.top_log_probs is not None
-    hidden.requires_grad_()
-    for outside in OUTSIDE:
-        options = dict(kind="reverse", outside=outside, linear_bias=bias)
-        value = any_call(hidden, weight, top.top_ids, top.top_log_probs, **options)
-        assert value.abs().max() < 1e-6
-        if outside != "drop":  # no divergence: its least value is elsewhere
-            assert torch.autograd.grad(value.sum(), hidden)[0].abs().max() < 1e-6
 
 
 def test_extremes_are_finite(data) -> None:

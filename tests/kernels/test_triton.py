@@ -41,7 +41,7 @@ from cce_dist.kernels.dry_run import Live
 from cce_dist.tools.verify.check import assert_no_worse
 
 KEPT_IN = torch.bfloat16 if GPU else torch.float32
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]  # the interpreter misreads bf16
+DTYPES = [torch.float32, *([torch.bfloat16] if GPU else [])]  # the interpreter misreads bf16
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 
 
@@ -97,6 +97,15 @@ CASES = [
     pytest.param(sized(num_tokens=300, ignored=0.7, budget=2000), id="groups-of-tokens"),
     pytest.param(sized(num_tokens=300, ignored=0.7, budget=2000, bias=True, entropy=True), id="groups-with-bias"),
 ]
+IN_FP16 = (
+    "tails-of-all-axes",
+    "rows-no-descriptor-can-describe",
+    "bias-scale-softcap",
+    "smoothing-entropy",
+    "all-at-1e4",
+    "chunks-of-the-vocabulary",
+    "groups-with-bias",
+)
 CACHED = [
     pytest.param(sized(cached=128), id="all"),
     pytest.param(sized(cached=64, budget=12000, bias=True), id="a-part"),
@@ -143,6 +152,7 @@ def problem(case: Case, dtype: torch.dtype) -> Problem:
     coef[3] *= 1.0 if case.entropy else 0.0
     coef[:, labels < 0] = 0.0
     num_valid = case.num_rows if case.num_valid is None else case.num_valid
+    weight[num_valid:] = torch.nan  # padding rows are not read
     logits = ShardLogits(case.start, num_valid, case.logit_scale, case.softcap)
     # a bias beyond fp16's integers cannot be rounded to it without changing the case
     bias = None if bias is None else bias.to(DEVICE, torch.float32 if case.offset else dtype)
@@ -152,7 +162,7 @@ def problem(case: Case, dtype: torch.dtype) -> Problem:
 def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
     """The same in plain torch: products in ``dtype``, everything between them in at least fp32."""
     wide = torch.promote_types(dtype, torch.float32)
-    hidden, weight = p.hidden.to(dtype), p.weight.to(dtype)
+    hidden, weight = p.hidden.to(dtype), p.weight.to(dtype).nan_to_num()
     u = (hidden @ weight.T).to(wide)
     u = p.logits.logit_scale * (u if p.bias is None else u + p.bias.to(wide))
     z = p.logits.softcap * torch.tanh(u / p.logits.softcap) if p.logits.softcap else u
@@ -255,18 +265,21 @@ def check(case: Case, dtype: torch.dtype) -> None:
 def test_matches_dense(case: Case, dtype: torch.dtype) -> None:
     """Catches: the vocabulary mask removed, a bias or scale left out or added per chunk, a chunk's edge off by a tile, the
     softcap's slope left out, sums not moved when the maximum moves, the maximum floored at 0."""
-    if dtype == torch.float16 and case.offset and case.offset > -100 and not case.bias:
-        pytest.skip("logits of this offset are beyond fp16's products")
     check(case, dtype)
 
 
-@pytest.mark.parametrize("dtype", [KEPT_IN], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_FP16])
+def test_matches_dense_in_fp16(case: Case) -> None:
+    """Catches: a descriptor of another dtype, a sum that is made in 16 bits."""
+    check(case, torch.float16)
+
+
 @pytest.mark.parametrize("case", CACHED)
-def test_cached_matches_dense(case: Case, dtype: torch.dtype) -> None:
+def test_cached_matches_dense(case: Case) -> None:
     """Catches: rows left with two references, the label's cell or its slope not written, the scale put on the rows of the
     recomputed part, the remainder of d_hidden dropped between the two parts; 0 times the logarithm of 0, an entropy whose
     logarithm is relative to another number than log p, a label's cell written before the others."""
-    check(case, dtype)
+    check(case, KEPT_IN)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -286,8 +299,7 @@ def test_cached_label_beside_no_probability(with_entropy: bool) -> None:
         assert_no_worse(ours, other, truth, p.hidden.dtype)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("cached", [0, 64, 128])
+@pytest.mark.parametrize(("cached", "entropy"), [(0, True), (64, False), (64, True), (128, True)])
 def test_second_backward_has_the_same_bits(cached: int, entropy: bool) -> None:
     """Also after one with other coefficients, and one that differentiates no entropy. Catches: the cache turned into gradients
     in place, and not made anew."""
@@ -316,7 +328,7 @@ def test_exponentials_of_groups_have_the_same_bits(options: dict[str, Any], monk
     """A budget that has room for the hidden states of some tokens alone. Catches: exponentials or references of a group that
     are written where another's are, a group left out, or made anew in others than forward's."""
     monkeypatch.setattr(memory, "KEPT_ROWS", 512 if GPU else 64)
-    whole = sized(num_tokens=150, cached=128, **options)
+    whole = sized(num_tokens=100, cached=128, **options)
     p, groups = problem(whole, KEPT_IN), whole._replace(budget=1)
     seen = set()
     made = exact._keep_exponentials
@@ -566,7 +578,7 @@ class Seen(NamedTuple):
 @pytest.mark.parametrize("grad_filter", [Filter(), Filter(GradFilter().eps, always=True)], ids=["exact", "filtered"])
 @pytest.mark.parametrize(
     ("mib", "num_tokens"),
-    [(32, 65536), (64, 65536), (256, 65536), (448, 65536), (1024, 65536), (64, 4096), (128, 2048)],
+    [(32, 65536), (256, 65536), (448, 65536), (64, 4096), (128, 2048)],
 )
 def test_what_is_alive_keeps_the_budget(
     mib: int, num_tokens: int, grad_filter: Filter, monkeypatch: pytest.MonkeyPatch
@@ -587,8 +599,18 @@ def test_what_is_alive_keeps_the_budget(
     assert max(seen.forward, seen.backward) <= workspace + few
 
 
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
-@pytest.mark.parametrize("what", ["plain", "entropy", "main_grad"])
+@pytest.mark.parametrize(
+    ("what", "needs"),
+    [
+        ("plain", (True, True)),
+        ("plain", (False, True)),
+        ("entropy", (True, False)),
+        ("entropy", (True, True)),
+        ("main_grad", (True, True)),
+        ("main_grad", (False, True)),
+    ],
+    ids=str,
+)
 def test_all_kept_in_the_least_budget(what: str, needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Exponentials of all columns, in the least budget that keeps them; a second backward too. Catches: hidden states of all
     tokens in forward, in backward or where exponentials are made anew. Where d_hidden is not asked for, hidden states take the
