@@ -110,7 +110,7 @@ def _unavoidable(drawn: Drawn) -> dict[str, float]:
         log_softmaxes.append(z.log_softmax(1))
     log_t, log_p = log_softmaxes
     off_N = torch.finfo(FP32).eps * torch.maximum(*largest) * options["mask"]
-    sizes = {"divergence": off_N.amax().item()}
+    sizes = {"divergence": _largest(off_N)}
     if options.get("kind", "forward") == "forward":
         return sizes
     share, p = off_N[:, None], log_p.exp()
@@ -121,7 +121,12 @@ def _unavoidable(drawn: Drawn) -> dict[str, float]:
     d_logits = p * share * (drawn.upstream["divergence"].abs() * abs(options.get("logit_scale", 1.0)))[:, None]
     hidden, weight = drawn.problem.hidden.abs(), drawn.problem.weight.abs()
     grads = {"dE": d_logits @ weight, "dC": d_logits.t() @ hidden, "dbias": d_logits.sum(0)}
-    return sizes | {name: grad.amax().item() for name, grad in grads.items()}
+    return sizes | {name: _largest(grad) for name, grad in grads.items()}
+
+
+def _largest(values: Tensor) -> float:
+    """Return the largest value; 0 for no token."""
+    return values.amax().item() if values.numel() else 0.0
 
 
 DIVERGENCE = Function(draw, reference_of, call, judge, ("divergence",))
