@@ -19,6 +19,7 @@ from cce_dist import (
     explain,
     groups,
     linear_cross_entropy,
+    linear_log_probs,
     merge,
     objectives,
     reference,
@@ -129,6 +130,26 @@ def assert_outputs(out: TokenLossOutput, name: str, labels: Tensor) -> None:
         assert values.shape == labels.shape and not values.requires_grad
         assert not values[labels == -100].any() and (values.dtype == torch.bool or values[labels != -100].any())
     assert (out.log_probs <= 0).all()
+
+
+def test_a_loss_of_whole_sequences_takes_two_calls() -> None:
+    """The recipe of docs/rl.md beside one call with autograd. Catches: slopes of ignored tokens, or of another sign."""
+    (hidden, weight), labels, _ = operands(biased=False)
+    tokens, ids = hidden.view(2, 11, D), labels.view(2, 11)
+
+    def of_sequences(log_probs: Tensor) -> Tensor:
+        return -torch.nn.functional.logsigmoid(0.1 * log_probs.sum(1).diff()).sum()
+
+    right = torch.autograd.grad(of_sequences(linear_log_probs(tokens, weight, ids).log_probs), (hidden, weight))
+    with torch.no_grad():
+        log_probs = linear_log_probs(tokens, weight, ids).log_probs
+    slopes = torch.autograd.grad(of_sequences(log_probs.requires_grad_()), log_probs)
+    how: Any = {"reduction": "sum", "token_loss": lambda log_probs, _, slopes: log_probs * slopes}
+    for rows in (None, ROWS):
+        with groups.of_rows(rows):
+            loss = linear_cross_entropy(tokens, weight, ids, token_inputs=slopes, **how)
+        for ours, true in zip(torch.autograd.grad(loss, (hidden, weight)), right, strict=True):
+            assert (ours - true).norm() <= (2e-2 if GPU else 1e-5) * true.norm()
 
 
 def test_entropy_adaptive_is_llama_factorys() -> None:
