@@ -50,7 +50,7 @@ LISTED_OF = 32_064  # rows of Phi-3.5's head
 
 
 def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: int = 0) -> bool:
-    """Return whether a filter takes less time than exact gradients, estimated from the sizes of the largest shard.
+    """Return whether a filter takes less time than exact gradients, estimated from the sizes of an even shard.
 
     Exact gradients take 3 products, and a fourth for columns whose exponentials are not kept (``keeps``: they can be kept). A
     filter takes the forward product, ``filter_seconds``, lists of the usual length, and recomputation for ``exact_sides``, the
