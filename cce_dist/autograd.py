@@ -6,7 +6,7 @@ half a millisecond of host time per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 
 from cce_dist.call import build, flat, schema
 from cce_dist.kernels.precision import accumulator
@@ -133,6 +134,8 @@ class Operator(NamedTuple):
             args = (d_outputs, *operands, [*tensors], ctx.grad_weight_out, want)
             values = ctx.call_values
             if is_unobserved(hidden, weight):
+                if ctx.grad_weight_out is not None:
+                    want[1] = want[1] and is_wanted(weight)
                 call = values[0] if len(values) == 1 else call_of_flat(self.call, values)
                 d_hidden, d_weight, d_head_KV = self.backward(*args, call)
             else:
@@ -217,6 +220,30 @@ def is_unobserved(*tensors: Tensor) -> bool:
     """Whether a call may skip the dispatcher: no dispatch mode is active, and no tensor is of a subclass."""
     plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
     return plain and torch._C._len_torch_dispatch_stack() == 0
+
+
+def is_wanted(tensor: Tensor) -> bool:
+    """Whether the backward that is running now also computes this tensor's gradient.
+
+    ``needs_input_grad`` does not tell: ``torch.autograd.grad`` and ``backward(inputs=...)`` may leave a tensor out.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(tensor).node)
+    except RuntimeError:  # it is a leaf that ``torch.autograd.grad`` returns the gradient of
+        return True
+
+
+def leaves_of(tensor: Tensor, done: Iterable[Any] = ()) -> Iterator[Tensor]:
+    """Yield the leaves that a tensor's gradient goes to, without those behind the nodes ``done``."""
+    nodes: list[Any] = [tensor.grad_fn]
+    seen = {None, *done}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            nodes += [following for following, _ in node.next_functions]
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:

@@ -123,6 +123,11 @@ def _num_tokens(name: str, value: Any) -> float | Tensor | None:
         raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
     if value.dtype == torch.bool or value.is_complex():
         raise TypeError(f"{name} must be a number or a 0-d tensor of numbers, got {value.dtype}")
+    if value.is_floating_point() and value.itemsize < 4:
+        raise TypeError(
+            f"{name} is {value.dtype}, which rounds a count of tokens; FSDP2's mixed precision casts floating tensors that go "
+            "through forward: pass an integer tensor or a number"
+        )
     if value.is_meta:
         raise ValueError(f"{name} is on meta: it has no value")
     if value.is_cpu and not torch.compiler.is_compiling() and number(name, value.item()) < 0:

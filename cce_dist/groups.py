@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 
 from cce_dist import checks, decide, merge
 from cce_dist.agree import label_error
-from cce_dist.autograd import differentiable_once, is_unobserved, refuse_transforms, without_autocast
+from cce_dist.autograd import differentiable_once, is_unobserved, is_wanted, refuse_transforms, without_autocast
 from cce_dist.call import Call
 from cce_dist.decide import Where
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
@@ -164,6 +164,8 @@ class _InGroups(torch.autograd.Function):
         with torch.no_grad():
             if ctx.gradients is None:
                 ctx.gradients = run(hidden, weight, head, labels, *ctx.run_args)[1]
+            if ctx.grad_weight_out is not None and ctx.gradients.weight is not None and not is_wanted(weight):
+                ctx.gradients = ctx.gradients._replace(weight=None)
             found = _times_upstream(ctx, (hidden, weight, head), widened(grads[0]))
         if torch.is_grad_enabled():
             nothing = grads[0].new_empty(0)

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from cce_dist import checks
+from cce_dist.autograd import leaves_of
 
 
 class TokenLossOutput(NamedTuple):
@@ -158,17 +159,10 @@ def _no_gradient() -> ValueError:
 
 def _check_leaves(losses_N: Tensor, arguments: tuple[Tensor | None, ...]) -> None:
     """Raise ValueError if the losses depend on a tensor that requires a gradient, other than through the arguments."""
-    arguments_done = {values.grad_fn for values in arguments if values is not None}
-    nodes, seen = [losses_N.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen or node in arguments_done:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and not any(leaf is values for values in arguments):
+    done = [values.grad_fn for values in arguments if values is not None]
+    for leaf in leaves_of(losses_N, done):
+        if not any(leaf is values for values in arguments):
             raise ValueError(f"token_loss uses a tensor {list(leaf.shape)} that requires a gradient: it would get none")
-        nodes += [following for following, _ in node.next_functions]
 
 
 def _checked_output(values: Any, like_N: Tensor) -> Tensor:

@@ -258,6 +258,14 @@ def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:
     # ZeRO-3's reduce-scatter averages over these ranks; everything else sums (0.19.8).
     stage3 = engine.zero_optimization_stage() == 3
     averages = stage3 and (engine.optimizer.reduce_scatter or not engine.optimizer.contiguous_gradients)
+    if stage3 and not averages:
+        largest = max(x.ds_numel for x in engine.module.parameters() if x.requires_grad)
+        if largest > engine.optimizer.reduce_bucket_size:
+            raise ValueError(
+                "without reduce_scatter ZeRO-3 averages the gradients of parameters that are larger than reduce_bucket_size "
+                f"({engine.optimizer.reduce_bucket_size:,}), and sums all others; the largest has {largest:,} elements: set "
+                '"reduce_scatter": true, or raise reduce_bucket_size'
+            )
     return group, size if averages else 1
 
 

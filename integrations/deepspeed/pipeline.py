@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cce_dist.autograd import leaves_of
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of
 from cce_dist.integrations.deepspeed.loss import Options, Task
 from cce_dist.integrations.deferred.find import check_class
@@ -74,13 +75,14 @@ def convert(engine: Any, options: Options) -> dict[str, Task]:
     tied = isinstance(head, functools.partial)
     owner = head.args[0] if tied else head
     name = f"tied to {type(owner).__name__}" if tied else type(owner).__name__
-    task = _PipelineTask(options, shard_of(owner), engine=weakref.ref(engine), owner=owner)
+    task = _PipelineTask(options, shard_of(owner), engine=weakref.ref(engine), owner=owner, tied=tied)
     if tied:
         _check_tied(head)
         module.forward_funcs[-1] = _TiedHead(head, task)
     else:
         take(head, task)
-    module.loss_fn = _PipelineLoss(module.loss_fn, task)
+    # A loss_fn that is a module stays registered, with its parameters: the wrapper is found first.
+    vars(module)["loss_fn"] = _PipelineLoss(module.loss_fn, task)
     module.register_forward_hook(task.pass_weight_through)
     if options.report:
         module.get_additional_losses = lambda: task.reported
@@ -95,7 +97,9 @@ def give_back(module: Any) -> None:
             task.is_given_back = True
             del module._forward_hooks[name]
     if isinstance(module.loss_fn, _PipelineLoss):
-        module.loss_fn = module.loss_fn.loss_fn
+        wrapper = vars(module).pop("loss_fn")
+        if "loss_fn" not in module._modules:
+            module.loss_fn = wrapper.loss_fn
     if module.forward_funcs and isinstance(module.forward_funcs[-1], _TiedHead):
         module.forward_funcs[-1] = module.forward_funcs[-1].head
     report = vars(module).get("get_additional_losses")
@@ -109,6 +113,7 @@ class _PipelineTask(Task):
 
     engine: Callable[[], Any] = lambda: None  # a weak reference: the engine holds this
     owner: Any = None  # the module that has the head's weight
+    tied: bool = False  # the owner is an embedding, whose weight alone is the head
 
     def deferring(self) -> bool:
         engine = self.engine()
@@ -124,12 +129,22 @@ class _PipelineTask(Task):
         """Return the pipeline's hidden states with the head that ``_PipelineLoss`` needs; a forward hook."""
         if not self.deferring():
             return None
-        weight, bias = self.owner.weight, getattr(self.owner, "bias", None)
+        weight, bias = self.owner.weight, None if self.tied else getattr(self.owner, "bias", None)
         if torch.is_grad_enabled():
+            self._check_gradient(module, hidden)
             self.num_forwards += module.training
             hidden, weight, bias = _Together.apply(hidden, weight, bias)
         hidden.cce_head = _PassedHead(weight, bias, module.training)
         return hidden
+
+    def _check_gradient(self, module: nn.Module, hidden: Tensor) -> None:
+        """Raise if layers before the head would get no gradient, as in a reentrant checkpoint of ids."""
+        own = set(self.owner.parameters())
+        if not hidden.requires_grad and any(x.requires_grad and x not in own for x in module.parameters()):
+            raise RuntimeError(
+                "cce_dist: the hidden states of the last layer need no gradient, so that the layers before would not train; "
+                'with activation checkpoints set "pipeline": {"use_reentrant": false} in ds_config'
+            )
 
 
 @dataclasses.dataclass
@@ -201,10 +216,21 @@ def _check_last_layer(spec: Any) -> None:
 
 
 def _check_tied(function: functools.partial) -> None:
-    """Raise if a tied head is not the product with the weight that it is tied to. One vector tells."""
+    """Raise if a tied head is not the product with the weight that it is tied to, and uses no other parameter.
+
+    The hidden states are random, and so large the second time that a norm before the product, or a cap behind it, shows.
+    """
     weight = function.args[0].weight
-    with torch.no_grad():
-        hidden = torch.ones(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        logits, expected = function(hidden), F.linear(hidden, weight)
-    if logits.shape != expected.shape or not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-2):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+    is_product = True
+    for _ in range(2):
+        with torch.enable_grad():
+            logits = function(hidden)
+        expected = F.linear(hidden, weight.detach())
+        largest = expected.abs().max().item()
+        is_product &= all(leaf is weight for leaf in leaves_of(logits)) and logits.shape == expected.shape
+        is_product = is_product and (logits.detach() - expected).abs().max().item() <= 1e-2 * largest
+        hidden = hidden * (min(1e4, 1e3 / largest) if largest else 1.0)
+    if not is_product:
         raise ValueError("cce_dist: the forward_fn of the tied head is not hidden @ weight.T; scale or cap in loss_fn")

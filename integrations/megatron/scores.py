@@ -88,13 +88,14 @@ def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any
         raise ValueError("cce_dist: log_probs_of needs a model that is converted")
     tasks = [head.cce_task for head in heads]
     compute = functools.partial(vocab_parallel_log_probs, temperature=temperature, **wanted)
+    before = [(task.score, task.scores) for task in tasks]
     for task in tasks:
         task.score, task.scores = compute, found
     try:
         yield found
     finally:
-        for task in tasks:
-            task.score, task.scores = None, []
+        for task, values in zip(tasks, before, strict=True):
+            task.score, task.scores = values
 
 
 def next_ids(ids: Tensor, cp_group: dist.ProcessGroup | None = None, packed_seq_params: Any = None) -> Tensor:

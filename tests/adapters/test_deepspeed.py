@@ -226,6 +226,7 @@ class Case:
     report: bool = False
     sequence_mean: bool = False
     reduce_scatter: bool = True
+    bucket: int = 500_000_000  # elements
 
 
 class Model(nn.Module):
@@ -256,6 +257,7 @@ def linear() -> nn.Module:
 def engine_of(model: nn.Module, ours: bool, case: Case, mpu: Any = None) -> Any:
     config = ds_config(ours, case)
     config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "reduce_scatter": case.reduce_scatter}
+    config["zero_optimization"]["reduce_bucket_size"] = case.bucket
     if case.offload:
         config["zero_optimization"] |= {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")}
         config["zero_force_ds_cpu_optimizer"] = False  # which a compiler would have to make
@@ -476,6 +478,15 @@ def check_sequence_shards(zero: int, reduce_scatter: bool = True) -> None:
     assert_same(parameters(engine), dict(reference.named_parameters()), engine.module, 2e-5)
 
 
+def check_parameters_larger_than_a_bucket() -> None:
+    """DeepSpeed averages their gradients over the sequence-parallel ranks, and sums all others."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    case = Case(zero=3, clip=0.0, sequence_mean=True, reduce_scatter=False, bucket=100)
+    with pytest.raises(ValueError, match="larger than reduce_bucket_size"):
+        engine_of(Model(linear), True, case, parallel_state_sp)
+
+
 def check_refusals() -> None:
     """Raise on models that cannot be taken over before anything is built, and on a use of logits that are not there."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -540,6 +551,7 @@ def two_ranks() -> None:
     run(check_evaluation_is_plain, Pipe(model=2, tied=True, report=True))
     for zero, reduce_scatter in ((0, True), (2, True), (3, True), (3, False)):
         run(check_sequence_shards, zero, reduce_scatter)
+    run(check_parameters_larger_than_a_bucket)
     run(check_refusals)
     if importlib.util.find_spec("transformers") is None:
         return
@@ -715,14 +727,13 @@ def one_after_another(make: Callable[[], Any], zero: int = 0) -> None:
         )
 
 
-def one_pipeline(tied: bool) -> Any:
+def one_pipeline(tied: bool, kind: type = nn.Embedding, head: Callable = tied_logits) -> Any:
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     torch.manual_seed(0)
     ends = [LayerSpec(nn.Embedding, VOCAB, HIDDEN), LayerSpec(nn.Linear, HIDDEN, VOCAB)]
     if tied:
-        ends = [TiedLayerSpec("e", nn.Embedding, VOCAB, HIDDEN), TiedLayerSpec("e", nn.Embedding, VOCAB, HIDDEN)]
-        ends[1].forward_fn = tied_logits
+        ends = [TiedLayerSpec("e", kind, VOCAB, HIDDEN), TiedLayerSpec("e", kind, VOCAB, HIDDEN, forward_fn=head)]
     module = PipelineModule([ends[0], LayerSpec(Block), ends[1]], num_stages=1, loss_fn=cce.loss_fn)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -741,7 +752,76 @@ def engines_of_one_model() -> None:
         run(one_after_another, make, zero)
     for tied in (False, True):
         run(one_after_another, lambda tied=tied: one_pipeline(tied))
+    run(tied_heads_are_one_product)
+    run(losses_may_be_modules)
+    run(layers_without_a_gradient)
     run(what_initialize_reads)
+
+
+class WithBias(nn.Embedding):
+    """An embedding with a parameter that its lookup does not use."""
+
+    def __init__(self, rows: int, hidden_size: int) -> None:
+        super().__init__(rows, hidden_size)
+        self.bias = nn.Parameter(torch.zeros(VOCAB))
+
+
+def tied_heads_are_one_product() -> None:
+    """Catches a norm, a cap or a bias around the product that is dropped, and a parameter called bias that is added."""
+    wrong: list[Callable] = [
+        lambda owner, hidden: F.linear(F.rms_norm(hidden, (HIDDEN,)), owner.weight),
+        lambda owner, hidden: 30 * torch.tanh(F.linear(hidden, owner.weight) / 30),
+        lambda owner, hidden: F.linear(hidden * hidden.abs(), owner.weight),
+        lambda owner, hidden: F.linear(hidden, owner.weight, owner.bias),
+    ]
+    for function in wrong:
+        module = one_pipeline(True, WithBias, function)
+        with pytest.raises(ValueError, match="is not hidden @ weight"):
+            cce.initialize(model=module, config=ds_config(True, Pipe()))
+    found = []
+    for ours in (False, True):
+        module = one_pipeline(True, WithBias)
+        module.tied_modules["e"].bias.data.fill_(3.0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        engine = cce.initialize(model=module, optimizer=optimizer, config=ds_config(ours, Pipe()))[0]
+        found.append([engine.train_batch(batches(step, False, 0)).item() for step in range(STEPS)])
+    assert found[1] == pytest.approx(found[0], rel=2e-5)
+
+
+class Loss(nn.Module):
+    """A loss_fn with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, logits: Any, labels: Tensor) -> Tensor:
+        return self.scale[0] * cce.loss_fn(logits, labels)
+
+
+def losses_may_be_modules() -> None:
+    """Catches a module that is not taken over, loses its parameters, or is not given back."""
+    import deepspeed
+
+    module, loss = one_pipeline(False), Loss()
+    module.loss_fn = loss
+    names = [name for name, _ in module.named_parameters()]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    engine = cce.initialize(model=module, optimizer=optimizer, config=ds_config(True, Pipe()))[0]
+    engine.train_batch(batches(0, False, 0))
+    cce.require(engine)
+    assert [name for name, _ in module.named_parameters()] == names and "loss_fn.scale" in names
+    deepspeed.initialize(model=module, config=ds_config(False, Pipe()))
+    assert module.loss_fn is loss
+
+
+def layers_without_a_gradient() -> None:
+    """Catches a reentrant checkpoint of ids behind which only the head trains."""
+    module = one_pipeline(False)
+    module.activation_checkpoint_interval = 1
+    engine = cce.initialize(model=module, config=ds_config(True, Pipe(), pipeline={"use_reentrant": True}))[0]
+    with pytest.raises(RuntimeError, match="the layers before would not train"):
+        engine.train_batch(batches(0, False, 0))
 
 
 def what_initialize_reads() -> None:

@@ -122,6 +122,10 @@ def with_two_predictions(case: Case) -> None:
         model = cce.convert(build(case)[0])
         with cce.log_probs_of(model, temperature=temperature) as found:
             model(**inputs, labels=labels)
+            with cce.log_probs_of(model) as inner:
+                model(**inputs, labels=labels)
+            model(**inputs, labels=labels)
+        assert (len(found), len(inner)) == (2, 1), "the inner block ends the outer one"
         alone.append(gradients(model, 0 * found[0].log_probs.sum()))
     assert any(name.startswith("mtp") and grad.any() for name, grad in alone[0].items())
     for name, grad in alone[0].items():

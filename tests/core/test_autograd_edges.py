@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 from cce_dist import (
     KeptIds,
@@ -297,3 +298,29 @@ def _copies_with_a_group() -> None:
         loaded(hidden, labels)
     loaded.shard = VocabShard(shard.start, shard.stop, shard.vocab_size, group)
     assert torch.equal(loaded(hidden, labels), expected)
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+@pytest.mark.parametrize("saved", ["as they are", "checkpointed"])
+def test_a_buffer_gets_what_backward_was_asked_for(
+    rows: int | None, saved: str, data: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Catches dC that is added by a backward for the hidden states alone."""
+    hidden, weight, labels = data
+    buffer = torch.zeros(V, D)
+
+    def loss_of(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, grad_weight_out=buffer)
+
+    with groups.of_rows(rows):
+        loss = (
+            checkpoint(loss_of, hidden, weight, use_reentrant=False)
+            if saved == "checkpointed"
+            else loss_of(hidden, weight)
+        )
+        (d_hidden,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        loss.backward(inputs=[hidden], retain_graph=True)
+        assert not buffer.any()
+        loss.backward()
+    right = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight), labels), (hidden, weight))
+    torch.testing.assert_close((d_hidden, buffer, hidden.grad), (*right, 2 * right[0]))

@@ -159,6 +159,7 @@ OPTIONS = [
     bad("num-tokens-bool", TypeError, "num_tokens.*bool", num_tokens=True),
     bad("num-tokens-tensor-nan", ValueError, "num_tokens.*nan", num_tokens=torch.tensor(NAN)),
     bad("num-tokens-tensor-negative", ValueError, "num_tokens.*-3", num_tokens=torch.tensor(-3)),
+    bad("num-tokens-rounded", TypeError, "num_tokens is torch.bfloat16", num_tokens=torch.tensor(5.0).bfloat16()),
     bad("num-tokens-tensor-bool", TypeError, "num_tokens.*bool", num_tokens=torch.tensor(True)),
     bad("num-tokens-tensor-complex", TypeError, "num_tokens.*complex", num_tokens=torch.tensor(1j)),
     bad("num-tokens-tensor-meta", ValueError, "num_tokens is on meta", num_tokens=torch.tensor(3, device="meta")),
