@@ -482,6 +482,7 @@ def check_parameters_larger_than_a_bucket() -> None:
     """DeepSpeed averages their gradients over the sequence-parallel ranks, and sums all others."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
+    parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=2)
     case = Case(zero=3, clip=0.0, sequence_mean=True, reduce_scatter=False, bucket=100)
     with pytest.raises(ValueError, match="larger than reduce_bucket_size"):
         engine_of(Model(linear), True, case, parallel_state_sp)
