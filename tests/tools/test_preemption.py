@@ -154,7 +154,8 @@ def test_a_second_signal_within_a_second_is_the_first_one(tmp_path: Path, run: l
     with Command([*run, "--tp", ranks, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 3))
         kill(command.pid, signal.SIGINT)
-        while is_running(command.pid):
+        begun = time.monotonic()
+        while is_running(command.pid) and time.monotonic() < begun + 1:
             time.sleep(0.001)
             if len(command.lines) > 1 or "stopped by" in command.text or random.random() < 0.01:
                 kill(command.pid, signal.SIGINT)
