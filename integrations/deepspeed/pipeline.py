@@ -139,8 +139,10 @@ class _PipelineTask(Task):
 
     def _check_gradient(self, module: nn.Module, hidden: Tensor) -> None:
         """Raise if layers before the head would get no gradient, as in a reentrant checkpoint of ids."""
+        if hidden.requires_grad:
+            return
         own = set(self.owner.parameters())
-        if not hidden.requires_grad and any(x.requires_grad and x not in own for x in module.parameters()):
+        if any(x.requires_grad and x not in own for x in module.parameters()):
             raise RuntimeError(
                 "cce_dist: the hidden states of the last layer need no gradient, so that the layers before would not train; "
                 'with activation checkpoints set "pipeline": {"use_reentrant": false} in ds_config'
@@ -221,16 +223,19 @@ def _check_tied(function: functools.partial) -> None:
     The hidden states are random, and so large the second time that a norm before the product, or a cap behind it, shows.
     """
     weight = function.args[0].weight
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 4, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
-    is_product = True
-    for _ in range(2):
-        with torch.enable_grad():
-            logits = function(hidden)
-        expected = F.linear(hidden, weight.detach())
-        largest = expected.abs().max().item()
-        is_product &= all(leaf is weight for leaf in leaves_of(logits)) and logits.shape == expected.shape
-        is_product = is_product and (logits.detach() - expected).abs().max().item() <= 1e-2 * largest
-        hidden = hidden * (min(1e4, 1e3 / largest) if largest else 1.0)
-    if not is_product:
+    hidden = torch.randn(1, 4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(
+        weight.device, weight.dtype
+    )
+    largest = F.linear(hidden, weight).abs().max().item()
+    larger = hidden * (min(1e4, 1e3 / largest) if largest else 1.0)
+    if not (_is_product(function, hidden) and _is_product(function, larger)):
         raise ValueError("cce_dist: the forward_fn of the tied head is not hidden @ weight.T; scale or cap in loss_fn")
+
+
+def _is_product(function: functools.partial, hidden: Tensor) -> bool:
+    weight = function.args[0].weight
+    with torch.enable_grad():
+        logits, expected = function(hidden), F.linear(hidden, weight)
+    if logits.shape != expected.shape or any(leaf is not weight for leaf in leaves_of(logits)):
+        return False
+    return (logits - expected).abs().max().item() <= 1e-2 * expected.abs().max().item()
