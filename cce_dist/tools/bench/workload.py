@@ -88,7 +88,7 @@ def make_workload(
         ignored: Expected share of labels that are -100, in [0, 1).
         dtype: Of hidden states and weight.
         device: Where everything is drawn and stays.
-        seed: The same seed, shape and device give the same workload.
+        seed: The same seed, shape and device give the same workload, on a GPU except for a few tokens.
     """
     generator = torch.Generator(device).manual_seed(seed)
     log_unigram = _log_unigram(shape.vocab_size, generator)
