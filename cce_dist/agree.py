@@ -75,7 +75,9 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         before = merge.num_exchanges
         try:
-            refuse_transforms(function.__name__)  # before an argument is read, which a batched one does not allow
+            # Before an argument is read, which a batched one does not allow.
+            numbers = (kwargs.get(name) for name in ("logit_scale", "z_loss_weight", "num_tokens", "weight"))
+            refuse_transforms(function.__name__, *(each for each in numbers if isinstance(each, Tensor)))
             return function(*args, **kwargs)
         except Exception as error:
             group = _group_of(args, kwargs) if environment()[1] else None

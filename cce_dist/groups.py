@@ -150,7 +150,10 @@ class _InGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx, given: tuple[Any, ...], hidden: Tensor, weight: Tensor, *head: Tensor) -> Tensor:
         labels, ctx.grad_weight_out, terms, expected_N, call = given
-        ctx.save_for_backward(labels, hidden, weight, *head)
+        # A second backward reads the token inputs again, so autograd watches them, too.
+        inputs = () if terms.token is None else terms.token.inputs
+        ctx.save_for_backward(labels, hidden, weight, *head, *inputs)
+        ctx.num_head = len(head)
         ctx.run_args = terms, expected_N, call, ctx.needs_input_grad[1:]
         # The gradients are no saved tensors: the first backward scales them in place and returns them to autograd.
         loss, ctx.gradients = run(hidden, weight, [*head], labels, *ctx.run_args)
@@ -159,7 +162,8 @@ class _InGroups(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor) -> Any:
         # Read saved_tensors first and only once: a checkpoint recomputes its forward here, and returns each tensor once.
-        labels, hidden, weight, *head = ctx.saved_tensors
+        labels, hidden, weight, *others = ctx.saved_tensors
+        head = others[: ctx.num_head]
         refuse_transforms("linear_cross_entropy", grads[0])
         with torch.no_grad():
             if ctx.gradients is None:

@@ -1,10 +1,13 @@
-"""Triton's interpreter without what it does again at each call: tests that launch kernels take half the time."""
+"""Triton's interpreter, quicker by half, and with the bf16 of a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from typing import Any
+
+import numpy as np
+import torch
 
 
 @functools.cache
@@ -45,3 +48,49 @@ def make_quick() -> None:
     builder = module.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+@functools.cache
+def add_bf16() -> None:
+    """Have the interpreter compute in bf16, and ``cce_dist`` no longer refuse it there.
+
+    The interpreter holds bf16 as 16-bit integers. Left alone, it rounds to bf16 by truncation, and multiplies matrices of these
+    integers.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from cce_dist import decide
+
+    module: Any = interpreter
+    builder: Any = interpreter.InterpreterBuilder
+    convert, cast, dot = module._convert_float, builder.cast_impl, builder.create_dot
+    floats = {16: np.float16, 32: np.float32, 64: np.float64}
+
+    def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source == tl.bfloat16:
+            wide = (data.astype(np.uint32) << 16).view(np.float32)
+            bits = f"uint{target.primitive_bitwidth}"
+            return wide.astype(floats[target.primitive_bitwidth]).view(bits) if target != source else data
+        if target == tl.bfloat16:
+            wide = data.view(floats[source.primitive_bitwidth]).astype(np.float32)
+            rounded = torch.from_numpy(np.ascontiguousarray(wide)).bfloat16()
+            return rounded.view(torch.int16).numpy().view(np.uint16)
+        return convert(data, source, target, rounding)
+
+    def cast_impl(self: Any, value: Any, target: Any) -> Any:
+        types = value.dtype.scalar, target.scalar
+        if tl.bfloat16 in types and all(each.is_floating() for each in types):
+            data = convert_float(value.data, *types, None)
+            return module.TensorHandle(data.view(module._get_np_dtype(target)), types[1])
+        return cast(self, value, target)
+
+    def create_dot(self: Any, left: Any, right: Any, *others: Any) -> Any:
+        wide = (
+            builder.create_fp_ext(self, each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each
+            for each in (left, right)
+        )  # fmt: skip
+        return dot(self, *wide, *others)
+
+    module._convert_float, builder.cast_impl, builder.create_dot = convert_float, cast_impl, create_dot
+    decide.MISREAD = ()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from interpreted import make_quick
+from interpreted import add_bf16, make_quick
 from torch import Tensor
 
 from cce_dist.kernels import ShardLogits, direct
@@ -15,6 +15,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 if not GPU:
     make_quick()  # in ranks, too
+    add_bf16()
 # The backends of tests over ranks, which are on CPUs.
 backends_of_ranks = pytest.mark.parametrize(
     "backend",

@@ -54,6 +54,7 @@ def dual(loss, hidden: Tensor) -> None:
 
 DERIVATIVES: dict[str, Callable[[Any, Tensor], Any]] = {
     "dual-numbers": dual,
+    "dual-scale": lambda loss, x: dual(lambda scale: loss(x, logit_scale=scale), torch.tensor(0.5)),
     "jvp": lambda loss, x: torch.func.jvp(loss, (x.detach(),), (torch.ones_like(x),)),
     "func-hessian": lambda loss, x: torch.func.hessian(loss)(x.detach()),
     "func-grad": lambda loss, x: torch.func.grad(loss)(x.detach()),

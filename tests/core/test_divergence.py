@@ -34,7 +34,6 @@ from cce_dist.tools.verify import check
 from cce_dist.tools.verify.cases import (
     BF16,
     DIVERGENCE_CASES,
-    FP16,
     FP32,
     OF_BOTH,
     DivergenceCase,
@@ -51,8 +50,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on i
 any_call: Any = linear_kl_divergence  # options by name, and some that a type checker would refuse
 N, D, V = 18, 24, 75
 BACKENDS = ("torch", "triton")
-KEPT_IN = BF16 if GPU else FP32  # the interpreter misreads bf16
-HALF = BF16 if GPU else FP16
 OF_TWO_PASSES = ("jsd", "tv", "lk")
 UNCUT = 1 << 60  # as LEAST_PAIR_ROWS: no group of tokens is large enough, so a second pass computes the logits again
 IN_CHUNKS = {"workspace_bytes": 1}
@@ -95,8 +92,8 @@ CASES: list[tuple[DivergenceCase, tuple[str, ...]]] = [
     (case_of("teacher-far-sharper", **SHARP_TEACHER), KINDS),
     (case_of("student-far-sharper", **SHARP_STUDENT), KINDS),
     (case_of("both-sharp", **BOTH_SHARP), KINDS),
-    (case_of("both-sharp-in-16-bits", dtype=HALF, **BOTH_SHARP), KINDS),
-    (case_of("options-in-16-bits", dtype=HALF, options=OF_BOTH), ("reverse", "tv")),
+    (case_of("both-sharp-in-16-bits", dtype=BF16, **BOTH_SHARP), KINDS),
+    (case_of("options-in-16-bits", dtype=BF16, options=OF_BOTH), ("reverse", "tv")),
     (case_of("both-at-1e4", shift=1e4), ("reverse", "jsd", "lk")),
     (case_of("chunks-and-groups", 24, options=IN_CHUNKS, masked=0.3), KINDS),
     (case_of("chunks-made-again", 24, options=IN_CHUNKS, masked=0.3), OF_TWO_PASSES),
@@ -104,6 +101,8 @@ CASES: list[tuple[DivergenceCase, tuple[str, ...]]] = [
 ]
 KEPT: list[tuple[int, DivergenceCase, tuple[str, ...]]] = [  # and how many columns are kept
     (96, case_of("all", bias=False, twice=True), ("forward", "jsd")),
+    (96, case_of("all-in-16-bits", bias=False, dtype=BF16), ("forward", "jsd")),
+    (64, case_of("a-part-in-groups-in-16-bits", 24, dtype=BF16, options=IN_CHUNKS, masked=0.2), ("reverse", "jsd")),
     (64, case_of("a-part", masked=0.4, twice=True), ("reverse", "lk")),
     (64, case_of("a-part-in-groups", 24, options=IN_CHUNKS, masked=0.2), ("reverse", "jsd", "lk")),
     (64, case_of("a-part-made-again", 24, options=IN_CHUNKS, masked=0.2), ("jsd", "tv")),
@@ -182,7 +181,7 @@ def test_kept_exponentials_match_dense(
         monkeypatch.setattr(memory, "LEAST_BYTES", 43000)  # 15 tokens
         monkeypatch.setattr(memory, "LEAST_PAIR_ROWS", UNCUT if "again" in case.name else 1)
     monkeypatch.setattr(memory, "exact_chunks", lambda sizes, *_: memory.Chunks(sizes.num_tokens, kept_columns(32)))
-    assert_holds(replace(case, dtype=KEPT_IN), kinds, "triton")
+    assert_holds(case, kinds, "triton")
 
 
 @pytest.mark.parametrize("kind", ["reverse", "lk"])
@@ -197,16 +196,15 @@ def test_no_tokens(kind: str) -> None:
 
 
 def test_logits_of_16_bits_are_precise_near_the_largest_of_their_tile() -> None:
-    """Catches logits relative to another tile's largest, or to nothing: at 1e3, fp16 would be off by 0.25."""
-    tiles = choose_tiles(torch.float16, torch.device(DEVICE))
+    """Beside bf16 they are fp16. Catches logits relative to another tile's largest, or to nothing: off by 0.25 at 1e3."""
+    tiles = choose_tiles(BF16, torch.device(DEVICE))
     num_tokens, num_tiles = 20, 3
     cols = num_tiles * tiles.lse.cols
-    hidden, weight = torch.randn(num_tokens, 64, device=DEVICE).half(), torch.randn(cols - 5, 64, device=DEVICE).half()
+    hidden, weight = (torch.randn(rows, 64, device=DEVICE).bfloat16() for rows in (num_tokens, cols - 5))
     bias = torch.full((cols - 5,), 1e3, device=DEVICE) + 100 * (torch.arange(cols - 5, device=DEVICE) // tiles.lse.cols)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
     x = Operands.of(hidden, weight, ids, ShardLogits(0, cols - 5), bias=bias)
     pair = new_pair_logits(num_tokens, cols, tiles.lse.cols, hidden)
-    pair = pair._replace(z_2RC=pair.z_2RC.half())  # as beside bf16, which the interpreter misreads
     rows = gathered(hidden, compact(ids), torch.empty_like(hidden))
     fill_logits(x, rows, pair, 1, 0, num_tiles, tiles)
     z = pair.z_2RC[1].double().view(num_tokens, num_tiles, -1)
@@ -341,7 +339,7 @@ def test_a_second_pass_reads_the_logits(kept: int, again: bool, kind: str, monke
     monkeypatch.setattr(divergence, "fill_logits", lambda *given: filled.append(given[5]) or fill_logits(*given))
     merge_of = divergence_op.heads.merge
     monkeypatch.setattr(divergence_op.heads, "merge", lambda *given: merged.append(given[0].shape) or merge_of(*given))
-    heads = on_device(check.draw(BOTH_HEADS, case_of("40 tokens", 40)), KEPT_IN)
+    heads = on_device(check.draw(BOTH_HEADS, case_of("40 tokens", 40)), BF16)
     any_call(*heads, kind=kind, backend="triton", workspace_bytes=1)
     if again:
         kept_tiles, tiles = (-(-columns // kept_columns(32)) for columns in (min(kept_columns(kept), 75), 75))
@@ -428,7 +426,7 @@ def test_leading_dims_strides_and_detached_teacher() -> None:
 
 
 def test_a_buffer_takes_the_weights_gradient() -> None:
-    hidden, given, *teacher = on_device(drawn_of(), KEPT_IN)
+    hidden, given, *teacher = on_device(drawn_of(), BF16)
     for backend in BACKENDS:
         weight = given.clone().requires_grad_()
         any_call(hidden, weight, *teacher, backend=backend).sum().backward()

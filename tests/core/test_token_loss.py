@@ -109,9 +109,13 @@ def test_same_numbers_as_dense(
         dtype = torch.float32 if what in ("loss", "losses") else DTYPE
         assert_no_worse(values[0], values[1], values[2], dtype, what)
     assert not gradients[0][~counts].any()
-    for again, first in zip(torch.autograd.grad(factor * out.loss, tensors), gradients, strict=True):
+    for again, first in zip(torch.autograd.grad(factor * out.loss, tensors, retain_graph=True), gradients, strict=True):
         assert torch.equal(again, first)
     assert_outputs(out, name, labels)
+    if inputs and rows is not None:  # in two passes autograd watches what the function's own graph saves
+        inputs[0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(factor * out.loss, tensors)
 
 
 def assert_outputs(out: TokenLossOutput, name: str, labels: Tensor) -> None:

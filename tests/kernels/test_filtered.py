@@ -627,7 +627,7 @@ def test_one_side_stays_exact(side: str) -> None:
     assert not torch.equal(both[1], plain[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if GPU else torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.slow
 def test_lists_are_added_first_or_last(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the budget has room for the remainder of all tokens, or not. Catches: a list added twice or not at all, a remainder
@@ -646,7 +646,7 @@ def test_lists_are_added_first_or_last(dtype: torch.dtype, monkeypatch: pytest.M
         d_hidden = gradients(p, case, d, saved, want_weight=False, want_bias=False)[0]
         assert_no_worse(d_hidden, grad.to(dtype) @ p.weight, grad @ p.weight.double(), dtype, "d_hidden")
         results.append(d_hidden)
-    rounding = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     assert (results[0] - results[1]).abs().max() <= rounding * results[1].abs().max()
 
 

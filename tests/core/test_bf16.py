@@ -1,0 +1,57 @@
+"""The default path in bf16, compiled on a GPU or interpreted (``interpreted.add_bf16``), against dense PyTorch.
+
+In bf16 alone exponentials are kept, gradients are made in forward group by group, and dC may hold 8 more bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from shards import DEVICE, nan_memory
+
+from cce_dist import GradFilter
+from cce_dist.tools.verify.cases import BF16, FP32, Gaussian, LogProbCase, LossCase
+from cce_dist.tools.verify.check import run_case
+from cce_dist.tools.verify.log_probs import LOG_PROBS
+from cce_dist.tools.verify.loss import LOSS
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
+SMALL = Gaussian(37, 24, 100, bias=True)
+NO_BIAS = Gaussian(37, 24, 100)
+
+
+def case_of(name: str, problem: Any = NO_BIAS, options: dict[str, Any] | None = None, **fields: Any) -> LossCase:
+    return LossCase(name, options=options or {}, problem=problem, dtype=BF16, twice=False, **fields)
+
+
+CASES = [
+    case_of("kept"),
+    case_of("groups", in_groups=15, low=True),
+    case_of("groups-in-a-buffer", in_groups=15, low=True, buffer=FP32),
+    case_of("every-option", SMALL, dict(label_smoothing=0.1, z_loss_weight=0.1, softcap=3.0, logit_scale=0.7)),
+    case_of(
+        "every-option-in-groups", SMALL, dict(label_smoothing=0.1, z_loss_weight=0.1, logit_scale=0.7), in_groups=15
+    ),
+    case_of("made-again", SMALL, dict(workspace_bytes=1)),
+    case_of("each-token", NO_BIAS, dict(reduction="none")),
+    case_of("classes", NO_BIAS, in_groups=15, classes=True),
+    case_of("a-loss-of-tokens", NO_BIAS, in_groups=15, token_loss="policy"),
+    case_of("filter", SMALL, dict(grad_filter=GradFilter(always=True))),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_losses(case: LossCase) -> None:
+    """Catches: rounding of an exponential, of a group's part of dC, or of a sum that fp32 hides."""
+    with nan_memory():
+        wrong = [error for error in run_case(LOSS, case, None, DEVICE, "triton") if not error.ok]
+    assert not wrong
+
+
+def test_log_probs() -> None:
+    """Catches: gradients of a log-probability and of an entropy that read exponentials of another tile."""
+    case = LogProbCase("log-probs", problem=NO_BIAS, dtype=BF16, num_ids=3, twice=False)
+    with nan_memory():
+        wrong = [error for error in run_case(LOG_PROBS, case, None, DEVICE, "triton") if not error.ok]
+    assert not wrong
