@@ -83,7 +83,7 @@ class Task:
         if self.calls or output is None:  # None: an error is under way
             return output
         if not (model.training and torch.is_grad_enabled()):
-            return for_later(output)
+            return for_later(output, output_dtype(model))
         self.num_forwards = one_more(self.num_forwards)
         if has_labels(model, args, kwargs, ("labels",)) and not self.num_asked:
             raise RuntimeError(
@@ -225,6 +225,12 @@ class Task:
 def one_more(count: int) -> int:
     """Return the next count. Compiled code counts to 1 only, because torch.compile would recompile for each number."""
     return 1 if torch.compiler.is_compiling() else count + 1
+
+
+def output_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype that FSDP2 casts the tensors of a model's output to, or None."""
+    state = getattr(model, "_get_fsdp_state", None)
+    return None if state is None else state()._mp_policy.output_dtype
 
 
 def has_labels(

@@ -279,16 +279,16 @@ def _ddp_follows_outputs() -> bool:
     return ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
 
 
-def for_later(output: Any) -> Any:
-    """Replace the logits in the output of a model in evaluation by what its caller gets."""
+def for_later(output: Any, dtype: torch.dtype | None) -> Any:
+    """Replace the logits in the output of a model in evaluation by what its caller gets: logits in ``dtype``, if there is one."""
     if isinstance(output, TensorLogits):
-        return output._for_later()
+        return (output if dtype is None else output.to(dtype))._for_later()
     if type(output) is tuple:
-        return tuple(for_later(part) for part in output)
+        return tuple(for_later(part, dtype) for part in output)
     if isinstance(output, dict):
         for name, part in output.items():
             if isinstance(part, TensorLogits):
-                output[name] = part._for_later()
+                output[name] = for_later(part, dtype)
     return output
 
 
