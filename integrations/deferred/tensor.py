@@ -280,7 +280,7 @@ def _ddp_follows_outputs() -> bool:
 
 
 def for_later(output: Any, dtype: torch.dtype | None) -> Any:
-    """Replace the logits in the output of a model in evaluation by what its caller gets: logits in ``dtype``, if there is one."""
+    """Replace the logits in the output of a model in evaluation by what its caller gets, cast to ``dtype`` if there is one."""
     if isinstance(output, TensorLogits):
         return (output if dtype is None else output.to(dtype))._for_later()
     if type(output) is tuple:
