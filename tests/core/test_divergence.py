@@ -181,6 +181,8 @@ def test_kept_exponentials_match_dense(
         monkeypatch.setattr(memory, "LEAST_BYTES", 43000)  # 15 tokens
         monkeypatch.setattr(memory, "LEAST_PAIR_ROWS", UNCUT if "again" in case.name else 1)
     monkeypatch.setattr(memory, "exact_chunks", lambda sizes, *_: memory.Chunks(sizes.num_tokens, kept_columns(32)))
+    if GPU and case.name != "both-at-1e4":  # a dense head's logits are all equal there in bf16
+        case = replace(case, dtype=BF16)
     assert_holds(case, kinds, "triton")
 
 

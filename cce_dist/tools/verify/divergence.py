@@ -12,7 +12,7 @@ from cce_dist import reference
 from cce_dist.divergence import linear_kl_divergence
 from cce_dist.shard import VocabShard
 from cce_dist.tools.verify import check
-from cce_dist.tools.verify.cases import FP32, OF_BOTH, DivergenceCase, Drawn, Gaussian, Problem, Truth
+from cce_dist.tools.verify.cases import BF16, FP32, OF_BOTH, DivergenceCase, Drawn, Gaussian, Problem, Truth
 from cce_dist.tools.verify.check import GRADIENTS, Error, Function, Part, bound_of, compare, found
 
 TEACHER_SIZE = 40  # the teacher's D; the student's comes from its problem
@@ -96,7 +96,7 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
 
 
 def _unavoidable(drawn: Drawn) -> dict[str, float]:
-    """Return the error of divergence and gradients that follows from rounding the largest logit to fp32.
+    """Return the error of divergence and gradients that follows from rounding the largest logit to fp32, and logits to fp16.
 
     All kinds but KL(t || p) have the divergence as a term of their gradients. For a sharp student the term cancels with others,
     and only its rounding is left. The gradients of "tv" and "lk" jump where p_j = t_j.
@@ -115,7 +115,10 @@ def _unavoidable(drawn: Drawn) -> dict[str, float]:
         return sizes
     share, p = off_N[:, None], log_p.exp()
     if options["kind"] in ("tv", "lk"):
-        share = torch.where((log_p - log_t).abs() <= 4 * share, 1.0, share)
+        tie = 4 * share
+        if drawn.case.dtype == BF16:  # logits are then held in fp16, relative to the largest of their tile
+            tie = tie + 2.0**-11 * sum(x.amax(1, keepdim=True) - x for x in log_softmaxes)
+        share = torch.where((log_p - log_t).abs() <= tie, 1.0, share)
         log_smaller = torch.minimum(log_p, log_t)
         p = torch.maximum(p, log_smaller.softmax(1)) if options["kind"] == "lk" else p
     d_logits = p * share * (drawn.upstream["divergence"].abs() * abs(options.get("logit_scale", 1.0)))[:, None]
