@@ -64,6 +64,11 @@ def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: b
     heads = _heads(model, "convert")
     inner = innermost(model)
     if heads:
+        named = dict(inner.named_modules()).get(chosen.head)
+        if chosen.head and (named is None or peft.in_use(named) not in heads.values()):
+            raise ValueError(
+                f'"cce_dist.head" is "{chosen.head}", but {", ".join(heads)} is converted: call cce_dist.revert(model) first'
+            )
         for head in heads.values():
             task = head.cce_task
             if options and type(task.options) is not ModelOptions:

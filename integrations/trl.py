@@ -161,12 +161,27 @@ def _deferring(output: Any, options: ScoreOptions) -> Iterator[None]:
             "cce_dist: this model is converted, and TRL's trainers compute the loss outside of it: revert the model, and "
             "call cce_dist.integrations.trl.install() alone"
         )
-    head = checked(output, path="the output embedding")
-    take(head, Task(options, VocabShard.even(head.out_features, None), calls=[True]))
+    with _without_cast(peft.in_use(output)):
+        head = checked(output, path="the output embedding")
+        take(head, Task(options, VocabShard.even(head.out_features, None), calls=[True]))
+        try:
+            yield
+        finally:
+            give_back(head)
+
+
+@contextlib.contextmanager
+def _without_cast(head: Any) -> Iterator[None]:
+    """Take the product in fp32 off a head that GRPOTrainer(cast_lm_head_to_fp32=True) has put there: a score has its own."""
+    forward = vars(head).get("forward")
+    if getattr(forward, "__module__", "") != "trl.trainer.grpo_trainer":
+        yield
+        return
+    del head.forward
     try:
         yield
     finally:
-        give_back(head)
+        head.forward = forward
 
 
 @dataclasses.dataclass(frozen=True)

@@ -765,6 +765,7 @@ REFUSED: dict[str, tuple] = {
     "none": (nn.Sequential(nn.Linear(2, 2)), {}, 'found none: name it in "cce_dist.head"'),
     "two": (nn.ModuleDict({"lm_head": nn.Linear(4, 4), "embed_out": nn.Linear(4, 4)}), {}, "found lm_head, emb"),
     "forward": (replaced_forward(), {}, "somebody has replaced its forward"),
+    "another head": (cce_dist.convert(Model(), head="lm_head"), {"head": "embed"}, "but lm_head is converted"),
     "no model": (None, {}, "cce_dist.convert needs an nn.Module, got NoneType"),
 }
 

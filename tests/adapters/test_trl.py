@@ -246,6 +246,12 @@ TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
     "kto": (trainer_of("KTO", "rated"), "Cohere", {}),
     # With a reference model, and an entropy bonus, whose gradient goes through the entropy.
     "grpo": (trainer_of("GRPO", "prompt", reward_funcs=reward), "Gemma2", {"entropy_coef": 0.1, **ROLLOUT}),
+    # The trainer replaces the head's forward.
+    "grpo-fp32-head": (
+        trainer_of("GRPO", "prompt", reward_funcs=reward),
+        "Llama",
+        {"cast_lm_head_to_fp32": True, **ROLLOUT},
+    ),
     "rloo": (trainer_of("RLOO", "prompt", reward_funcs=reward), "Llama", ROLLOUT),
 }
 

@@ -302,6 +302,32 @@ def test_a_variable_stands_where_the_script_uses_it(tmp_path: Path) -> None:
         assert read_config(tmp_path / "run.sh").model.num_layers == layers, text
 
 
+BRANCHES = {  # what a script does before its last line, and what is then wrong; "" where nothing is
+    "if [ $1 ]; then HEADS=8; else HEADS=16; fi": "HEADS-as-a-branch-sets-it",
+    "case $1 in\n  7b) ROWS=1; HEADS=8 ;;\nesac": "HEADS-as-a-branch-sets-it",
+    "[ $1 ] && HEADS=8": "HEADS-as-a-branch-sets-it",
+    "while read -r line\ndo\n  A+=' --swiglu'\ndone": "sets A in a branch or a loop",
+    "if [ $1 ]; then HEADS=8; fi\nHEADS=16": "",
+    "if [ $1 ]; then PORT=8; fi": "",
+    "A+=' --optimizer sgd'": "--optimizer sgd",
+    "A+=' --recompute-granularity selective --recompute-modules mlp'": "--recompute-modules mlp",
+    "A+=' --fp8-format hybrid'": "--fp8-format hybrid",
+}
+
+
+@pytest.mark.parametrize("before", BRANCHES)
+def test_what_a_megatron_script_leaves_open_is_refused(before: str, tmp_path: Path) -> None:
+    """Catches: both branches taken, options that are dropped although they change memory or time."""
+    sizes = "--num-layers 2 --hidden-size 1024 --vocab-size 1000"
+    text = f"HEADS=4\nA='{sizes}'\n{before}\npython --port $PORT p.py $A --num-attention-heads $HEADS"
+    (tmp_path / "train.sh").write_text(text)
+    if BRANCHES[before]:
+        with pytest.raises(ValueError, match=re.escape(BRANCHES[before])):
+            read_config(tmp_path / "train.sh")
+    else:
+        assert read_config(tmp_path / "train.sh").model.num_heads == (16 if "=16" in before else 4)
+
+
 def test_sizes_that_a_megatron_script_leaves_out(tmp_path: Path) -> None:
     """Defaults are Megatron's, and sizes by hand stand above the script's. Catches groups of heads without their flag."""
     text = "--num-layers 2 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 4"

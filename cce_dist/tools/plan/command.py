@@ -45,7 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--cp", type=int, help="context-parallel ranks (default: 1)")
     layout.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     layout.add_argument("--vpp", type=int, help="chunks of layers per pipeline rank (default: 1)")
-    layout.add_argument("--zero-stage", type=int, default=1, choices=range(4), help="what data-parallel ranks split")
+    layout.add_argument(
+        "--zero-stage",
+        type=int,
+        choices=range(4),
+        help="what data-parallel ranks split (default: the script's, else 1)",
+    )
     layout.add_argument("--no-sequence-parallel", action="store_true", help="activations are whole on every rank")
     layout.add_argument("--recompute", choices=RECOMPUTE, help="recompute layers' activations (default: none)")
     layout.add_argument(
@@ -132,7 +137,7 @@ def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
         **options,
         sequence_parallel=config.options.get("sequence_parallel", True) and not args.no_sequence_parallel,
         dp=args.dp,
-        zero_stage=args.zero_stage,
+        zero_stage=config.options.get("zero_stage", 1) if args.zero_stage is None else args.zero_stage,
         num_tokens=tokens // cp * micro_batch,
         seq_len=tokens if args.attention else 0,
         framework=args.framework,

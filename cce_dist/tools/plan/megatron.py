@@ -40,6 +40,10 @@ _UNKNOWN |= dict.fromkeys(
     ("heterogeneous-layers-config-path", "experimental-attention-variant", "attention-output-gate")
 )
 _UNKNOWN |= dict.fromkeys(("pipeline-model-parallel-layout", "yaml-cfg", "use-checkpoint-args"))
+_UNKNOWN |= {"recompute-modules": "core_attn", "optimizer": "adam", "cpu-offloading-num-layers": "0"}
+_UNKNOWN |= dict.fromkeys(("fp8-format", "fp4-format", "use-precision-aware-optimizer", "optimizer-cpu-offload"))
+_UNKNOWN |= dict.fromkeys(("cpu-offloading", "fine-grained-activation-offloading", "data-parallel-sharding-strategy"))
+_UNKNOWN |= dict.fromkeys(("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2"))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,7 +69,8 @@ def read(text: str, given: dict[str, int]) -> dict[str, Any]:
     parser.add_argument("--untie-embeddings-and-output-weights", dest="is_tied", action="store_false")
     parser.add_argument("--group-query-attention", action="store_true")
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--recompute-granularity", dest="recompute")
+    parser.add_argument("--use-distributed-optimizer", dest="zero_stage", action="store_const", const=1, default=0)
+    parser.add_argument("--recompute-granularity", dest="recompute", choices=("full", "selective"))
     words = _words(text)
     for option, (name, _) in _NUMBERS.items():
         words += [f"--{option}", str(given[name])] if name in given else []
@@ -106,14 +111,24 @@ _DEFINITION = re.compile(
     rf"^[ \t]*(?:export[ \t]+)?(\w+)(\+?)=(?:{_ARRAY}|{_QUOTED}|{_WORD})[ \t]*;?[ \t]*$", re.MULTILINE | re.DOTALL
 )
 _USE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\]|:?-([^}]*))?\}|(\w+))")
+_BEGINS = re.compile(r"^[ \t]*(?:if|case|for|while|until)\b", re.MULTILINE)
+_ENDS = re.compile(r"^[ \t]*(?:fi|esac|done)\b", re.MULTILINE)
 
 
 def _words(text: str) -> list[str]:
     """Return the words of a script's commands in the order in which its shell passes them.
 
     Variables and arrays are replaced where they are used. The value of one that is used nowhere stays where it is set.
+
+    Raises:
+        ValueError: A branch or a loop sets options: which of them the shell would pass is not known.
     """
     text = re.sub(r"\\\n", " ", re.sub(r"(^|\s)#.*", "", text))
+    # A command a line: behind "then", ";", or the pattern of a case. What follows "&&" or "||" is a branch, too.
+    text = re.sub(r"(?:^|;)[ \t]*(then|else|do)[ \t]+", r"\n\1\n", text, flags=re.MULTILINE)
+    text = re.sub(r"(?:&&|\|\|)[ \t]*(\w+\+?=.*)", r"\nif\n\1\nfi\n", text)
+    text = re.sub(r"^([ \t]*[\w.*|\"'-]+\))[ \t]*(?=\w+\+?=)", r"\1\n", text, flags=re.MULTILINE)
+    text = re.sub(r";+[ \t]*(?=fi\b|esac\b|done\b|\w+\+?=)|;;", r"\n", text)
     variables: dict[str, str] = {}
 
     def expanded(part: str) -> str:
@@ -125,6 +140,12 @@ def _words(text: str) -> list[str]:
         end = found.end()
         name, adds = found.group(1, 2)
         value = expanded(next(value for value in found.group(3, 5, 6) if value is not None))
+        if len(_BEGINS.findall(text, 0, found.start())) > len(_ENDS.findall(text, 0, found.start())):
+            if "--" in value:
+                raise ValueError(
+                    f"sets {name} in a branch or a loop, which the plan does not run: write its options out"
+                )
+            value, adds = f"{name}-as-a-branch-sets-it", ""
         if re.search(rf"\$\{{?{name}\b", text):
             variables[name] = f"{variables.get(name, '')} {value}" if adds else value
         else:
