@@ -124,6 +124,18 @@ def test_a_second_signal_ends_a_rank_without_an_agent(monkeypatch: pytest.Monkey
     assert in_child(rank) == 128 + signal.SIGTERM
 
 
+def test_a_signal_that_was_heard_inside_is_ignored_outside() -> None:
+    """Catches Python's own handler, which ends a run that has stored its step with the code of a crash."""
+
+    def rank() -> None:
+        with stop.hearing(stop.SIGNALS, stop.leave_outside), stop.hearing(stop.SIGNALS, lambda number: None):
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        os._exit(AGAIN)
+
+    assert in_child(rank) == AGAIN
+
+
 def test_a_signal_ends_a_rank_that_waits_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step a rank may wait for one that has left already, where no Python code runs."""
 

@@ -45,8 +45,9 @@ def hearing(numbers: Sequence[signal.Signals], once: Callable[[int], None]) -> I
         yield
     finally:
         for number, handler in former.items():
-            # Who passes a signal on may do so again, while the process says what happened.
-            signal.signal(number, signal.SIG_IGN if first else handler)
+            # Who passes a signal on may do so again, while the process says what happened. A block inside may have heard it.
+            is_heard = first or signal.getsignal(number) is signal.SIG_IGN
+            signal.signal(number, signal.SIG_IGN if is_heard else handler)
 
 
 def leave_outside(number: int) -> NoReturn:
