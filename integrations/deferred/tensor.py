@@ -50,7 +50,7 @@ class TensorLogits(DeferredLogits):
     )
     SMOOTHING = (  # Trainer's label_smoothing_factor calls log_softmax
         '; label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing") in place of '
-        "label_smoothing_factor"
+        "label_smoothing_factor; with SFTTrainer call cce_dist.integrations.trl.install() in place of the conversion"
     )
 
     def __init__(self, head: Any, task: Any, hidden: Tensor, **given: Any) -> None:
