@@ -153,7 +153,6 @@ class _InGroups(torch.autograd.Function):
         # A second backward reads the token inputs again, so autograd watches them, too.
         inputs = () if terms.token is None else terms.token.inputs
         ctx.save_for_backward(labels, hidden, weight, *head, *inputs)
-        ctx.num_head = len(head)
         ctx.run_args = terms, expected_N, call, ctx.needs_input_grad[1:]
         # The gradients are no saved tensors: the first backward scales them in place and returns them to autograd.
         loss, ctx.gradients = run(hidden, weight, [*head], labels, *ctx.run_args)
@@ -163,7 +162,7 @@ class _InGroups(torch.autograd.Function):
     def backward(ctx, *grads: Tensor) -> Any:
         # Read saved_tensors first and only once: a checkpoint recomputes its forward here, and returns each tensor once.
         labels, hidden, weight, *others = ctx.saved_tensors
-        head = others[: ctx.num_head]
+        head = others[: len(ctx.needs_input_grad) - 3]
         refuse_transforms("linear_cross_entropy", grads[0])
         with torch.no_grad():
             if ctx.gradients is None:

@@ -55,9 +55,7 @@ def has_tma(*matrices: torch.Tensor) -> bool:
     for matrix in matrices:
         if matrix.data_ptr() % 16 or matrix.stride(0) * matrix.itemsize % 16:
             return False
-    if interpreted():
-        return all(matrix.dtype != torch.bfloat16 for matrix in matrices)  # the interpreter's descriptors misread bf16
-    return major_of(matrices[0].device) >= 9
+    return interpreted() or major_of(matrices[0].device) >= 9
 
 
 class Memory(NamedTuple):

@@ -348,8 +348,7 @@ def test_a_second_pass_reads_the_logits(kept: int, again: bool, kind: str, monke
         assert merged == [(1, 5, 40)]
         assert sum(filled) % (2 * kept_tiles + 4 * (tiles - kept_tiles)) == 0
         return
-    rows = merged[0][-1]
-    assert 1 < rows < 40
+    rows = 12 if GPU else 30  # on a GPU as many columns are kept as a tile has
     groups = [min(rows, 40 - first) for first in range(0, 40, rows)]
     assert merged == [(1, 5, group) for group in groups]
     assert sum(filled) == 2 * len(groups) * -(-75 // kept_columns(32))
