@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cce_dist import agree, checks, kept_ids, kept_op, op, operands, terms
+from cce_dist import checks, debug_ranks, kept_ids, kept_op, op, operands, terms
 from cce_dist.call import Call, LogProbOptions, checked, is_symbol, numbers_of
+from cce_dist.decide import decided
 from cce_dist.kept_ids import KeptIds
 from cce_dist.kernels import Operands, Spec, Want
 from cce_dist.kernels.kept_ids import rising
@@ -50,7 +51,7 @@ class LogProbs(NamedTuple):
     kept_mass: Tensor | None = None
 
 
-@agree.errors_reach_all_ranks
+@debug_ranks.errors_reach_all_ranks
 def linear_log_probs(
     input: Tensor,
     linear_weight: Tensor,
@@ -164,13 +165,13 @@ def linear_log_probs(
         # Divided here: before 2.13, torch compiles anew for each value of a symbol that no operator takes by itself.
         numbers = torch.stack((numbers[0] / numbers[1], numbers[2]))
     lists = {} if kept is None else {"kept.offsets": kept.offsets, "kept.ids": kept.ids}
-    agree.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature} | lists, shard, options, call)
+    debug_ranks.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature} | lists, shard, options, call)
     if kept is not None:
         nll, lse, entropies = kept_op.forward(x, kept, grad_weight_out, call, numbers)
         out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
         return _with_mass(out, x, kept, call, numbers) if kept_mass else out
     if not torch.compiler.is_compiling():
-        call = op.decided(call, x.hidden, x.num_tokens, shard.group_size)
+        call = decided(call, x.hidden, x.num_tokens, shard.group_size)
     found = op.forward(x, grad_weight_out, call, numbers)
     statistics = (found.sum_p_squared, found.max_logit, found.argmax)
     squares, max_logit, best = (None if values is None else values.view(tokens) for values in statistics)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import checks
-from cce_dist.call import DTYPES, Call, Layout, LogProbOptions, Options, concrete
+from cce_dist.call import DTYPES, Call, LogProbOptions, Options, concrete, layout_of
 from cce_dist.decide import choose_backend
 from cce_dist.kernels import Operands, ShardLogits, Spec
 from cce_dist.shard import VocabShard, local_rows
@@ -38,12 +38,17 @@ def prepare(
     if buffer is not None:
         check_buffer(buffer, head.weight)
     several = labels.dim() >= max(1, input.dim()) and labels.shape[-1] > 1
-    ids = labels.long()
-    if ids.dim() != 1 + several:  # a view takes the host as long as all of these checks, and autograd one more node
-        ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
     hidden, weight, tensors = head.operands()
     logits = logits_of(head.shard, logit_scale, options.softcap, tensors)
-    return Operands.of(hidden, weight, ids.contiguous(), logits, **tensors), head.shard
+    return Operands.of(hidden, weight, flat_ids(labels, several), logits, **tensors), head.shard
+
+
+def flat_ids(labels: Tensor, several: bool = False) -> Tensor:
+    """Return labels as contiguous int64 ids, [N], or with ``several`` [N, I]."""
+    ids = labels if labels.dtype == torch.int64 else labels.long()
+    if ids.dim() != 1 + several:  # a view takes the host as long as all checks of a call, and autograd one more node
+        ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
+    return ids if ids.is_contiguous() else ids.contiguous()
 
 
 def logits_of(shard: VocabShard, logit_scale: float, softcap: float | None, tensors: Iterable[str]) -> ShardLogits:
@@ -62,9 +67,14 @@ class LocalHead(NamedTuple):
 
     def operands(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return hidden states [N, D], the weight, and the tensors of ``kernels.Head`` by name, all contiguous."""
-        hidden = self.input if self.input.dim() == 2 else self.input.reshape(-1, self.input.shape[-1])
         tensors = {} if self.bias is None else {"bias": self.bias.contiguous()}
-        return hidden.contiguous(), self.weight.contiguous(), tensors
+        return flat_hidden(self.input), self.weight.contiguous(), tensors
+
+
+def flat_hidden(input: Tensor) -> Tensor:
+    """Return hidden states as a contiguous matrix, [N, D]."""
+    hidden = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+    return hidden if hidden.is_contiguous() else hidden.contiguous()
 
 
 def head_of(
@@ -74,9 +84,8 @@ def head_of(
     """Return the local tensors of a head, cast by autocast. Raise unless dtypes, devices and sizes fit each other."""
     checks.tensors({"input": input, "linear_weight": weight}, on_meta, linear_bias=bias)
     weight, bias, shard = local_rows(weight, bias, shard)
-    autocast_type = "cuda" if input.is_meta else input.device.type
-    if torch.is_autocast_enabled(autocast_type):
-        dtype = torch.get_autocast_dtype(autocast_type)
+    dtype = autocast_dtype(input)
+    if dtype is not None:
         # Autocast leaves float64 alone.
         input, weight = (x if x.dtype == torch.float64 else x.to(dtype) for x in (input, weight))
     if isinstance(input, DTensor):
@@ -100,6 +109,12 @@ def head_of(
     return LocalHead(input, weight, bias, shard)
 
 
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast casts on the tensor's device, or None if autocast is off."""
+    kind = "cuda" if tensor.is_meta else tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 @lru_cache(maxsize=64)
 def _whole(num_rows: int) -> VocabShard:
     return VocabShard(0, num_rows, num_rows)
@@ -109,7 +124,7 @@ def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options | LogPr
     """Return the ``Call`` of a public function, with the backend chosen."""
     forced, debug = environment()
     backend = choose_backend(options.backend, forced, device_type(x.hidden), x.hidden.dtype)
-    return Call(spec, Layout.of(shard, options), backend, debug, options.labels)
+    return Call(spec, layout_of(shard, options), backend, debug, options.labels)
 
 
 def device_type(tensor: Tensor) -> str:

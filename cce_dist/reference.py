@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cce_dist.filter import GradFilter
+from cce_dist.given import LinearCrossEntropyOutput
 from cce_dist.kept_ids import KeptIds
 from cce_dist.log_probs import LogProbs
-from cce_dist.loss import LinearCrossEntropyOutput
 
 IGNORE_INDEX = -100  # ignored label of filtered_gradients
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cce_dist.given import LinearCrossEntropyOutput
 from cce_dist.integrations import transformers
 from cce_dist.integrations.options import SECTION, ModelOptions
-from cce_dist.loss import LinearCrossEntropyOutput
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,7 +96,7 @@ def test_same_numbers_as_dense(
     truth, base = (
         dense(tensors, labels, function, inputs, dtype, factor, **options) for dtype in (torch.float64, DTYPE)
     )
-    with groups.of_rows(rows), mock.patch.object(groups, "loss", wraps=groups.loss) as one_pass:
+    with groups.of_rows(rows), mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as one_pass:
         out = linear_cross_entropy(
             tensors[0], tensors[1], labels, linear_bias=tensors[2], backend=backend, token_loss=function,
             token_inputs=inputs, return_aux=True, **options,
@@ -438,7 +438,7 @@ def test_kept_exponentials_serve_each_group(name: str) -> None:
     truth = dense([hidden, weight], labels, function, inputs, torch.float64)
     found = []
     for mib in (1 << 14, 160):
-        with mock.patch.object(groups, "loss", wraps=groups.loss) as one_pass:
+        with mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as one_pass:
             loss = linear_cross_entropy(
                 hidden, weight, labels, workspace_bytes=mib << 20, token_loss=function, token_inputs=inputs
             )

@@ -17,8 +17,8 @@ from shards import DEVICE, GPU, Problem, launch_nothing, nan_memory, needs_gpu
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cce_dist import GradFilter, op
-from cce_dist.call import Call, Layout, flat
+from cce_dist import GradFilter, decide, op
+from cce_dist.call import Call, flat
 from cce_dist.kernels import (
     IGNORED,
     OUTSIDE,
@@ -38,6 +38,7 @@ from cce_dist.kernels import (
 )
 from cce_dist.kernels import dense as dense_backend
 from cce_dist.kernels.dry_run import Live
+from cce_dist.merge import Layout
 from cce_dist.tools.verify.check import assert_no_worse
 
 KEPT_IN = torch.bfloat16 if GPU else torch.float32
@@ -532,7 +533,7 @@ def test_who_waits_for_d_hidden() -> None:
         (Layout(), 1, True), (plain, 1, True), (plain, 2, False), (partial, 2, True), (sliced, 1, False),
         (sliced, 2, False),
     ):  # fmt: skip
-        assert op.decided(Call(spec, layout, "triton"), hidden, 8, num_ranks).spec.alone == alone
+        assert decide.decided(Call(spec, layout, "triton"), hidden, 8, num_ranks).spec.alone == alone
 
 
 def test_where_exponentials_are_kept() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cce_dist import groups, objectives, reference
 from cce_dist.filter import GradFilter
-from cce_dist.loss import TIE, LinearCrossEntropyOutput, linear_cross_entropy
+from cce_dist.given import TIE, LinearCrossEntropyOutput
+from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
 from cce_dist.tools.verify import check, oracle
 from cce_dist.tools.verify.cases import FP32, PER_TOKEN, Bounds, Drawn, Gaussian, LossCase, Problem, Truth

@@ -1,0 +1,360 @@
+"""``Given``: the checked arguments of ``linear_cross_entropy``.
+
+All checks and decisions of a call depend on sizes, dtypes and options, unless an option is a tensor. Their result is worked out
+once for each kind of call. A later call of this kind takes the record, and only lays out its own tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._functorch import maybe_current_level
+from torch.autograd import forward_ad
+
+from cce_dist import checks, decide, operands, terms
+from cce_dist.autograd import is_unobserved
+from cce_dist.call import DTYPES, Call, Options, are_plain, checked
+from cce_dist.decide import Where
+from cce_dist.filter import FilterStats
+from cce_dist.kernels import Filter, Operands, Spec, Want
+from cce_dist.kernels.extras import Outputs
+from cce_dist.kernels.precision import accumulator, fp32_precision
+from cce_dist.shard import VocabShard
+from cce_dist.terms import ClassWeights, Terms
+from cce_dist.token_loss import TokenLossOutput, checked_token_loss
+
+TIE = 2.0**-17  # for label_is_max, relative to max(1, |largest logit|)
+MOST_KINDS = 256  # of calls whose records are kept; then the dictionary begins anew
+
+
+class LinearCrossEntropyOutput(NamedTuple):
+    """The loss and its parts. Per-token tensors are fp32, have target's shape, and hold 0 for ignored tokens.
+
+    Gradients flow through ``loss``, ``nll``, ``lse``, ``target_logit``, ``entropy`` and ``z_loss``. An optional output is None
+    unless ``return_aux`` is True or names it.
+
+    Attributes:
+        loss: The loss that ``linear_cross_entropy`` returns without ``return_aux``.
+        nll: Negative log-likelihood of the label, in nats, without label smoothing and z-loss.
+        lse: Log-sum-exp of the logits over the whole vocabulary.
+        target_logit: Logit of the label.
+        entropy: Entropy of the softmax, in nats. Optional.
+        z_loss: ``z_loss_weight * lse**2``.
+        filter_stats: What the filter dropped on this shard. Optional, and None without a filter.
+        max_logit: The largest logit. Optional.
+        label_is_max: 1 where the label's logit is the largest one, else 0. Its mean over tokens with a label is the token
+            accuracy. The two logits are summed in different orders, so a relative difference below ``TIE`` counts as a tie.
+            Optional.
+    """
+
+    loss: Tensor
+    nll: Tensor
+    lse: Tensor
+    target_logit: Tensor
+    entropy: Tensor | None
+    z_loss: Tensor
+    filter_stats: FilterStats | None
+    max_logit: Tensor | None = None
+    label_is_max: Tensor | None = None
+
+
+class Found(NamedTuple):
+    """The result of a call: a reduced loss, or per-token losses [N], and with two passes the operator's outputs."""
+
+    loss: Tensor
+    outputs: Outputs | None = None
+
+
+class Given(NamedTuple):
+    """The checked arguments of a call."""
+
+    x: Operands  # with the labels as its ids
+    target: Tensor
+    shard: VocabShard
+    options: Options
+    call: Call  # its way is decided if the call is of a known kind
+    where: Where
+    terms: Terms
+    scale: float | Tensor = 1.0  # logit_scale; a tensor inside a compiled graph, which does not read it
+    class_weights: ClassWeights | None = None
+    expected_N: Tensor | None = None  # expected weights of per-token losses, if they are a tensor
+    grad_weight_out: Tensor | None = None
+
+    @property
+    def divides_by_learned(self) -> bool:
+        """Whether "mean" divides by a tensor that gets a gradient."""
+        divisor = self.options.num_tokens
+        return isinstance(divisor, Tensor) and divisor.requires_grad and torch.is_grad_enabled()
+
+    def divisor(self) -> float | Tensor:
+        """Return the divisor of a reduced loss. A tensor that holds 0 counts as 1, so that the mean of no tokens is 0."""
+        divisor = self.options.num_tokens
+        if self.options.reduction == "sum":
+            return 1.0
+        if divisor is None:
+            if self.class_weights is None:
+                return (self.x.ids != self.options.ignore_index).sum().clamp(min=1)
+            divisor = self.class_weights.of_labels.sum()
+        if not isinstance(divisor, Tensor):
+            return divisor
+        return (divisor + (divisor == 0)).to(accumulator(self.x.hidden.dtype))
+
+    def shaped(self, found: Found) -> Tensor | LinearCrossEntropyOutput | TokenLossOutput:
+        """Return what ``linear_cross_entropy`` returns."""
+        shape, options = self.target.shape, self.options
+        loss = found.loss.view(shape) if options.reduction == "none" else found.loss
+        token = self.terms.token
+        if token is not None and token.outputs is not None:
+            return token.output(loss, shape)
+        outputs = found.outputs
+        if outputs is None or not options.return_aux:
+            return loss
+        nll, lse, target_logit = (values.view(shape) for values in (outputs.nll, outputs.lse, outputs.target_logit))
+        entropy = outputs.entropy.view(shape) if self.call.spec.want.entropy else None
+        max_logit = label_is_max = None
+        if outputs.max_logit is not None:
+            max_logit = outputs.max_logit.view(shape)
+            reached = target_logit.detach() + TIE * max_logit.abs().clamp(min=1) >= max_logit
+            label_is_max = (reached & (self.target != options.ignore_index)).float()
+        z_loss = options.z_loss_weight * lse.square()
+        stats = None if outputs.filter_stats is None else FilterStats(*outputs.filter_stats.unbind())
+        return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, stats, max_logit, label_is_max)
+
+
+def checked_call(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None, weight: Tensor | None,
+    shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None, token_loss: Any,
+    token_inputs: Any, **options: Any,
+) -> Given:  # fmt: skip
+    """Check the arguments of ``linear_cross_entropy``."""
+    kind = None
+    if weight is None and token_loss is None and not token_inputs:
+        tensors = input, linear_weight, target, linear_bias, grad_weight_out
+        kind = _kind_of(*tensors, shard, (expected_weights, *options.values()))
+    known = None if kind is None else _KNOWN.get(kind)
+    if known is not None:
+        if shard is not None:
+            shard.check_group()
+        return _with_tensors(known, input, linear_weight, target, linear_bias, grad_weight_out, shard)
+    given = check_all(
+        input, linear_weight, target, linear_bias=linear_bias, weight=weight, shard=shard,
+        expected_weights=expected_weights, grad_weight_out=grad_weight_out, token_loss=token_loss,
+        token_inputs=token_inputs, **options,
+    )  # fmt: skip
+    if kind is not None:
+        given = given._replace(call=given.call.taking(decide.way_of(given), given.shard.group_size))
+        if len(_KNOWN) >= MOST_KINDS:
+            _KNOWN.clear()
+        _KNOWN[kind] = _without_tensors(given)
+    return given
+
+
+def _kind_of(
+    input: Any, weight: Any, target: Any, bias: Any, buffer: Any, shard: VocabShard | None, options: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    """Return all that the checks and decisions of a call depend on, or None if they depend on more than plain values."""
+    plain = type(input) in _PLAIN and type(weight) in _PLAIN and type(target) is Tensor and are_plain(options)
+    if not plain or torch.compiler.is_compiling() or not is_unobserved(input, weight) or _is_transformed():
+        return None
+    if input.is_nested or weight.is_nested or target.is_nested:  # these have no shape
+        return None
+    key = [_facts_of(input), _facts_of(weight), target.shape, target.dtype, target.device, target.layout]
+    for tensor in (bias, buffer):
+        if tensor is None:
+            key.append(None)
+        elif type(tensor) in _PLAIN and not tensor.is_nested:
+            key += [_facts_of(tensor), tensor.is_contiguous()]
+        else:
+            return None
+    if shard is not None:
+        if type(shard) is not VocabShard:
+            return None
+        # Not the group itself: its threads would live as long as the key.
+        key.append((shard.start, shard.stop, shard.vocab_size, shard.group_name, shard.group_size))
+    autocast_to = operands.autocast_dtype(input)
+    precision = fp32_precision() if input.dtype == torch.float32 else None
+    state = torch.is_grad_enabled(), autocast_to, precision, operands.environment(), decide.forced_groups()
+    return (*key, *state, options, tuple(map(type, options)))
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_KNOWN: dict[tuple[Any, ...], tuple[Given, torch.dtype | None]] = {}
+
+
+def _facts_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout
+
+
+def _is_transformed() -> bool:
+    """Whether the call is inside a transform of torch.func, or computes forward-mode derivatives."""
+    return maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def _without_tensors(given: Given) -> tuple[Given, torch.dtype | None]:
+    """Return what calls of a kind have in common: the record without tensors and shard, and autocast's dtype."""
+    x = given.x
+    nothing: Any = None
+    x = Operands(nothing, nothing, x.head._replace(bias=None), nothing, x.start, x.num_valid)
+    shard = given.shard if given.shard.group is None else nothing
+    dtype = operands.autocast_dtype(given.target)
+    return given._replace(x=x, target=nothing, grad_weight_out=None, shard=shard), dtype
+
+
+def _with_tensors(
+    known: tuple[Given, torch.dtype | None], input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+    buffer: Tensor | None, shard: VocabShard | None,
+) -> Given:  # fmt: skip
+    """Return the record of a known kind with a call's own tensors, laid out for the kernels."""
+    given, dtype = known
+    if dtype is not None and input.dtype != torch.float64:
+        input, weight = input.to(dtype), weight.to(dtype)
+    x = given.x
+    head = x.head if bias is None else x.head._replace(bias=bias.contiguous())
+    weight = weight if weight.is_contiguous() else weight.contiguous()
+    x = Operands(operands.flat_hidden(input), weight, head, operands.flat_ids(target), x.start, x.num_valid)
+    return Given(
+        x,
+        target,
+        given.shard or shard,
+        given.options,
+        given.call,
+        given.where,
+        given.terms,
+        given.scale,
+        None,
+        None,
+        buffer,
+    )
+
+
+def check_all(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None, weight: Tensor | None,
+    shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None,
+    on_meta: bool = False, **given: Any,
+) -> Given:  # fmt: skip
+    """Check the arguments of ``linear_cross_entropy``, whatever their kind. With ``on_meta`` all tensors may be on "meta"."""
+    # A compiled graph reads no tensor, so the scale becomes a per-token factor. The filter supports no such factors.
+    logit_scale, unread = given["logit_scale"], None
+    if isinstance(logit_scale, Tensor) and logit_scale.dim() == 0 and given["grad_filter"] is None:
+        unread = logit_scale.detach() if torch.compiler.is_compiling() else None
+    given["logit_scale"] = logit_scale if unread is None else 1.0
+    given["expected_weights"] = isinstance(expected_weights, Tensor) or expected_weights
+    of_token_loss = given.pop("token_loss"), given.pop("token_inputs")
+    options = checked(Options, **given)
+    x, shard = operands.prepare(
+        input, linear_weight, target, linear_bias, grad_weight_out, shard, options.logit_scale, options, on_meta
+    )
+    if weight is not None:
+        check_class_weights("weight", weight, shard.vocab_size, on_meta)
+        _check_weighted(weight, input, options, grad_weight_out)
+    _check_divisor(options, x, input)
+    scale = options.logit_scale if unread is None else unread
+    if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
+        part = options.sequence_parallel or options.input_grad == "partial"
+        hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.head.bias, shard.group, part)
+        x = x._replace(hidden=hidden, head=x.head._replace(bias=bias))
+    if unread is not None:
+        x = terms.with_factors(x, unread, 1.0, target.shape, options.ignore_index)
+    excluded = {
+        "weight": weight is not None,
+        "label_smoothing": options.label_smoothing != 0,
+        "z_loss_weight": options.has_z_loss,
+        "grad_filter": options.grad_filter is not None,
+        "expected_weights": isinstance(expected_weights, Tensor),
+    }
+    token = checked_token_loss(*of_token_loss, target, excluded, given["return_aux"], operands.environment()[1])
+    if token is not None:  # TokenLossOutput has other outputs, without gradients
+        options = options._replace(return_aux=())
+    class_weights = None
+    if weight is not None and not on_meta:
+        class_weights = ClassWeights(weight, x, shard, options.ignore_index)
+    of_labels = None if class_weights is None else class_weights.of_labels
+    parts = Terms(options.z_loss_weight, options.label_smoothing, of_labels, token)
+    call = operands.call_of(x, _spec(x, weight is not None, shard, parts, options), shard, options)
+    expected_N = _checked_expectation(expected_weights, target, options)
+    # These terms of the loss are computed outside of the operator, by autograd.
+    outside = unread is not None or isinstance(options.z_loss_weight, Tensor)
+    outside = outside or (weight is not None and options.label_smoothing != 0)
+    # A graph of torch.compile contains the function of a token_loss, which is no part of an operator.
+    outside = outside or (token is not None and torch.compiler.is_compiling())
+    # A transform of torch.func, a dispatch mode and tensor subclasses need two passes.
+    if not torch.compiler.is_compiling():
+        outside = outside or _is_transformed() or not is_unobserved(x.hidden, x.weight)
+    upstream = decide.upstream_of(
+        options.reduction, options.expected_weights and token is None, bool(options.return_aux) or outside
+    )
+    where = decide.where_of(call, x.hidden, shard.group_size, upstream, grad_weight_out is not None)
+    return Given(x, target, shard, options, call, where, parts, scale, class_weights, expected_N, grad_weight_out)
+
+
+def _check_divisor(options: Options, x: Operands, input: Tensor) -> None:
+    """Raise ValueError if num_tokens is a tensor on another GPU, or holds 0 although not all labels are ignored.
+
+    The value is not read inside a compiled graph and on a GPU, where reading would wait for the device.
+    """
+    divisor = options.num_tokens
+    if not isinstance(divisor, Tensor):
+        return
+    if divisor.device not in (input.device, torch.device("cpu")):
+        raise ValueError(f"input is on {input.device}, num_tokens on {divisor.device}")
+    if torch.compiler.is_compiling() or not (divisor.is_cpu and x.ids.is_cpu):
+        return
+    if divisor == 0 and (x.ids != options.ignore_index).any():
+        raise ValueError(f"num_tokens is 0, and {options.labels} has labels that are not ignored")
+
+
+def _spec(x: Operands, weighted: bool, shard: VocabShard, parts: Terms, options: Options) -> Spec:
+    # The operator computes a plain mean itself, in one launch.
+    plain = options.label_smoothing == 0 and not options.has_z_loss and not weighted and parts.token is None
+    want = Want(
+        grad=torch.is_grad_enabled() and x.requires_grad,
+        uniform=options.label_smoothing > 0 and not weighted,
+        entropy="entropy" in options.return_aux or (parts.token is not None and parts.token.needs_entropy),
+        filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
+        largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
+        mean=plain and options.reduction == "mean" and options.num_tokens is None,
+    )
+    f = options.grad_filter
+    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
+    logits = operands.logits_of(shard, options.logit_scale, options.softcap, x.head.tensors)
+    return Spec(logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
+
+
+def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Options) -> Tensor | None:
+    """Return the expected weights as [N], or None if they are no tensor."""
+    if not isinstance(expected, Tensor):
+        return None
+    checks.like_target("expected_weights", expected, target)
+    if expected.is_complex():
+        raise TypeError(f"expected_weights must be real numbers, got {expected.dtype}")
+    if options.reduction != "none":
+        raise ValueError(f'expected_weights needs reduction="none"; reduction is "{options.reduction}"')
+    return expected.detach().reshape(-1)
+
+
+def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: bool = False) -> None:
+    """Raise unless ``weight`` is a [vocab_size] tensor of floats that requires no gradient."""
+    checks.tensors({name: weight}, on_meta)
+    if weight.requires_grad:
+        raise TypeError(f"{name} gets no gradient: pass class weights that do not require one")
+    if weight.dtype not in (*DTYPES, torch.float64):
+        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {weight.dtype}")
+    if weight.shape != (vocab_size,):
+        raise ValueError(f"{name} must be [{vocab_size}], one for each class, got {tuple(weight.shape)}")
+
+
+def _check_weighted(weight: Tensor, input: Tensor, options: Options, buffer: Tensor | None) -> None:
+    """Raise if class weights are on another device than input, or exclude another argument."""
+    if weight.device != input.device:
+        raise ValueError(f"input is on {input.device}, weight on {weight.device}")
+    others = {
+        "softcap": options.softcap is not None,
+        "sequence_parallel": options.sequence_parallel,
+        'input_grad="partial"': options.input_grad == "partial",
+        "grad_weight_out": buffer is not None,
+    }
+    refused = [name for name, given in others.items() if given and options.label_smoothing != 0]
+    if refused:
+        raise ValueError(f"weight with label_smoothing cannot be combined with {', '.join(refused)}")
