@@ -2,10 +2,9 @@
 
 Public names are imported at their first use, so that ``import cce_dist`` and ``cce-dist --help`` do not wait for torch.
 
-Reading order: ``loss`` (the public function, from its checks to its result), ``log_probs`` (log-probabilities of given ids),
-``operands`` (checks of tensors), ``op`` (forward and backward), ``shard`` (which rank holds which rows), ``merge`` (the
-collectives), ``kernels`` (the arithmetic of one shard), ``filter``, ``reference`` (the dense specification). ``convert``,
-``require``, ``revert`` and ``VocabParallelHead`` are adapters, in ``integrations``.
+Reading order: ``loss`` (the public function), ``given`` (its checked arguments), ``op`` (forward and backward), ``shard`` (a
+rank's rows), ``merge`` (the collectives), ``kernels`` (the arithmetic of one shard), ``log_probs``, ``filter``, ``reference``
+(the dense specification). ``convert``, ``require``, ``revert`` and ``VocabParallelHead`` are adapters, in ``integrations``.
 """
 
 from importlib import import_module

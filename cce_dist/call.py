@@ -5,15 +5,15 @@ A ``Call`` consists of plain values (numbers, strings, bools), so that an operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache, lru_cache
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
 from cce_dist.checks import boolean, choice, integer, kind, number
-from cce_dist.decide import BACKENDS, Way
+from cce_dist.decide import BACKENDS, Way, Where, decide, sizes_of_even_shard
 from cce_dist.filter import GradFilter
 from cce_dist.kernels import Spec
 from cce_dist.merge import Layout
@@ -271,40 +271,29 @@ class Call(NamedTuple):
     argument: str = "target"  # the labels' name in messages
     way: Way = Way()  # once it is decided, spec has the memory budget
 
+    def where(self, hidden: Tensor, num_ranks: int, upstream: str = "unknown", has_buffer: bool = False) -> Where:
+        return Where(self.backend, str(hidden.dtype), self.layout.sums(num_ranks), upstream, has_buffer)
+
     def taking(self, way: Way, num_ranks: int) -> Call:
-        """Return the call with a way; if it is decided, with its memory budget and ``Spec.alone``, too."""
-        if not way.backend or way is self.way:
+        """Return the call with a way, its memory budget, and ``Spec.alone``."""
+        spec = self.spec._replace(workspace_bytes=way.workspace_bytes, alone=not self.layout.sums(num_ranks))
+        return self._replace(spec=spec, way=way)
+
+    def decided(self, hidden: Tensor, num_tokens: int, num_ranks: int) -> Call:
+        """Return the call with a way of two passes, unless it has a way.
+
+        Args:
+            hidden: Hidden states; under sequence parallelism this rank's slice.
+            num_tokens: Number of tokens of all slices.
+            num_ranks: Size of the vocabulary-parallel group.
+        """
+        if self.way.backend:
             return self
-        alone = not self.layout.sums(num_ranks)
-        return self._replace(spec=self.spec._replace(workspace_bytes=way.workspace_bytes, alone=alone), way=way)
+        sizes = sizes_of_even_shard(hidden, num_tokens, self.spec.vocab_size, num_ranks)
+        return self.taking(decide(sizes, self.spec, self.where(hidden, num_ranks)), num_ranks)
 
     def with_numbers(self, numbers: Tensor) -> Call:
         """Return the call with the values of ``numbers_of(logit_scale, softcap)`` in place of placeholders."""
         scale, softcap = numbers.tolist()
         logits = self.spec.logits._replace(logit_scale=scale, softcap=softcap)
         return self._replace(spec=self.spec._replace(logits=logits))
-
-
-@cache
-def _fields(record: type) -> tuple[tuple[str, type, bool], ...]:
-    """Return name and type of each field, and whether the field is a record itself."""
-    return tuple((name, hint, issubclass(hint, tuple)) for name, hint in get_type_hints(record).items())
-
-
-def flat(record: tuple) -> tuple[Any, ...]:
-    """Return the values of all fields in order, with nested records flattened."""
-    return tuple(value for field in record for value in (flat(field) if isinstance(field, tuple) else (field,)))
-
-
-def build(record: type, values: Iterator[Any]) -> Any:
-    """Rebuild a record from its flat values."""
-    return record(*[build(hint, values) if nested else next(values) for _, hint, nested in _fields(record)])
-
-
-def schema(record: type, prefix: str = "") -> Iterator[str]:
-    """Yield type and name of each flat value, as in a schema of torch.library."""
-    for name, hint, nested in _fields(record):
-        if nested:
-            yield from schema(hint, f"{prefix}{name}_")
-        else:
-            yield f"{hint.__name__} {prefix}{name}"

@@ -3,7 +3,7 @@
 No other file decides. ``decide`` is a function of integers and strings, so its test is a table. All ranks of a group must
 decide alike, so it takes the sizes of an even shard and, on every device, the throughput of an H200 and waves of 132 programs.
 
-A public function decides once (``way_of``) and passes the ``Way`` down in its ``Call``. An operator inside a graph of
+A public function decides once and passes the ``Way`` down in its ``Call``. An operator inside a graph of
 ``torch.compile`` decides when it runs, because sizes may be symbols while the graph is traced. ``cce_dist.explain`` describes a
 way in words.
 """
@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +25,6 @@ from cce_dist.kernels.divergence.heads import Divergence
 from cce_dist.kernels.filter import costs
 from cce_dist.kernels.memory import Groups, Sizes
 from cce_dist.kernels.waves import cdiv
-from cce_dist.shard import even_rows
-
-if TYPE_CHECKING:
-    from cce_dist.call import Call
-    from cce_dist.given import Given
 
 BACKENDS = ("auto", "triton", "torch")
 MISREAD = (torch.bfloat16,)  # dtypes that Triton's interpreter misreads; the tests mend it
@@ -95,47 +90,17 @@ def forced_groups() -> Groups | None:
     return _FORCED
 
 
-def way_of(given: Given) -> Way:
-    """Return how ``linear_cross_entropy`` computes a call."""
-    call, where = given.call, given.where
-    if torch.compiler.is_compiling():
-        return Way(passes="operator" if _takes_operator(call.spec, where) else "two")
-    if call.way.backend:
-        return call.way
-    return way_now(call, given.x.hidden, given.x.num_tokens, given.shard.group_size, where)
-
-
-def way_now(call: Call, hidden: Tensor, num_tokens: int, num_ranks: int, where: Where) -> Way:
-    """Return the way of a loss whose sizes are known. A test may force groups.
-
-    Args:
-        call: The call.
-        hidden: Hidden states; under sequence parallelism this rank's slice.
-        num_tokens: Number of tokens of all slices.
-        num_ranks: Size of the vocabulary-parallel group.
-        where: Further facts for the decision.
-    """
-    way = decide(sizes_of_even_shard(hidden, num_tokens, call.spec.vocab_size, num_ranks), call.spec, where)
-    if _FORCED is None or not may_take_one_pass(way.backend, call.spec, where):
+def way_now(sizes: Sizes, spec: Spec, where: Where) -> Way:
+    """Return the way of a loss, as ``decide`` does. A test may have forced groups."""
+    way = decide(sizes, spec, where)
+    if _FORCED is None or not may_take_one_pass(way.backend, spec, where):
         return way
     return way._replace(passes="one", groups=_FORCED)
 
 
-def decided(call: Call, hidden: Tensor, num_tokens: int, num_ranks: int) -> Call:
-    """Return the call with a way of two passes, unless it has a way. See ``way_now`` for the arguments."""
-    if call.way.backend:
-        return call
-    where = where_of(call, hidden, num_ranks)
-    way = decide(sizes_of_even_shard(hidden, num_tokens, call.spec.vocab_size, num_ranks), call.spec, where)
-    return call.taking(way, num_ranks)
-
-
-def where_of(call: Call, hidden: Tensor, num_ranks: int, upstream: str = "unknown", has_buffer: bool = False) -> Where:
-    return Where(call.backend, str(hidden.dtype), call.layout.sums(num_ranks), upstream, has_buffer)
-
-
 def sizes_of_even_shard(hidden: Tensor, num_tokens: int, vocab_size: int, num_ranks: int) -> Sizes:
-    return Sizes(num_tokens, hidden.shape[1], even_rows(vocab_size, 0, num_ranks)[1], hidden.itemsize)
+    """Return the sizes of the largest shard of an even split. ``hidden`` may be a slice of the ``num_tokens`` tokens."""
+    return Sizes(num_tokens, hidden.shape[1], -(-vocab_size // num_ranks), hidden.itemsize)
 
 
 def choose_backend(backend: str, forced: str, device_type: str, dtype: torch.dtype) -> str:
@@ -236,7 +201,7 @@ def may_take_one_pass(backend: str, spec: Spec, where: Where) -> bool:
     return not (where.upstream == "tokens" and where.dtype == "torch.float16")
 
 
-def _takes_operator(spec: Spec, where: Where) -> bool:
+def takes_operator(spec: Spec, where: Where) -> bool:
     """Whether ``torch.compile`` takes the call as one operator that computes loss and gradients in its forward.
 
     Sizes do not matter: if all exponentials fit, the operator runs forward and backward one after the other.

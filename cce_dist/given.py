@@ -14,13 +14,14 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from cce_dist import checks, decide, operands, terms
-from cce_dist.autograd import is_unobserved
-from cce_dist.call import DTYPES, Call, Options, are_plain, checked
-from cce_dist.decide import Where
+from cce_dist.call import DTYPES, Call, Options, are_plain, checked, layout_of, numbers_of
+from cce_dist.decide import Way, Where
 from cce_dist.filter import FilterStats
-from cce_dist.kernels import Filter, Operands, Spec, Want
+from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want
+from cce_dist.kernels.dense import label_ids
 from cce_dist.kernels.extras import Outputs
 from cce_dist.kernels.precision import accumulator, fp32_precision
+from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
 from cce_dist.terms import ClassWeights, Terms
 from cce_dist.token_loss import TokenLossOutput, checked_token_loss
@@ -74,28 +75,41 @@ class Given(NamedTuple):
     target: Tensor
     shard: VocabShard
     options: Options
-    call: Call  # its way is decided if the call is of a known kind
+    call: Call
     where: Where
     terms: Terms
     scale: float | Tensor = 1.0  # logit_scale; a tensor inside a compiled graph, which does not read it
     class_weights: ClassWeights | None = None
     expected_N: Tensor | None = None  # expected weights of per-token losses, if they are a tensor
     grad_weight_out: Tensor | None = None
+    numbers: Tensor | None = None  # of ``numbers_of``, inside a compiled graph
 
-    @property
-    def divides_by_learned(self) -> bool:
-        """Whether "mean" divides by a tensor that gets a gradient."""
-        divisor = self.options.num_tokens
-        return isinstance(divisor, Tensor) and divisor.requires_grad and torch.is_grad_enabled()
+    def loss(self, found: Outputs) -> Tensor:
+        """Return the loss from the operator's outputs: a reduced loss, or per-token losses [N]. Autograd differentiates it."""
+        terms, options, token = self.terms, self.options, self.terms.token
+        if self.call.spec.want.mean:
+            return found.mean
+        if token is not None:
+            counts = label_ids(self.x.ids, options.ignore_index, self.shard.vocab_size) >= 0
+            loss_N = token.losses(found.nll, found.entropy if token.needs_entropy else None, counts)
+        else:
+            uniform_nll = found.uniform_nll
+            if self.class_weights is not None and terms.label_smoothing:
+                uniform_nll = self.class_weights.uniform_nll(found.lse, self.scale)
+            loss_N = terms.losses(found.nll, found.lse, uniform_nll)
+        if options.reduction == "none":
+            return loss_N
+        loss = loss_N.sum()
+        return loss / self.divisor() if options.reduction == "mean" else loss
 
     def divisor(self) -> float | Tensor:
         """Return the divisor of a reduced loss. A tensor that holds 0 counts as 1, so that the mean of no tokens is 0."""
-        divisor = self.options.num_tokens
-        if self.options.reduction == "sum":
+        options, divisor = self.options, self.options.num_tokens
+        if options.reduction == "sum":
             return 1.0
         if divisor is None:
             if self.class_weights is None:
-                return (self.x.ids != self.options.ignore_index).sum().clamp(min=1)
+                return (self.x.ids != options.ignore_index).sum().clamp(min=1)
             divisor = self.class_weights.of_labels.sum()
         if not isinstance(divisor, Tensor):
             return divisor
@@ -144,7 +158,6 @@ def checked_call(
         token_inputs=token_inputs, **options,
     )  # fmt: skip
     if kind is not None:
-        given = given._replace(call=given.call.taking(decide.way_of(given), given.shard.group_size))
         if len(_KNOWN) >= MOST_KINDS:
             _KNOWN.clear()
         _KNOWN[kind] = _without_tensors(given)
@@ -156,9 +169,9 @@ def _kind_of(
 ) -> tuple[Any, ...] | None:
     """Return all that the checks and decisions of a call depend on, or None if they depend on more than plain values."""
     plain = type(input) in _PLAIN and type(weight) in _PLAIN and type(target) is Tensor and are_plain(options)
-    if not plain or torch.compiler.is_compiling() or not is_unobserved(input, weight) or _is_transformed():
+    if not plain or torch.compiler.is_compiling() or _is_observed():
         return None
-    if input.is_nested or weight.is_nested or target.is_nested:  # these have no shape
+    if input.is_meta or input.is_nested or weight.is_nested or target.is_nested:  # no values, or no shape
         return None
     key = [_facts_of(input), _facts_of(weight), target.shape, target.dtype, target.device, target.layout]
     for tensor in (bias, buffer):
@@ -173,9 +186,8 @@ def _kind_of(
             return None
         # Not the group itself: its threads would live as long as the key.
         key.append((shard.start, shard.stop, shard.vocab_size, shard.group_name, shard.group_size))
-    autocast_to = operands.autocast_dtype(input)
     precision = fp32_precision() if input.dtype == torch.float32 else None
-    state = torch.is_grad_enabled(), autocast_to, precision, operands.environment(), decide.forced_groups()
+    state = torch.is_grad_enabled(), _autocast_dtype(input.device), precision, environment(), decide.forced_groups()
     return (*key, *state, options, tuple(map(type, options)))
 
 
@@ -187,9 +199,15 @@ def _facts_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout
 
 
-def _is_transformed() -> bool:
-    """Whether the call is inside a transform of torch.func, or computes forward-mode derivatives."""
-    return maybe_current_level() is not None or forward_ad._current_level >= 0
+def _is_observed() -> bool:
+    """Whether the call is inside a transform of torch.func, forward-mode derivatives, or a dispatch mode."""
+    transformed = maybe_current_level() is not None or forward_ad._current_level >= 0
+    return transformed or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast casts on a device, or None if autocast is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _without_tensors(given: Given) -> tuple[Given, torch.dtype | None]:
@@ -198,7 +216,7 @@ def _without_tensors(given: Given) -> tuple[Given, torch.dtype | None]:
     nothing: Any = None
     x = Operands(nothing, nothing, x.head._replace(bias=None), nothing, x.start, x.num_valid)
     shard = given.shard if given.shard.group is None else nothing
-    dtype = operands.autocast_dtype(given.target)
+    dtype = _autocast_dtype(given.target.device)
     return given._replace(x=x, target=nothing, grad_weight_out=None, shard=shard), dtype
 
 
@@ -210,10 +228,11 @@ def _with_tensors(
     given, dtype = known
     if dtype is not None and input.dtype != torch.float64:
         input, weight = input.to(dtype), weight.to(dtype)
-    x = given.x
+    x, hidden = given.x, input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+    hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
     head = x.head if bias is None else x.head._replace(bias=bias.contiguous())
     weight = weight if weight.is_contiguous() else weight.contiguous()
-    x = Operands(operands.flat_hidden(input), weight, head, operands.flat_ids(target), x.start, x.num_valid)
+    x = Operands(hidden, weight, head, operands.flat_ids(target), x.start, x.num_valid)
     return Given(
         x,
         target,
@@ -232,18 +251,18 @@ def _with_tensors(
 def check_all(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None, weight: Tensor | None,
     shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None,
-    on_meta: bool = False, **given: Any,
+    on_meta: bool = False, **chosen: Any,
 ) -> Given:  # fmt: skip
     """Check the arguments of ``linear_cross_entropy``, whatever their kind. With ``on_meta`` all tensors may be on "meta"."""
     # A compiled graph reads no tensor, so the scale becomes a per-token factor. The filter supports no such factors.
-    logit_scale, unread = given["logit_scale"], None
-    if isinstance(logit_scale, Tensor) and logit_scale.dim() == 0 and given["grad_filter"] is None:
+    logit_scale, unread = chosen["logit_scale"], None
+    if isinstance(logit_scale, Tensor) and logit_scale.dim() == 0 and chosen["grad_filter"] is None:
         unread = logit_scale.detach() if torch.compiler.is_compiling() else None
-    given["logit_scale"] = logit_scale if unread is None else 1.0
-    given["expected_weights"] = isinstance(expected_weights, Tensor) or expected_weights
-    of_token_loss = given.pop("token_loss"), given.pop("token_inputs")
-    options = checked(Options, **given)
-    x, shard = operands.prepare(
+    chosen["logit_scale"] = logit_scale if unread is None else 1.0
+    chosen["expected_weights"] = isinstance(expected_weights, Tensor) or expected_weights
+    of_token_loss = chosen.pop("token_loss"), chosen.pop("token_inputs")
+    options = checked(Options, **chosen)
+    x, shard, logits = operands.prepare(
         input, linear_weight, target, linear_bias, grad_weight_out, shard, options.logit_scale, options, on_meta
     )
     if weight is not None:
@@ -264,7 +283,7 @@ def check_all(
         "grad_filter": options.grad_filter is not None,
         "expected_weights": isinstance(expected_weights, Tensor),
     }
-    token = checked_token_loss(*of_token_loss, target, excluded, given["return_aux"], operands.environment()[1])
+    token = checked_token_loss(*of_token_loss, target, excluded, chosen["return_aux"], environment()[1])
     if token is not None:  # TokenLossOutput has other outputs, without gradients
         options = options._replace(return_aux=())
     class_weights = None
@@ -272,21 +291,40 @@ def check_all(
         class_weights = ClassWeights(weight, x, shard, options.ignore_index)
     of_labels = None if class_weights is None else class_weights.of_labels
     parts = Terms(options.z_loss_weight, options.label_smoothing, of_labels, token)
-    call = operands.call_of(x, _spec(x, weight is not None, shard, parts, options), shard, options)
     expected_N = _checked_expectation(expected_weights, target, options)
     # These terms of the loss are computed outside of the operator, by autograd.
     outside = unread is not None or isinstance(options.z_loss_weight, Tensor)
     outside = outside or (weight is not None and options.label_smoothing != 0)
-    # A graph of torch.compile contains the function of a token_loss, which is no part of an operator.
-    outside = outside or (token is not None and torch.compiler.is_compiling())
-    # A transform of torch.func, a dispatch mode and tensor subclasses need two passes.
-    if not torch.compiler.is_compiling():
-        outside = outside or _is_transformed() or not is_unobserved(x.hidden, x.weight)
-    upstream = decide.upstream_of(
-        options.reduction, options.expected_weights and token is None, bool(options.return_aux) or outside
+    # A learnable scale or per-token factors are among the head's tensors by now.
+    logits = logits._replace(tensors=" ".join(x.head.tensors))
+    spec = _spec(x, logits, weight is not None, shard, parts, options)
+    call, where = _decided(x, spec, shard, options, token is not None, outside, grad_weight_out is not None)
+    numbers = numbers_of(options.logit_scale, options.softcap)
+    return Given(
+        x, target, shard, options, call, where, parts, scale, class_weights, expected_N, grad_weight_out, numbers
     )
-    where = decide.where_of(call, x.hidden, shard.group_size, upstream, grad_weight_out is not None)
-    return Given(x, target, shard, options, call, where, parts, scale, class_weights, expected_N, grad_weight_out)
+
+
+def _decided(
+    x: Operands, spec: Spec, shard: VocabShard, options: Options, has_token_loss: bool, outside: bool, has_buffer: bool
+) -> tuple[Call, Where]:
+    """Choose the backend and the way of a call. ``outside``: autograd computes terms of the loss outside of the operator."""
+    is_compiling, (forced, debug) = torch.compiler.is_compiling(), environment()
+    if is_compiling:
+        # A graph of torch.compile contains the function of a token_loss, which is no part of an operator.
+        outside = outside or has_token_loss
+    else:
+        # A transform, a dispatch mode and tensor subclasses need two passes.
+        outside = outside or _is_observed() or not {type(x.hidden), type(x.weight)} <= {*_PLAIN}
+    is_expected = options.expected_weights and not has_token_loss
+    upstream = decide.upstream_of(options.reduction, is_expected, bool(options.return_aux) or outside)
+    backend = decide.choose_backend(options.backend, forced, operands.device_type(x.hidden), x.hidden.dtype)
+    call = Call(spec, layout_of(shard, options), backend, debug, options.labels)
+    where = call.where(x.hidden, shard.group_size, upstream, has_buffer)
+    if is_compiling:  # sizes may be symbols, so operators choose the way when they run
+        return call._replace(way=Way(passes="operator" if decide.takes_operator(spec, where) else "two")), where
+    sizes = decide.sizes_of_even_shard(x.hidden, x.num_tokens, shard.vocab_size, shard.group_size)
+    return call.taking(decide.way_now(sizes, spec, where), shard.group_size), where
 
 
 def _check_divisor(options: Options, x: Operands, input: Tensor) -> None:
@@ -305,7 +343,7 @@ def _check_divisor(options: Options, x: Operands, input: Tensor) -> None:
         raise ValueError(f"num_tokens is 0, and {options.labels} has labels that are not ignored")
 
 
-def _spec(x: Operands, weighted: bool, shard: VocabShard, parts: Terms, options: Options) -> Spec:
+def _spec(x: Operands, logits: ShardLogits, weighted: bool, shard: VocabShard, parts: Terms, options: Options) -> Spec:
     # The operator computes a plain mean itself, in one launch.
     plain = options.label_smoothing == 0 and not options.has_z_loss and not weighted and parts.token is None
     want = Want(
@@ -318,7 +356,6 @@ def _spec(x: Operands, weighted: bool, shard: VocabShard, parts: Terms, options:
     )
     f = options.grad_filter
     kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
-    logits = operands.logits_of(shard, options.logit_scale, options.softcap, x.head.tensors)
     return Spec(logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
 
 

@@ -21,8 +21,17 @@ import torch
 from torch import Tensor
 
 from cce_dist import decide
-from cce_dist.autograd import differentiable_once, head_gradients, is_wanted, refuse_transforms, without_autocast
-from cce_dist.call import Call, build, concrete, flat, numbers_of, schema
+from cce_dist.autograd import (
+    build,
+    differentiable_once,
+    flat,
+    head_gradients,
+    is_wanted,
+    refuse_transforms,
+    schema,
+    without_autocast,
+)
+from cce_dist.call import Call, concrete, numbers_of
 from cce_dist.debug_ranks import check_labels
 from cce_dist.decide import Way, of_rows
 from cce_dist.given import Found, Given
@@ -40,23 +49,22 @@ __all__ = ["of_rows", "one_pass"]
 MIN_WEIGHT = 2.0**-40
 
 
-def one_pass(given: Given, way: Way) -> Found:
+def one_pass(given: Given) -> Found:
     """Compute a loss whose forward computes its gradients, too. Differentiable once."""
-    reduced = given.options.reduction != "none"
-    divisor = None
-    if reduced:
-        divisor = on_device(1.0 if given.divides_by_learned else given.divisor(), given.x.hidden)
-    if way.passes == "operator":
+    x, options = given.x, given.options
+    divides = isinstance(options.num_tokens, Tensor) and options.num_tokens.requires_grad and torch.is_grad_enabled()
+    number = divisor = None
+    if options.reduction != "none":
+        number = given.divisor()
+        # Autograd divides by a learned number of tokens, which then gets its gradient.
+        divisor = on_device(1.0 if divides else number, x.hidden)
+    if given.call.way.passes == "operator":
         assert divisor is not None
         loss = _by_operator(given, divisor)
     else:
-        call = given.call.taking(way, given.shard.group_size)
-        task = Task(given.terms, divisor, given.expected_N, call)
-        of_head = given.x.head.tensors.values()
-        loss = _InGroups.apply(task, given.x.ids, given.grad_weight_out, given.x.hidden, given.x.weight, *of_head)
-    if given.divides_by_learned:  # autograd divides, and num_tokens gets its gradient
-        loss = loss / given.divisor()
-    return Found(loss)  # type: ignore[arg-type]
+        task = Task(given.terms, divisor, given.expected_N, given.call)
+        loss = _InGroups.apply(task, x.ids, given.grad_weight_out, x.hidden, x.weight, *x.head.tensors.values())
+    return Found(loss / number if divides else loss)  # type: ignore[arg-type, operator]
 
 
 class Task(NamedTuple):
@@ -327,14 +335,15 @@ def _finish(
 
 def _by_operator(given: Given, divisor: Tensor) -> Tensor:
     """Return a reduced loss by an operator that torch.compile takes into its graph."""
-    x, terms, options = given.x, given.terms, given.options
+    x, terms, options, call = given.x, given.terms, given.options, given.call
+    call = call._replace(way=Way())
     assert not isinstance(terms.z_loss_weight, Tensor)
     numbers = numbers_of(options.logit_scale, options.softcap, terms.z_loss_weight, terms.label_smoothing)
     head = [*x.head.tensors.values()]
     want = [tensor.requires_grad for tensor in (x.hidden, x.weight, *head)]
     return torch.ops.cce_dist.loss_and_gradients(
         x.hidden, x.weight, head, x.ids, divisor, terms.weight_N, concrete(terms.z_loss_weight),
-        concrete(terms.label_smoothing), want, *flat(given.call), numbers,
+        concrete(terms.label_smoothing), want, *flat(call), numbers,
     )[0]  # fmt: skip
 
 
@@ -348,8 +357,8 @@ def _loss_and_gradients(
     if numbers is not None:
         call, (z_loss_weight, label_smoothing) = call.with_numbers(numbers[:2]), numbers[2:].tolist()
     terms, num_ranks = Terms(z_loss_weight, label_smoothing, weight_N), Distributed(call.layout).size
-    where = decide.where_of(call, hidden, num_ranks, "number")
-    call = call.taking(decide.way_now(call, hidden, labels.shape[0], num_ranks, where), num_ranks)
+    sizes = decide.sizes_of_even_shard(hidden, labels.shape[0], call.spec.vocab_size, num_ranks)
+    call = call.taking(decide.way_now(sizes, call.spec, call.where(hidden, num_ranks, "number")), num_ranks)
     if call.way.passes == "one":
         loss, gradients = run(hidden, weight, head, labels, Task(terms, divisor, None, call), want)
         d_hidden, d_weight, d_head = gradients.hidden, gradients.weight, call.spec.logits.listed(bias=gradients.bias)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cce_dist import kept_ids
-from cce_dist.autograd import Operator, head_rows
-from cce_dist.call import Call, build
+from cce_dist.autograd import Operator, build, head_rows
+from cce_dist.call import Call
 from cce_dist.debug_ranks import label_error
 from cce_dist.kept_ids import KeptIds
 from cce_dist.kernels import IGNORED, OUTSIDE, Grads, Operands, Softmax, dense

@@ -1,9 +1,10 @@
-"""linear_cross_entropy: the call, its checks, and the algebra of the loss.
+"""linear_cross_entropy: the public call.
 
-hidden, labels ──► op.forward:  statistics of the shard (kernels) ─► one all-gather ─► merge (log-add-exp)
-                                   ──► nll, lse, ... per token, [N] fp32, differentiable
-loss            =  plain algebra on these [N] numbers, below
-d_loss          ──► op.backward: gradients (kernels) ─► dC stays on its rank, dE is summed over the group
+checked_call    arguments -> Given: checks, and how the call runs (given.py, decide.py)
+two_passes      forward: statistics of the shard (kernels), one all-gather, merge (log-add-exp), plain algebra on [N] numbers
+                backward: gradients (kernels); dC stays on its rank, dE is summed over the group (op.py)
+one_pass        forward computes the gradients, too, group by group (groups.py)
+shaped          the loss in target's shape, or a record with further outputs
 """
 
 from __future__ import annotations
@@ -202,8 +203,7 @@ def linear_cross_entropy(
         token_loss=token_loss, token_inputs=token_inputs,
     )  # fmt: skip
     debug_ranks.check_loss(given)
-    way = decide.way_of(given)
-    found = op.two_passes(given, way) if way.passes == "two" else groups.one_pass(given, way)
+    found = op.two_passes(given) if given.call.way.passes == "two" else groups.one_pass(given)
     return given.shaped(found)
 
 
@@ -233,4 +233,4 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
     sizes = decide.sizes_of_even_shard(
         given.x.hidden, given.x.num_tokens, given.shard.vocab_size, given.shard.group_size
     )
-    return decide.in_words(decide.way_of(given), sizes, given.call.spec, given.where)
+    return decide.in_words(given.call.way, sizes, given.call.spec, given.where)

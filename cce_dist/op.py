@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from cce_dist import merge
-from cce_dist.autograd import Operator, head_rows, without_autocast
-from cce_dist.call import Call, build, numbers_of
+from cce_dist.autograd import Operator, build, head_rows, without_autocast
+from cce_dist.call import Call
 from cce_dist.debug_ranks import check_labels
-from cce_dist.decide import Way, decided
 from cce_dist.given import Found, Given
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, named
-from cce_dist.kernels.dense import label_ids
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
 from cce_dist.kernels.precision import accumulator
@@ -64,7 +62,7 @@ def run_forward(
         The losses of ``Outputs`` (None if not wanted), a list of its other wanted tensors, and ``Saved`` as a list.
     """
     ranks = Distributed(call.layout)
-    call = decided(call, hidden, labels.shape[0], ranks.size)
+    call = call.decided(hidden, labels.shape[0], ranks.size)
     backend, spec = named(call.way.backend), call.spec
     x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
     compile_ahead(backend, spec, x, grad_weight_out)
@@ -149,7 +147,7 @@ def run_backward(
     """Return d_hidden, d_weight, and the head's gradients as rows; None if not wanted, or added to ``grad_weight_out``."""
     ranks = Distributed(call.layout)
     max_N, log_sum_N, entropy_N, ids, count, ids_NI, target_NI, saved = Saved.of(saved, call.spec)
-    call = decided(call, hidden, ids.shape[0], ranks.size)
+    call = call.decided(hidden, ids.shape[0], ranks.size)
     backend, spec = named(call.way.backend), call.spec
     *d_losses, d_mean = d_losses
     of_mean = None if count is None or d_mean is None else (d_mean, count)
@@ -188,7 +186,7 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     nll = empty(*labels.shape)
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
     ids = labels.new_empty(num_tokens)
-    call = decided(call, hidden, num_tokens, Distributed(call.layout).size)
+    call = call.decided(hidden, num_tokens, Distributed(call.layout).size)
     x = Operands.of(hidden, weight, ids, call.spec.logits, **call.spec.logits.named(head))
     others = [hidden.new_empty(shape, dtype=dtype) for shape, dtype in listed(want, num_tokens).values()]
     saved = Saved(
@@ -226,22 +224,7 @@ def forward(x: Operands, grad_weight_out: Tensor | None, call: Call, numbers: Te
     return Outputs.of(found, call.spec.want)
 
 
-def two_passes(given: Given, way: Way) -> Found:
+def two_passes(given: Given) -> Found:
     """Compute a loss whose backward is a pass of its own. Autograd differentiates the algebra on [N] numbers."""
-    options, terms = given.options, given.terms
-    call = given.call.taking(way, given.shard.group_size)
-    found = forward(given.x, given.grad_weight_out, call, numbers_of(options.logit_scale, options.softcap))
-    if call.spec.want.mean:
-        return Found(found.mean, found)
-    if terms.token is not None:
-        counts = label_ids(given.x.ids, options.ignore_index, given.shard.vocab_size) >= 0
-        loss_N = terms.token.losses(found.nll, found.entropy if terms.token.needs_entropy else None, counts)
-    else:
-        uniform_nll = found.uniform_nll
-        if given.class_weights is not None and terms.label_smoothing:
-            uniform_nll = given.class_weights.uniform_nll(found.lse, given.scale)
-        loss_N = terms.losses(found.nll, found.lse, uniform_nll)
-    if options.reduction == "none":
-        return Found(loss_N, found)
-    loss = loss_N.sum()
-    return Found(loss / given.divisor() if options.reduction == "mean" else loss, found)
+    found = forward(given.x, given.grad_weight_out, given.call, given.numbers)
+    return Found(given.loss(found), found)

@@ -21,8 +21,8 @@ from cce_dist.shard import VocabShard, local_rows
 def prepare(
     input: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, buffer: Tensor | None, shard: VocabShard | None,
     logit_scale: float, options: Options | LogProbOptions, on_meta: bool = False,
-) -> tuple[Operands, VocabShard]:  # fmt: skip
-    """Check the tensors, apply autocast, and return the operands of the kernels and the shard.
+) -> tuple[Operands, VocabShard, ShardLogits]:  # fmt: skip
+    """Check the tensors, apply autocast, and return the operands of the kernels, the shard, and how it makes logits.
 
     Args:
         labels: One id per token; ``linear_log_probs`` also takes several.
@@ -40,7 +40,7 @@ def prepare(
     several = labels.dim() >= max(1, input.dim()) and labels.shape[-1] > 1
     hidden, weight, tensors = head.operands()
     logits = logits_of(head.shard, logit_scale, options.softcap, tensors)
-    return Operands.of(hidden, weight, flat_ids(labels, several), logits, **tensors), head.shard
+    return Operands.of(hidden, weight, flat_ids(labels, several), logits, **tensors), head.shard, logits
 
 
 def flat_ids(labels: Tensor, several: bool = False) -> Tensor:
@@ -67,14 +67,9 @@ class LocalHead(NamedTuple):
 
     def operands(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return hidden states [N, D], the weight, and the tensors of ``kernels.Head`` by name, all contiguous."""
+        hidden = self.input if self.input.dim() == 2 else self.input.reshape(-1, self.input.shape[-1])
         tensors = {} if self.bias is None else {"bias": self.bias.contiguous()}
-        return flat_hidden(self.input), self.weight.contiguous(), tensors
-
-
-def flat_hidden(input: Tensor) -> Tensor:
-    """Return hidden states as a contiguous matrix, [N, D]."""
-    hidden = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
-    return hidden if hidden.is_contiguous() else hidden.contiguous()
+        return hidden.contiguous(), self.weight.contiguous(), tensors
 
 
 def head_of(
@@ -84,8 +79,9 @@ def head_of(
     """Return the local tensors of a head, cast by autocast. Raise unless dtypes, devices and sizes fit each other."""
     checks.tensors({"input": input, "linear_weight": weight}, on_meta, linear_bias=bias)
     weight, bias, shard = local_rows(weight, bias, shard)
-    dtype = autocast_dtype(input)
-    if dtype is not None:
+    autocast_type = "cuda" if input.is_meta else input.device.type
+    if torch.is_autocast_enabled(autocast_type):
+        dtype = torch.get_autocast_dtype(autocast_type)
         # Autocast leaves float64 alone.
         input, weight = (x if x.dtype == torch.float64 else x.to(dtype) for x in (input, weight))
     if isinstance(input, DTensor):
@@ -107,12 +103,6 @@ def head_of(
             raise ValueError(f"input is on {input.device}, {name} on {tensor.device}")
     shard.check(weight, bias)
     return LocalHead(input, weight, bias, shard)
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Return the dtype to which autocast casts on the tensor's device, or None if autocast is off."""
-    kind = "cuda" if tensor.is_meta else tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 @lru_cache(maxsize=64)

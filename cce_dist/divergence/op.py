@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.autograd import Operator, head_rows, without_autocast
-from cce_dist.call import build
+from cce_dist.autograd import Operator, build, head_rows, without_autocast
 from cce_dist.decide import Way, Where, decide_heads
 from cce_dist.kernels import IGNORED, Grads, Operands
 from cce_dist.kernels.divergence import dense as dense_heads

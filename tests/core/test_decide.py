@@ -147,9 +147,10 @@ def test_upstream_gradients() -> None:
 )
 def test_one_operator_in_a_graph(changes: dict[str, Any], forced: bool, wanted: bool) -> None:
     where = Where("triton", BF16, upstream="number")._replace(**changes)
-    assert decide.takes_operator_of_both(Spec(ShardLogits(0, 8), 8), where, forced) == wanted
+    with decide.of_rows(4 if forced else None):
+        assert decide.takes_operator(Spec(ShardLogits(0, 8), 8), where) == wanted
     filtered = Spec(ShardLogits(0, 8), 8, filter=Filter(2**-10))
-    assert not decide.takes_operator_of_both(filtered, where, forced)
+    assert not decide.takes_operator(filtered, where)
 
 
 def meta(num_tokens: int, hidden_size: int, num_columns: int, dtype: torch.dtype = torch.bfloat16) -> list[Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from cce_dist import VocabShard, decide, given, groups, linear_cross_entropy, merge, reference
+from cce_dist import VocabShard, debug_ranks, decide, given, groups, linear_cross_entropy, merge, reference
 from cce_dist.kernels import ShardLogits, Spec, dry_run, memory, waves
 from cce_dist.kernels.d_weight import joined, low_byte
 from cce_dist.kernels.dry_run import Live
@@ -223,7 +223,7 @@ def test_under_torch_compile(options: dict[str, Any], backend: str, grouped: boo
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return -3.0 * linear_cross_entropy(hidden, weight, labels, linear_bias=bias, backend=backend, **options)
 
-    two_passes = mock.patch.object(decide, "way_now", lambda call, *sizes: decide.decided(call, *sizes[:3]).way)
+    two_passes = mock.patch.object(decide, "way_now", decide.decide)
     with groups.of_rows(ROWS), mock.patch.object(groups, "run", wraps=groups.run) as run:
         with nullcontext() if grouped else two_passes:
             found = torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors)
@@ -252,8 +252,8 @@ def test_under_torch_compile_no_upstream_gradients_are_expected() -> None:
 
 def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a comparison that the host reads."""
-    monkeypatch.setattr(given, "is_unobserved", lambda *_: True)  # a dispatch mode does
-    monkeypatch.setattr(groups, "label_error", lambda *_: "")  # which reads labels on a CPU
+    monkeypatch.setattr(given, "_is_observed", lambda: False)  # a dispatch mode does
+    monkeypatch.setattr(debug_ranks, "label_error", lambda *_: "")  # which reads labels on a CPU
     with FakeTensorMode(), in_groups():  # whose tensors have no values to read
         hidden, weight = (torch.randn(rows, D, requires_grad=True) for rows in (N, V))
         labels, mask = torch.zeros(N, dtype=torch.int64), torch.ones(N)
@@ -495,7 +495,7 @@ def test_one_group_is_alive_at_a_time(mib: int, monkeypatch: pytest.MonkeyPatch)
     launch_nothing(monkeypatch)
     # The interpreter misreads bf16, but nothing is launched.
     monkeypatch.setattr("cce_dist.operands.choose_backend", lambda *_: "triton")
-    monkeypatch.setattr(given, "is_unobserved", lambda *_: True)  # Live does
+    monkeypatch.setattr(given, "_is_observed", lambda: False)  # Live does
     monkeypatch.setattr(memory, "KEPT_ROWS", 128)
     monkeypatch.setattr(memory, "usual_waves", lambda *_: (1.0, 0))
     hidden = torch.zeros(8192, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)

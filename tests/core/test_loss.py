@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from cce_dist import GradFilter, LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
-from cce_dist.call import AUX, Call, build, flat
+from cce_dist.autograd import build, flat
+from cce_dist.call import AUX, Call
 from cce_dist.kernels import Filter, ShardLogits, Spec, Want, memory
 from cce_dist.tools.verify.cases import CASES, Gaussian, LossCase, ignore, uneven
 from cce_dist.tools.verify.check import assert_no_worse, run_case

@@ -53,9 +53,9 @@ def test_groups_are_those_of_an_even_shard():
         hidden = torch.empty(1, hidden_size, dtype=torch.bfloat16)
         for num_valid in (0, 1, vocab_size // num_ranks, vocab_size):
             call = Call(Spec(ShardLogits(0, num_valid), vocab_size), Layout("tp"), "triton")
-            assert decide.decided(call, hidden, num_tokens, num_ranks).way.ready_rows == rows
+            assert call.decided(hidden, num_tokens, num_ranks).way.ready_rows == rows
     filtered = call.spec._replace(filter=Filter(2.0**-12, always=True))
-    assert decide.decided(call._replace(spec=filtered), hidden, 16384, 8).way.ready_rows == 10880
+    assert call._replace(spec=filtered).decided(hidden, 16384, 8).way.ready_rows == 10880
 
 
 def test_kernels_of_a_collective():

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
 from torch import Tensor
 
-from cce_dist import GradFilter, VocabShard, decide, linear_cross_entropy
+from cce_dist import GradFilter, VocabShard, linear_cross_entropy
 from cce_dist.call import Call
 from cce_dist.kernels import (
     Filter,
@@ -797,7 +797,7 @@ def test_ranks_choose_alike() -> None:
             for want in (Want(), Want(grad=False)):
                 logits = ShardLogits(0, num_valid)
                 call = Call(Spec(logits, 128256, filter=Filter(2.0**-12), want=want), backend="triton")
-                assert decide.decided(call, hidden, len(labels), num_ranks).way.backend == chosen
+                assert call.decided(hidden, len(labels), num_ranks).way.backend == chosen
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,9 @@ from shards import DEVICE, GPU, Problem, launch_nothing, nan_memory, needs_gpu
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cce_dist import GradFilter, decide, op
-from cce_dist.call import Call, flat
+from cce_dist import GradFilter, op
+from cce_dist.autograd import flat
+from cce_dist.call import Call
 from cce_dist.kernels import (
     IGNORED,
     OUTSIDE,
@@ -533,7 +534,7 @@ def test_who_waits_for_d_hidden() -> None:
         (Layout(), 1, True), (plain, 1, True), (plain, 2, False), (partial, 2, True), (sliced, 1, False),
         (sliced, 2, False),
     ):  # fmt: skip
-        assert decide.decided(Call(spec, layout, "triton"), hidden, 8, num_ranks).spec.alone == alone
+        assert Call(spec, layout, "triton").decided(hidden, 8, num_ranks).spec.alone == alone
 
 
 def test_where_exponentials_are_kept() -> None:
