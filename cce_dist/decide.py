@@ -146,8 +146,7 @@ def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
     way = Way(backend, workspace_bytes=workspace_bytes)
     # The outer loop of "dense" is over the vocabulary, so that all rows of d_hidden become final together.
     if where.summed and backend != "dense":
-        available = memory.beside_lists(sizes, spec.want.top_k, workspace_bytes)
-        way = way._replace(ready_rows=_ready_rows(sizes, available if can_keep else 0, workspace_bytes))
+        way = way._replace(ready_rows=_ready_rows(sizes, workspace_bytes if can_keep else 0, workspace_bytes))
     why_two = ""
     if can_keep:
         groups, why_two = _groups_of(sizes, spec, where, workspace_bytes)

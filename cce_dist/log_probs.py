@@ -102,7 +102,8 @@ def linear_log_probs(
         entropy: Whether to return the entropy.
         sum_p_squared: Whether to return the sum of the squared probabilities, without gradient.
         argmax: Whether to return the largest logit and its id, without gradient. A greedy match is ``argmax == ids``.
-        top_k: Number of largest logits whose log-probabilities and ids are returned, without gradient. At most 1,024 and V.
+        top_k: Number of largest logits whose log-probabilities and ids are returned, without gradient. At most 1,024 and V. The
+            logits are then computed once more.
         kept: The ids that a sampler kept for each token. The softmax is then over the token's list in place of the vocabulary:
             ``log_probs`` is ``z[id] - logsumexp(z[kept])``, whether the id is in the list or not. A token with an empty list
             has outputs 0 and gradients 0. Only the listed rows of the weight are read, so the time does not grow with the

@@ -27,7 +27,7 @@ from cce_dist.kernels import (
     compensation,
     memory,
 )
-from cce_dist.kernels.extras import LEAST_KEY, keys_of, largest_keys, rows_of_keys
+from cce_dist.kernels.extras import NO_ID, largest, merge_largest
 from cce_dist.kernels.precision import accumulator, widened
 
 FLOOR = torch.finfo(torch.float32).min  # replaces a maximum of -inf where -inf - -inf would be NaN
@@ -141,19 +141,22 @@ def statistics(
         for block in blocks:
             _add_block(stats_KN[:, block.rows], block.logits(), block, spec)
     if spec.want.top_k:
-        stats_KN[spec.first_top :] = rows_of_keys(top_keys(x, spec))
+        _write_largest(x, spec, stats_KN[spec.first_top :])
     return stats_KN, []
 
 
-def top_keys(x: Operands, spec: Spec) -> Tensor:
-    """Return the keys (``extras.keys_of``) of each token's k largest logits, padded with LEAST_KEY. -> [N, k]."""
-    keys_NC = torch.full((x.num_tokens, spec.want.top_k), LEAST_KEY, dtype=torch.int64, device=x.hidden.device)
-    # Keys take twice the bytes of logits, and ``largest_keys`` copies some.
-    for _, blocks in blocks_of(x, spec._replace(workspace_bytes=spec.workspace_bytes // 2)):
+def _write_largest(x: Operands, spec: Spec, top_2KN: Tensor) -> None:
+    """Write each token's largest logits and their ids."""
+    z_NK = x.hidden.new_full((x.num_tokens, spec.want.top_k), -torch.inf, dtype=torch.float32)
+    ids_NK = torch.full_like(z_NK, NO_ID, dtype=torch.int64)
+    # ``largest`` may copy a block.
+    for cols, blocks in blocks_of(x, spec._replace(workspace_bytes=spec.workspace_bytes // 2)):
         for block in blocks:
-            keys = keys_of(block.logits(), x.start + block.cols.start)
-            keys_NC[block.rows] = largest_keys([keys_NC[block.rows], keys], spec.want.top_k)
-    return keys_NC
+            z_RC, columns_RC = largest(block.logits(), min(spec.want.top_k, cols.stop - cols.start))
+            z_RC = torch.cat((z_NK[block.rows], z_RC), 1)
+            ids_RC = torch.cat((ids_NK[block.rows], columns_RC + (x.start + cols.start)), 1)
+            z_NK[block.rows], ids_NK[block.rows] = merge_largest(z_RC, ids_RC, spec.want.top_k)
+    top_2KN[:] = torch.cat((z_NK, ids_NK.int().view(torch.float32)), 1).t()
 
 
 def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:

@@ -23,14 +23,13 @@ import torch
 
 from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Want, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.candidates import Candidates, new_candidates, sampled
 from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
-from cce_dist.kernels.extras import LEAST_KEY
+from cce_dist.kernels.extras import NO_ID, largest
 from cce_dist.kernels.kept import Kept, label_cells, level, row_scales
-from cce_dist.kernels.largest import choose_among_all, choose_listed
+from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
     Keep,
@@ -71,15 +70,7 @@ def columns_kept(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials: as many as fit in the budget."""
     if not spec.can_keep(str(x.hidden.dtype)):
         return 0
-    return memory.columns_kept(sizes_of(x)._replace(alone=spec.alone), _beside_lists(x, spec))
-
-
-def _beside_lists(x: Operands, spec: Spec) -> int:
-    return memory.beside_lists(sizes_of(x), spec.want.top_k, spec.workspace_bytes)
-
-
-def top_plan(x: Operands, spec: Spec) -> memory.TopPlan | None:
-    return memory.top_plan(x.num_valid, spec.want.top_k) if spec.want.top_k else None
+    return memory.columns_kept(sizes_of(x)._replace(alone=spec.alone), spec.workspace_bytes)
 
 
 def sizes_of(x: Operands) -> Sizes:
@@ -112,34 +103,49 @@ def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN, and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
-    kept, num_tokens = new_kept(x, order_of(x), columns_kept(x, spec), spec.want.entropy), x.num_tokens
-    fp32 = {"dtype": torch.float32, "device": x.hidden.device}
-    stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
-    if spec.want.top_k:  # placeholders: the shard may have fewer columns than k
-        _keys(stats_KN, spec).zero_()[: spec.want.top_k] = LEAST_KEY >> 32
+    num_tokens, order = x.num_tokens, order_of(x)
+    stats_KN = torch.empty(spec.num_rows, num_tokens, dtype=torch.float32, device=x.hidden.device)
+    if spec.want.top_k:  # before the exponentials take their memory
+        _write_largest(x, spec, order, stats_KN[spec.first_top :])
+    kept = new_kept(x, order, columns_kept(x, spec), spec.want.entropy)
     if num_tokens == 0 or x.num_valid == 0:
         stats_KN[: spec.first_top].zero_()[0] = float("-inf")
         return stats_KN, list(kept)
     if spec.several:
         stats_KN[2].zero_()
     with on_device(x.hidden):
-        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        left_N = _sweep(x, spec, tiles, kept, stats_KN)
-        if spec.want.top_k:
-            choose_among_all(x, left_N, spec, tiles, _keys(stats_KN, spec))
+        _sweep(x, spec, choose_tiles(x.hidden.dtype, x.hidden.device), kept, stats_KN)
         if spec.want.best:  # columns become ids
             stats_KN[spec.best_row].view(torch.int32).add_(x.start)
     return stats_KN, list(kept)
 
 
-def _keys(stats_KN: torch.Tensor, spec: Spec) -> torch.Tensor:
-    return stats_KN[spec.first_top :].view(torch.int32)
+def _write_largest(x: Operands, spec: Spec, order: list[torch.Tensor], top_2KN: torch.Tensor) -> None:
+    """Write each token's largest logits and their ids, from all logits of a group of tokens at a time."""
+    z_KN, ids_KN = top_2KN[: spec.want.top_k], top_2KN[spec.want.top_k :].view(torch.int32)
+    z_KN.fill_(float("-inf"))  # stays where the shard has fewer columns than k
+    ids_KN.fill_(NO_ID)
+    top_k = min(spec.want.top_k, x.num_valid)
+    if top_k == 0 or x.num_tokens == 0:
+        return
+    with on_device(x.hidden):
+        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+        cols = cdiv(x.num_valid, tiles.lse.cols) * tiles.lse.cols
+        at_once = memory.top_rows(sizes_of(x)._replace(num_columns=cols), top_k, spec.workspace_bytes)
+        buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+        z_RV = torch.empty(at_once, cols, dtype=torch.float32, device=x.hidden.device)
+        for group in token_groups(order, at_once):
+            rows = gathered(x.hidden, group, buffer_RD)
+            group_z_RV = first_rows(z_RV, rows.index.shape[0])
+            logits_chunk(x, rows, 0, group_z_RV, tiles)
+            z_RK, columns_RK = largest(group_z_RV, top_k)
+            z_KN[:top_k].index_copy_(1, rows.index.long(), z_RK.t())
+            ids_KN[:top_k].index_copy_(1, rows.index.long(), (columns_RK + x.start).int().t())
 
 
-def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Tensor) -> torch.Tensor:
-    """Fill stats_KN. Return ids [N], negative except for tokens whose largest logits are still to be found."""
-    plan = top_plan(x, spec)
-    at_once = _forward_rows(x, spec, tiles, kept)
+def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Tensor) -> None:
+    """Fill stats_KN, except for the largest logits, and the kept exponentials."""
+    at_once = _forward_rows(x, spec, kept)
     num_tiles = cdiv(x.num_valid, tiles.lse.cols)
     keeping, parts = _kept_span(x, kept, tiles, at_once), 0
     if keeping.last < num_tiles:
@@ -147,34 +153,21 @@ def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Te
         cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
         parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
     buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
-    find = partial(new_candidates, sampled(x, plan), plan, tiles) if plan else None
-    left_N = torch.empty_like(x.ids) if find else x.ids
     first_target, copy_N = spec.first_target if spec.several else 2, kept.target_N if keeping.num_parts else None
     for number, group in enumerate(token_groups(kept.order, at_once)):
         rows = gathered_with_targets(x, group, buffer_RD, stats_KN, first_target, copy_N)
-        lists = find(rows) if find else None
         partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
         if keeping.num_parts:
-            _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept.of_group(number, at_once), spec.want, lists)
+            _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept.of_group(number, at_once), spec.want)
         if parts:
             span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
-            lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want, lists=lists)
+            lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want)
         merge_splits(partials_KPR, x, rows, stats_KN, want=spec.want)
-        if lists:
-            choose_listed(x, rows, lists, spec, _keys(stats_KN, spec), left_N)
-    return left_N
 
 
-def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: Kept) -> int:
+def _forward_rows(x: Operands, spec: Spec, kept: Kept) -> int:
     """Return how many tokens forward works on at a time."""
-    plan, sizes, columns = top_plan(x, spec), sizes_of(x), kept.exp_NV.shape[1]
-    if columns:
-        return min(x.num_tokens, memory.forward_rows(sizes, _beside_lists(x, spec), columns))
-    rows = memory.forward_rows(sizes, spec.workspace_bytes, 0)
-    if plan is not None:
-        # ``waves.num_parts`` gives a block of rows a quarter of the programs that run at once, so four blocks fill the device.
-        rows = min(rows, memory.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, 4 * tiles.lse.rows))
-    return min(x.num_tokens, rows)
+    return min(x.num_tokens, memory.forward_rows(sizes_of(x), spec.workspace_bytes, kept.exp_NV.shape[1]))
 
 
 def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
@@ -186,7 +179,6 @@ def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
 
 def _keep_exponentials(
     x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, kept: Kept, want: Want,
-    lists: Candidates | None = None,
 ) -> None:
     """Run the log-sum-exp over a span and keep its exponentials, relative to the maximum of each row's first tile."""
     num_rows, tile = rows.index.shape[0], tiles.lse
@@ -196,13 +188,13 @@ def _keep_exponentials(
     lse_partials(x, rows, tiles._replace(lse=tile), Span(0, 1, 1), first_KPR)
     tile_reference_BR = torch.empty(span.last, num_rows, dtype=torch.float32, device=partials_KPR.device)
     keep = Keep(first_KPR, kept.exp_NV, tile_reference_BR)
-    lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want, lists=lists)
+    lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want)
     level(keep, rows, kept.reference_N, tiles.lse.cols)
 
 
 def _recompute_exponentials(x: Operands, kept: Kept, tiles: Tiles, spec: Spec) -> None:
     """Compute the exponentials again if an earlier backward has overwritten them. Otherwise every launch returns at once."""
-    at_once = _forward_rows(x, spec, tiles, kept)  # the same groups, cut into the same parts, as in forward
+    at_once = _forward_rows(x, spec, kept)  # the same groups, cut into the same parts, as in forward
     span, buffer_RD = _kept_span(x, kept, tiles, at_once), x.hidden.new_empty(at_once, x.hidden.shape[1])
     for number, group in enumerate(token_groups([kept.index_N, kept.num_kept * kept.overwritten], at_once)):
         rows = gathered(x.hidden, group, buffer_RD)
