@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.dense import dense as dense_loss
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -408,7 +409,7 @@ def _check_groups_of_tokens() -> None:
         if dist.get_rank() >= size:
             continue
         shard, each = VocabShard.even(vocab_size, group), num_tokens // size
-        truth, baseline = (_dense_gradients(hidden.to(t), weight.to(t), labels) for t in (torch.float64, dtype))
+        truth, baseline = (dense_loss((hidden, weight), labels, t, reduction="sum")[1:] for t in (torch.float64, dtype))
         row_bytes, rows_here = D * (reduce_dtype or dtype).itemsize, slice(shard.start, shard.stop)
         for sequence_parallel in (False, True):
             tokens = slice(each * dist.get_rank(), each * (dist.get_rank() + 1)) if sequence_parallel else slice(None)
@@ -429,12 +430,6 @@ def _check_groups_of_tokens() -> None:
                 assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
                 _, of_torch = _gradients_in_groups(rows, *local, **{**options, "backend": "torch"})
                 assert of_torch == at_once
-
-
-def _dense_gradients(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    operands = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    logits = operands[0] @ operands[1].t()
-    return torch.autograd.grad(nn.functional.cross_entropy(logits, labels, reduction="sum"), operands)
 
 
 def _gradients_in_groups(
