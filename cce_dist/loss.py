@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from cce_dist import agree, checks, decide, groups, in_graph, op, operands, terms
 from cce_dist.call import DTYPES, Call, LossOptions, Options, checked, numbers_of
 from cce_dist.decide import Where
-from cce_dist.filter import FilterStats, GradFilter
+from cce_dist.filter import GradFilter
 from cce_dist.kernels import Filter, Operands, Spec, Want
 from cce_dist.kernels.dense import label_ids
 from cce_dist.kernels.extras import Outputs
@@ -41,7 +41,6 @@ class LinearCrossEntropyOutput(NamedTuple):
         target_logit: Logit of the label.
         entropy: Entropy of the softmax, in nats. Optional.
         z_loss: ``z_loss_weight * lse**2``.
-        filter_stats: What the filter dropped on this shard. Optional, and None without a filter.
         max_logit: The largest logit. Optional.
         label_is_max: 1 where the label's logit is the largest one, else 0. Its mean over tokens with a label is the token
             accuracy. The two logits are summed in different orders, so a relative difference below ``TIE`` counts as a tie.
@@ -54,7 +53,6 @@ class LinearCrossEntropyOutput(NamedTuple):
     target_logit: Tensor
     entropy: Tensor | None
     z_loss: Tensor
-    filter_stats: FilterStats | None
     max_logit: Tensor | None = None
     label_is_max: Tensor | None = None
 
@@ -171,8 +169,8 @@ def linear_cross_entropy(
             sends twice the bytes of bf16 and avoids roundings of the sum; each rank's part is rounded to input's dtype first.
         grad_filter: A ``GradFilter`` that skips negligible elements of the gradient, or None for exact gradients.
         return_aux: True returns a ``LinearCrossEntropyOutput`` with all outputs in place of the loss; a sequence of names, such
-            as ``("nll", "label_is_max")``, returns one with these outputs. "entropy" and "filter_stats" take time, and
-            "entropy" with a softcap keeps no exponentials for backward. The other outputs are nearly free.
+            as ``("nll", "label_is_max")``, returns one with these outputs. "entropy" takes time, and with a
+            softcap it keeps no exponentials for backward. The other outputs are nearly free.
         backend: "triton", "torch", or "auto": Triton on an NVIDIA GPU, else torch. The environment variable
             CCE_DIST_BACKEND overrides "auto".
         workspace_bytes: Memory budget in bytes for logits and for what forward keeps for backward; identical on every rank of
@@ -403,7 +401,6 @@ def _spec(
         grad=torch.is_grad_enabled() and x.requires_grad,
         uniform=options.label_smoothing > 0 and class_weights is None,
         entropy="entropy" in options.return_aux or (token is not None and token.needs_entropy),
-        filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
         largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
         mean=plain and options.reduction == "mean" and options.num_tokens is None,
     )
@@ -444,7 +441,6 @@ def _output(loss: Tensor, found: Outputs, z_loss: Tensor, target: Tensor, spec: 
         target_logit,
         shaped(found.entropy) if spec.want.entropy else None,
         shaped(z_loss),
-        None if found.filter_stats is None else FilterStats(*found.filter_stats.unbind()),
         max_logit,
         label_is_max,
     )

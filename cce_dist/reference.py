@@ -79,7 +79,7 @@ def _loss_of(
         loss = loss / (divisor if num_tokens is None else num_tokens)
     max_logit = torch.where(valid, z.amax(-1), 0.0).detach()
     is_max = (valid & (target_logit == max_logit)).to(z.dtype)
-    return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, None, max_logit, is_max)
+    return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, max_logit, is_max)
 
 
 def linear_log_probs(

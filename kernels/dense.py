@@ -188,22 +188,6 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
     max_R.copy_(new_max)
 
 
-def filter_stats(x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec) -> Tensor:
-    """Compute the statistics in one more pass over the logits. An element counts as kept if its probability reaches eps."""
-    num_kept, dropped_N = _zeros(like=x.hidden), _zeros(x.num_tokens, like=x.hidden)
-    for _, blocks in blocks_of(x, spec):
-        for block in blocks:
-            labelled_R1 = x.ids[block.rows, None] >= 0
-            log_p = block.logits().sub_(softmax.max[block.rows, None]).sub_(softmax.log_sum[block.rows, None])
-            p = log_p.exp_()
-            kept = _with_label(~(p < spec.filter.eps), block)  # NaN is kept
-            num_kept += (kept & labelled_R1).sum()
-            dropped_N[block.rows] += p.masked_fill_(kept | ~labelled_R1, 0.0).sum(1)
-    num_labelled = (x.ids >= 0).sum().clamp(min=1)
-    most = dropped_N.amax() if x.num_tokens else num_kept
-    return torch.stack((num_kept / (num_labelled * max(1, x.num_valid)), dropped_N.sum() / num_labelled, most))
-
-
 def _with_label(kept: Tensor, block: Block) -> Tensor:
     return kept.scatter_(1, block.column_R1, kept.gather(1, block.column_R1) | block.label_R1)
 

@@ -59,7 +59,6 @@ from cce_dist.kernels.filter.lists import (
     decide,
     list_columns,
     listed_gradients,
-    listed_stats,
     new_entries,
 )
 from cce_dist.kernels.filter.sampling import (
@@ -101,7 +100,7 @@ from cce_dist.kernels.tokens import (
 from cce_dist.kernels.waves import cdiv
 
 __all__ = [
-    "coefficients", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
+    "coefficients", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
     "saved_of_slices", "statistics", "token_losses",
 ]
 
@@ -240,23 +239,6 @@ def _log_sum_exp(
         x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=want, marks=marks, want_sloped=sloped_N is not None
     )
     merge_splits(partials_KPR, x, rows, stats_KN, want=want, sloped_N=sloped_N)
-
-
-def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
-    num_tokens, num_valid = x.num_tokens, x.num_valid
-    if num_tokens == 0 or num_valid == 0:
-        return softmax.max.new_zeros(3)
-    lists = Lists(*saved)
-    with on_device(x.hidden):
-        # Coefficients of the plain loss, up to the sign of LABEL, which does not matter here.
-        coef_4N = torch.zeros(4, num_tokens, dtype=torch.float32, device=x.hidden.device)
-        coef_4N[:2] = 1.0
-        how = decide(x, softmax, coef_4N, lists, None, spec.filter.eps)
-        dropped_N, num_listed_N = listed_stats(x, softmax, coef_4N, lists, how)
-        num_labelled = (x.ids >= 0).sum().clamp(min=1)
-        kept_N = torch.where(how.listed_labels >= 0, num_listed_N + lists.ids_F.shape[0], 0)
-        num_kept = kept_N.sum() + (how.num_exact[0] + how.num_fallback[0]).long() * num_valid
-        return torch.stack((num_kept / (num_labelled * num_valid), dropped_N.sum() / num_labelled, dropped_N.amax()))
 
 
 def gradients(

@@ -719,11 +719,6 @@ def test_nothing_to_do(case: Case) -> None:
     assert (d_hidden == 0).all() or case.num_rows == 1
     assert (d_weight == 0).all() or case.num_rows == 1
     assert d_weight.isfinite().all()
-    softmax = Softmax(stats[0], stats[1].log())
-    kept, mean, most = filter.filter_stats(operands(p), softmax, saved, spec_of(p, case)).tolist()
-    assert kept == (1.0 if case.num_rows == 1 else 0.0)
-    assert mean == pytest.approx(0.0, abs=1e-6)
-    assert most == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_sample_that_drops_nothing(limits, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -739,22 +734,6 @@ def test_a_sample_that_drops_nothing(limits, monkeypatch: pytest.MonkeyPatch) ->
     d_hidden, d_weight, _ = gradients(p, case, dense(p), saved)
     assert seen["weigh_tokens"] is not None
     assert (d_hidden == 0).all() and (d_weight == 0).all()
-
-
-def test_filter_stats() -> None:
-    """Catches: ignored tokens counted, the frequent columns' mass counted as dropped."""
-    case = Case()
-    p = problem(case)
-    d = dense(p)
-    _, *saved = local_stats(p, case)
-    assert_saved_as_said(p, case, saved)
-    softmax = Softmax(d.maximum.float(), d.log_sum.float())
-    stats = filter.filter_stats(operands(p), softmax, saved, spec_of(p, case))
-    kept, labelled = kept_by(tuple(saved), p, d, case.grad_filter.eps), p.labels >= 0
-    mass = torch.where(kept, 0.0, d.p).sum(1)[labelled]
-    expected = torch.stack((kept[labelled].double().mean(), mass.mean(), mass.amax()))
-    assert torch.allclose(stats.double(), expected, rtol=1e-3)
-    assert expected[1] > 0.02
 
 
 PUBLIC = [
@@ -779,13 +758,10 @@ def test_small_heads_are_exact_unless_the_filter_is_forced() -> None:
     results = []
     for grad_filter in (None, GradFilter(2.0**-6), GradFilter(2.0**-6, always=True)):
         leaves = [p.hidden.detach().clone().requires_grad_(), p.weight.detach().clone().requires_grad_()]
-        out: Any = linear_cross_entropy(
-            leaves[0], leaves[1], p.labels, grad_filter=grad_filter, return_aux=True, backend="triton"
-        )
-        results.append((out, *torch.autograd.grad(out.loss, leaves)))
-    (_, *exact_grads), (by_sizes, *grads), (forced, *forced_grads) = results
+        loss = linear_cross_entropy(leaves[0], leaves[1], p.labels, grad_filter=grad_filter, backend="triton")
+        results.append(torch.autograd.grad(loss, leaves))
+    exact_grads, grads, forced_grads = results
     assert all(torch.equal(a, b) for a, b in zip(exact_grads, grads, strict=True))
-    assert [x.item() for x in by_sizes.filter_stats] == [1.0, 0.0, 0.0] and forced.filter_stats.kept < 1
     assert not any(torch.equal(a, b) for a, b in zip(exact_grads, forced_grads, strict=True))
 
 
@@ -885,20 +861,11 @@ def _check_rung(rung: str, options: dict[str, Any]) -> None:
     shard = VocabShard.even(SHAPE.vocab_size, dist.group.WORLD)
     rows = slice(shard.start, shard.stop)
     leaves = [sampled.hidden.clone().requires_grad_(), sampled.weight[rows].clone().requires_grad_()]
-    out: Any = linear_cross_entropy(
-        leaves[0],
-        leaves[1],
-        sampled.labels,
-        shard=shard,
-        backend="triton",
-        return_aux=("filter_stats",),
-        **case.options,
-    )
-    assert 0.05 < out.filter_stats.kept < 0.2 and out.filter_stats.dropped_mass_mean > 1e-3, out.filter_stats
-    d_hidden, d_weight = torch.autograd.grad(out.loss, leaves)
+    loss = linear_cross_entropy(leaves[0], leaves[1], sampled.labels, shard=shard, backend="triton", **case.options)
+    d_hidden, d_weight = torch.autograd.grad(loss, leaves)
     rounding = EPS[torch.float32]
     largest = (problem.hidden @ problem.weight.T).abs().max()  # 20 to 400: no loss is more exact than its logits
-    assert (out.loss - truth.values["loss"]).abs() <= torch.finfo(torch.float32).eps * largest, "the loss is wrong"
+    assert (loss - truth.values["loss"]).abs() <= torch.finfo(torch.float32).eps * largest, "the loss is wrong"
     pairs = ("dE", d_hidden, slice(None)), ("dC", d_weight, rows)
     for name, ours, part in pairs:
         exact, dropped = truth.values[name][part], truth.plain[name][part]
