@@ -34,7 +34,7 @@ from cce_dist.kernels.memory import FALLBACK
 from cce_dist.kernels.tiles import stages_of_rows
 from cce_dist.kernels.waves import cdiv
 
-SLACK = 1.125  # factor by which lists reach below the threshold of the bound: enough for a usual z-loss or smoothing
+SLACK = 1.125  # factor by which lists reach below the threshold of the bound: enough for a usual z-loss
 # Most columns of a list. A single token without a usable list takes one tile of rows through the exact kernels: 1.7 ms for
 # gemma-2-2b (H200, 2026-11).
 LONGEST = 16384
@@ -245,7 +245,6 @@ def _served(
     stride = num_tokens.to(tl.int64)
     coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
     coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
-    coef_uniform = tl.load(coef_ptr + 2 * stride + offs_n, mask=in_n, other=0)
     bound = tl.load(bound_ptr + offs_n, mask=in_n, other=0)
     outside = tl.load(bound_ptr + stride + offs_n, mask=in_n, other=0)
     relative_to = tl.load(bound_ptr + 2 * stride + offs_n, mask=in_n, other=0)
@@ -255,7 +254,7 @@ def _served(
     log_ratio = tl.where(whole, 0.0, tl.log(coef_label) - tl.log(coef_p))
     # Comparisons with NaN are false, too. The sum is finite only if all of its terms are.
     served = (count <= longest) & (lse - bound < FARTHEST) & (bound - lse - log_ratio <= tl.log(slack))
-    served &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label + coef_uniform) < float("inf")
+    served &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label) < float("inf")
     # All columns of a short list are kept: their rows are read anyway, to compute the logits.
     threshold = tl.where(count <= entries, bound - tl.log(slack), lse + log_ratio) + log_eps
     return served, count, threshold, outside * tl.exp(relative_to - lse), lse - tl.log(coef_p)
@@ -402,17 +401,17 @@ def listed_gradients(
     A listed logit below backward's threshold is dropped; its entry gets the column ``num_valid``.
 
     Args:
-        coef_4N: Coefficients as in ``cce_dist.kernels``; P, LABEL and UNIFORM are read.
+        coef_4N: Coefficients as in ``cce_dist.kernels``; P and LABEL are read.
         compensate: Whether the control variate replaces dropped gradients.
         entries: out.
         total: out, or None: d_hidden of tokens whose list is one block is set to the list's part.
 
     Returns:
-        Each token's factors on the control variate, scale * P * m (or 0) and scale * UNIFORM, [2, N]; 0 if it is not listed.
+        Each token's factor on the control variate, scale * P * m (or 0), [N]; 0 if it is not listed.
     """
     num_tokens, hidden_size = x.hidden.shape
     most_blocks, device = how.block_token.shape[0], x.hidden.device
-    factor_2N = torch.empty(2, num_tokens, dtype=torch.float32, device=device)
+    factor_N = torch.empty(num_tokens, dtype=torch.float32, device=device)
     mass_B = torch.empty(most_blocks, dtype=torch.float32, device=device)
     block_d = triton.next_power_of_2(hidden_size)
     warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
@@ -435,11 +434,11 @@ def listed_gradients(
     )
     _dropped_kernel[(cdiv(num_tokens, 128),)](
         mass_B, how.listed_labels, how.ends_2N, lists.count_N, how.numbers_3N, coef_4N,
-        factor_2N,
+        factor_N,
         num_tokens, x.head.multiplier,
         COMPENSATE=compensate, ENTRIES=BLOCK, BLOCK_N=128,
     )
-    return factor_2N
+    return factor_N
 
 
 @kernel(
@@ -547,7 +546,7 @@ def _dropped_kernel(
     count_ptr,  # in: [N] int32
     numbers_ptr,  # in: [3, N] fp32, as in ``Decisions``; the second row is read
     coef_ptr,  # in: [4, N] fp32
-    factor_ptr,  # out: [2, N] fp32
+    factor_ptr,  # out: [N] fp32
     num_tokens,
     logit_scale,
     COMPENSATE: tl.constexpr,
@@ -569,7 +568,5 @@ def _dropped_kernel(
         block += 1
     dropped = tl.maximum(dropped - kept, 0.0)
     coef_p = tl.load(coef_ptr + offs_n, mask=live, other=0) * logit_scale
-    uniform = tl.load(coef_ptr + 2 * stride + offs_n, mask=live, other=0) * logit_scale
     dropped *= coef_p if COMPENSATE else 0.0
-    tl.store(factor_ptr + stride + offs_n, uniform, mask=in_n)
     tl.store(factor_ptr + offs_n, dropped, mask=in_n)

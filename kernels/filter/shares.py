@@ -94,28 +94,27 @@ class Dropped(NamedTuple):
     """The columns' shares, and the dropped gradients of the sample.
 
     Attributes:
-        shares_2V: First row: each column's share (they sum to 1, or are 0 if nothing is dropped). Second row: 1 for infrequent
-            columns if ``uniform``, else 0.
+        share_V: Each column's share: they sum to 1, or are 0 if nothing is dropped.
         count_B: [B] int64: shares as integers, summed over each run of ``RUN`` columns; see ``compensation.sample``.
         total: Sum of the reweighted parts without the factor ``PART``, a 0-d fp32 tensor.
-        shared_3D: [3, D] fp32: mean row of the weight by share, from which ``factors_of`` subtracts; 0; the mean row again,
+        shared_2D: [2, D] fp32: mean row of the weight by share, from which ``factors_of`` subtracts; the mean row again,
             unchanged. None without a sample.
         reweighting_2V: [2, V] fp32: the reweighting factor of each column; the reweighted sums. None without a sample.
         parts_SV: [S, V or more] in the weight's dtype: ``PART`` times the dropped mass of each token in each column, divided by
             the token's dropped mass, without reweighting; 0 at frequent columns. None if it was not requested.
     """
 
-    shares_2V: torch.Tensor
+    share_V: torch.Tensor
     count_B: torch.Tensor
     total: torch.Tensor
-    shared_3D: torch.Tensor | None = None
+    shared_2D: torch.Tensor | None = None
     reweighting_2V: torch.Tensor | None = None
     parts_SV: torch.Tensor | None = None
 
 
 def sample_tokens(
     hidden_ND: torch.Tensor,
-    dropped_2N: torch.Tensor,
+    dropped_N: torch.Tensor,
     numbers_3N: torch.Tensor,
     labels_N: torch.Tensor,
     most: int,
@@ -124,7 +123,7 @@ def sample_tokens(
 
     Args:
         hidden_ND: Hidden states.
-        dropped_2N: Its first row is P times the mass that the token drops, of either sign; 0 if the token is not filtered.
+        dropped_N: P times the mass that the token drops, of either sign; 0 if the token is not filtered.
         numbers_3N: As in ``lists.Decisions``; threshold and reference are read.
         labels_N: Labels of the tokens.
         most: Number of tokens in the sample, a power of 2.
@@ -140,7 +139,7 @@ def sample_tokens(
     size_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
     mass = torch.empty((), dtype=torch.float32, device=device)
     _sample_tokens_kernel[(1,)](
-        dropped_2N, numbers_3N, labels_N,
+        dropped_N, numbers_3N, labels_N,
         size_3N, sample.token_S, sample.numbers_3S, sample.label_S, sample.size, mass,
         num_tokens, (num_tokens - 1).bit_length(),
         TAKE_ALL=take_all, SAMPLE=most, BLOCK=4096, num_warps=16,
@@ -329,14 +328,13 @@ def _weight(centred, strength):
 
 def dropped_shares(
     rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile,
-    parts_SV: torch.Tensor | None = None, uniform: bool = True,
+    parts_SV: torch.Tensor | None = None,
 ) -> Dropped:
     """Estimate the columns' shares of dropped mass from the sample.
 
     Logits below the threshold are dropped, except at labels and frequent columns. A dropped logit counts exp(z - reference)
     times the softcap's slope times exp(-REWEIGHTING * scale * (column . shift)); ``shift`` is the second row of
-    ``Sample.means_2D``. ``rows_SD``: the sample's hidden states. ``parts_SV``: out, or None: ``Dropped.parts_SV``. ``uniform``:
-    as in ``shares_of``.
+    ``Sample.means_2D``. ``rows_SD``: the sample's hidden states. ``parts_SV``: out, or None: ``Dropped.parts_SV``.
     """
     num_rows, hidden_size = rows_SD.shape
     tile = sample_tile(tile, num_rows, rows_SD.itemsize, rows_SD.device)
@@ -358,10 +356,10 @@ def dropped_shares(
         # tiles
         TILE=tile, TMA=tma, PRECISION=precision(rows_SD.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )
-    return _reweighted(sums_BV, x, sample, slot_V, uniform)._replace(parts_SV=parts_SV)
+    return _reweighted(sums_BV, x, sample)._replace(parts_SV=parts_SV)
 
 
-def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, uniform: bool) -> Dropped:
+def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample) -> Dropped:
     """Reweight the columns' sums, and average the weight's rows with them. The weight is read once for both."""
     (num_blocks, num_valid), hidden_size, device = sums_BV.shape, x.weight.shape[1], sums_BV.device
     main_d = triton.next_power_of_2(hidden_size)
@@ -380,7 +378,7 @@ def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torc
         HAS_SHIFT=sample.means_2D is not None, NUM_BLOCKS=num_blocks, BLOCK_V=block_v, MAIN_D=main_d, REST_D=rest_d,
         STAGES=stages_of_rows(block_v * (main_d + rest_d) * x.weight.itemsize), num_warps=4,
     )
-    return shares_of((reweighting_2V, total_P, mean_PD), slot_V, num_valid, uniform)
+    return shares_of((reweighting_2V, total_P, mean_PD), num_valid, device)
 
 
 @kernel("sums_ptr", "weight_ptr", "of_all_ptr", "mean_ptr", "hidden_size")
@@ -510,48 +508,44 @@ def _dropped_sums_kernel(
 
 
 def shares_of(
-    sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, slot_V: torch.Tensor, num_valid: int, uniform: bool
+    sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, num_valid: int, device: torch.device
 ) -> Dropped:
     """Return the shares of columns, and the mean row of the weight by share. Without sums the shares are 0.
 
     Args:
         sums: The outputs of ``_reweight_kernel``: ``Dropped.reweighting_2V``, partial totals [P], partial sums of rows [P, D].
-        slot_V: As in ``Frequent``: 1 plus the position among the frequent columns, or 0.
         num_valid: Number of columns.
-        uniform: Whether the second row of ``shares_2V`` marks the infrequent columns. Otherwise it is 0, so that only rows of
-            columns with a share are read from the weight.
+        device: Where the shares are.
     """
     reweighting_2V, total_P, mean_PD = sums or (None, None, None)
     num_parts, hidden_size = (0, 0) if mean_PD is None else mean_PD.shape
-    device, num_runs = slot_V.device, cdiv(num_valid, RUN)
-    shares_2V = torch.empty(2, num_valid, dtype=torch.float32, device=device)
+    num_runs = cdiv(num_valid, RUN)
+    share_V = torch.empty(num_valid, dtype=torch.float32, device=device)
     total = torch.empty((), dtype=torch.float32, device=device)
     count_B = torch.empty(num_runs, dtype=torch.int64, device=device)
-    shared_3D = torch.empty(3, hidden_size, dtype=torch.float32, device=device) if sums else None
+    shared_2D = torch.empty(2, hidden_size, dtype=torch.float32, device=device) if sums else None
     _shares_kernel[(num_runs,)](
-        reweighting_2V, total_P, mean_PD, slot_V,
-        shares_2V, count_B, total, shared_3D,
-        num_parts, num_valid, hidden_size, compensation.PARTS, int(uniform),
+        reweighting_2V, total_P, mean_PD,
+        share_V, count_B, total, shared_2D,
+        num_parts, num_valid, hidden_size, compensation.PARTS,
         HAS_SUMS=sums is not None, BLOCK_V=RUN, BLOCK_P=32, BLOCK_D=64,
     )
-    return Dropped(shares_2V, count_B, total, shared_3D, reweighting_2V)
+    return Dropped(share_V, count_B, total, shared_2D, reweighting_2V)
 
 
-@kernel("sums_ptr", "part_ptr", "mean_ptr", "slot_ptr", "shares_ptr", "count_ptr", "total_ptr", "hidden_size")
+@kernel("sums_ptr", "part_ptr", "mean_ptr", "share_ptr", "count_ptr", "total_ptr", "hidden_size")
 def _shares_kernel(
     sums_ptr,  # in: [2, V] fp32; the second row, the sums, is read
     part_ptr,  # in: [P] fp32
     mean_ptr,  # in: [P, D] fp32
-    slot_ptr,  # in: [V] int32
-    shares_ptr,  # out: [2, V] fp32
+    share_ptr,  # out: [V] fp32
     count_ptr,  # out: [runs] int64
     total_ptr,  # out: [] fp32
-    shared_ptr,  # out: [3, D] fp32, as in ``Dropped``
+    shared_ptr,  # out: [2, D] fp32, as in ``Dropped``
     num_parts,
     num_valid,
     hidden_size,
     whole,
-    uniform,
     HAS_SUMS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -585,8 +579,5 @@ def _shares_kernel(
                 mean += tl.load(where, mask=(offs_p < num_parts)[:, None] & in_d[None, :], other=0)
             center = tl.sum(mean, 0) / divisor
             tl.store(shared_ptr + offs_d, center, mask=in_d)
-            tl.store(shared_ptr + hidden_size + offs_d, tl.zeros((BLOCK_D,), tl.float32), mask=in_d)
-            tl.store(shared_ptr + 2 * hidden_size + offs_d, center, mask=in_d)
-    outside = (tl.load(slot_ptr + offs_v, mask=in_v, other=1) == 0) & (uniform != 0)
-    tl.store(shares_ptr + offs_v, share, mask=in_v)
-    tl.store(shares_ptr + stride + offs_v, outside.to(tl.float32), mask=in_v)
+            tl.store(shared_ptr + hidden_size + offs_d, center, mask=in_d)
+    tl.store(share_ptr + offs_v, share, mask=in_v)
