@@ -237,7 +237,7 @@ def squares_of_columns(
     )
     # Tokens are sampled by mass, so terms are divided by the root of the token's mass.
     squares_6P = _squares(
-        grads_SK, sample.numbers_3S, size, sampled.centered_KD, sampled.numbers_2K, tiles.lse, lines_SK=lines_SK
+        grads_SK, sample.numbers_3S, size, sampled.centered_KD, sampled.numbers_2K[1], tiles.lse, lines_SK=lines_SK
     )
     return OfColumns(squares_6P, sample.numbers_3S, coef_4N)
 
@@ -246,19 +246,19 @@ def squares_of_tokens(tokens: SampledTokens, dropped: Dropped, sampled: SampledC
     """Return partial sums of the squared correction of d_weight at sampled columns, and of its terms' squares. -> [2, P]"""
     # Columns are sampled by share, so terms are divided by the root of the share.
     return _squares(
-        tokens.parts_SV, sampled.column_K, sampled.column_K.shape[0], tokens.centered.rows_SD, tokens.centered.numbers_3S,
+        tokens.parts_SV, sampled.column_K, sampled.column_K.shape[0], tokens.centered.rows_SD, tokens.centered.square_S,
         tiles.lse, dropped,
     )
 
 
 def _squares(
-    given: torch.Tensor, of_rows: torch.Tensor, num_rows: int, centered_ID: torch.Tensor, numbers: torch.Tensor, tile: Tile,
+    given: torch.Tensor, of_rows: torch.Tensor, num_rows: int, centered_ID: torch.Tensor, square_I: torch.Tensor, tile: Tile,
     dropped: Dropped | None = None, lines_SK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return partial sums of the squares of ``terms @ centered_ID`` and of its terms.
 
     For the columns' correction R are the sampled tokens and I the sampled columns, for the tokens' correction the other way
-    round. ``numbers`` are ``SampledColumns.numbers_2K`` or ``Centered.numbers_3S``. ``tile`` gives the block of the inner axis.
+    round. ``square_I`` are the squared norms of the rows of ``centered_ID``. ``tile`` gives the block of the inner axis.
     """
     num_inner, hidden_size = centered_ID.shape
     block_r, block_d = 64, 512 // centered_ID.itemsize
@@ -269,7 +269,7 @@ def _squares(
         (None,) * 3 if dropped is None else (dropped.share_V, dropped.reweighting_2V, dropped.total)
     )
     _squares_kernel[(parts,)](
-        given, of_rows, centered_ID, numbers, share_V, reweighting_2V, total, lines_SK,
+        given, of_rows, centered_ID, square_I, share_V, reweighting_2V, total, lines_SK,
         squares_6P,
         num_rows, num_inner, hidden_size, given.stride(0), 1.0 if share_V is None else share_V.shape[0] ** 0.5,
         OF_TOKENS=dropped is not None, HAS_LINES=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d,
@@ -286,7 +286,7 @@ def _squares_kernel(
     given_ptr,  # in: [S, K]: g of the columns; with OF_TOKENS [S, V or more]: ``Dropped.parts_SV``
     of_rows_ptr,  # in: [S] fp32: dropped mass of each token; with OF_TOKENS [K] int64: the columns
     centered_ptr,  # in: [K or S, D]
-    number_ptr,  # in: [2, K] fp32, as in ``SampledColumns``; with OF_TOKENS [3, S], as in ``Centered``
+    square_ptr,  # in: [K or S] fp32: squared norms of the rows of centered_ptr
     column_share_ptr,  # in: [V] fp32, with OF_TOKENS
     reweighting_ptr,  # in: [V] fp32, with OF_TOKENS
     total_ptr,  # in: [] fp32, with OF_TOKENS
@@ -304,8 +304,6 @@ def _squares_kernel(
     BLOCK_I: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    square_ptr = number_ptr + num_inner
-    share_ptr = number_ptr + 2 * num_inner
     # In each block of rows the last program sums the squares of terms. Each other program computes a block of the product
     # acc [BLOCK_R, BLOCK_D] = terms [BLOCK_R, I] @ centered [I, BLOCK_D], and sums its square.
     blocks = tl.cdiv(hidden_size, BLOCK_D) + 1
@@ -339,7 +337,7 @@ def _squares_kernel(
             in_i = offs_i < num_inner
             mask = (own != 0)[:, None] & in_i[None, :]
             term = _terms(
-                given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own,
+                given_ptr, num_inner, offs_i, mask, given_stride, factor, own, root_of_own,
                 centered_ptr.dtype.element_ty, OF_TOKENS,
             )
             centered = tl.load(
@@ -367,7 +365,7 @@ def _squares_kernel(
             mask = (own != 0)[:, None] & in_i[None, :]
             square = tl.load(square_ptr + offs_i, mask=in_i, other=0)[None, :]
             term = _terms(
-                given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own,
+                given_ptr, num_inner, offs_i, mask, given_stride, factor, own, root_of_own,
                 centered_ptr.dtype.element_ty, OF_TOKENS,
             ).to(tl.float32)
             noise += term * term * square
@@ -387,13 +385,13 @@ def _squares_kernel(
 
 @triton.jit
 def _terms(
-    given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own, dtype: tl.constexpr,
+    given_ptr, num_inner, offs_i, mask, given_stride, factor, own, root_of_own, dtype: tl.constexpr,
     OF_TOKENS: tl.constexpr,
 ):
     """Return a block of the terms of the correction, 0 outside the mask."""
     if OF_TOKENS:
         given = tl.load(given_ptr + offs_i.to(tl.int64)[None, :] * given_stride, mask=mask, other=0)
-        rest = own[:, None] * tl.load(share_ptr + offs_i, mask=in_i, other=0)[None, :]
+        rest = own[:, None] / num_inner
     else:
         given = tl.load(given_ptr + offs_i[None, :], mask=mask, other=0)
         rest = own[:, None]

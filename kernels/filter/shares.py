@@ -1,18 +1,12 @@
 """Each column's share of the softmax mass that a filter drops, from a sample of the tokens.
 
-    sum over sampled tokens i of weight_i p_ij slope_ij / m_i   where z_ij < threshold_i, j not frequent and not the label
+    sum over sampled tokens i of p_ij slope_ij / m_i   where z_ij < threshold_i, j not frequent and not the label
 
 Tokens differ more in how much mass they drop, m_i, than in which columns they drop. So a few hundred tokens are enough to
-estimate the shares, while each token's own mass (``d_rows.py``) is exact. Two methods of survey sampling lower the sample's
-error:
+estimate the shares, while each token's own mass (``d_rows.py``) is exact. The sample is systematic, with probability
+proportional to size (Madow, 1949): lay the tokens end to end, each |P_i| m_i long, and pick at equal distances.
 
-* The sample is systematic, with probability proportional to size (Madow, 1949): lay the tokens end to end, each |P_i| m_i
-  long, and pick at equal distances.
-* It is calibrated (Deville and Sarndal, 1992). Its tokens are weighted so that the weighted mean of their hidden states agrees
-  with all tokens' mean in the direction of all tokens' mean, which determines how frequent ids are. With 512 tokens this lowers
-  the error of the mean of d_hidden from 0.006 to 0.0033 (gemma-2-2b's shape, 2026-11; bf16 alone changes it by 0.004 to 0.009).
-
-In all other directions the sample's mean hidden state is still off by a vector d. Moving a hidden state by -d multiplies its
+The sample's mean hidden state differs from the mean of all tokens by a vector d. Moving a hidden state by -d multiplies its
 probabilities by exp(-column . d), up to a constant, so the shares are multiplied by this factor, too. ``REWEIGHTING`` shrinks
 its exponent, because kept elements cut off its upper end. With 0.7 the error in the mean of d_hidden falls from 0.022, 0.014,
 0.010 and 0.011 to 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder (V 16,384, D 512, N 4,096, 512 sampled,
@@ -61,8 +55,8 @@ class Sample(NamedTuple):
         label_S: int64: the labels of the tokens.
         size: [1] int32: number of sampled tokens; later elements are unused.
         centered: Centered hidden states for d_weight's correction; None if the sample is all tokens.
-        means_2D: [2, D] fp32: the mean hidden state of all tokens, weighted by the mass they drop; the sample's weighted mean
-            minus this mean, rounded to the hidden states' dtype. None if the sample is all tokens.
+        means_2D: [2, D] fp32: the mean hidden state of all tokens, weighted by the mass they drop; the sample's mean minus
+            this mean, rounded to the hidden states' dtype. None if the sample is all tokens.
     """
 
     token_S: torch.Tensor
@@ -78,14 +72,13 @@ class Centered(NamedTuple):
 
     Attributes:
         rows_SD: The differences in the hidden states' dtype, with the sign of the token's dropped mass times P.
-        numbers_3S: [3, S] fp32: dot product of hidden state and mean; squared norm of the row of ``rows_SD``; weight of the
-            token in the sample (all weights sum to 1).
-        mean_D: Mean of ``rows_SD`` with these weights, fp32.
+        square_S: Squared norms of the rows of ``rows_SD``, fp32.
+        mean_D: Mean of ``rows_SD``, fp32.
         mass: Sum over all tokens of the absolute values of P times dropped mass; a 0-d fp32 tensor.
     """
 
     rows_SD: torch.Tensor
-    numbers_3S: torch.Tensor
+    square_S: torch.Tensor
     mean_D: torch.Tensor
     mass: torch.Tensor
 
@@ -150,20 +143,20 @@ def sample_tokens(
     means_2D = sums_of_rows(size_3N, hidden_ND)
     centered = Centered(
         torch.empty(most, hidden_size, dtype=dtype, device=device),
-        torch.empty(3, most, dtype=torch.float32, device=device),
+        torch.empty(most, dtype=torch.float32, device=device),
         torch.empty(hidden_size, dtype=torch.float32, device=device),
         mass,
     )
     _center_rows_kernel[(most,)](
         hidden_ND, sample.token_S, sample.numbers_3S, means_2D, sample.size,
-        rows_SD, centered.rows_SD, centered.numbers_3S,
+        rows_SD, centered.rows_SD, centered.square_S,
         hidden_size,
         BLOCK_D=1024,
     )
-    _calibrate_kernel[(cdiv(hidden_size, 32),)](
-        rows_SD, centered.rows_SD, sample.size, sample.numbers_3S, centered.numbers_3S, means_2D, centered.mean_D,
+    _means_kernel[(cdiv(hidden_size, 32),)](
+        rows_SD, centered.rows_SD, sample.size, means_2D, centered.mean_D,
         hidden_size,
-        SAMPLE=most, BLOCK_S=min(most, 64), ALL_D=1024, BLOCK_D=32,
+        SAMPLE=most, BLOCK_S=min(most, 64), BLOCK_D=32,
     )
     return sample._replace(centered=centered, means_2D=means_2D), rows_SD
 
@@ -241,7 +234,7 @@ def _center_rows_kernel(
     num_sampled_ptr,  # in: [1] int32
     rows_ptr,  # out: [S, D]: the sample's hidden states
     centered_ptr,  # out: [S, D]: ``Centered.rows_SD``
-    of_row_ptr,  # out: [3, S] fp32: ``Centered.numbers_3S`` without the last row
+    square_ptr,  # out: [S] fp32: ``Centered.square_S``
     hidden_size,
     BLOCK_D: tl.constexpr,
 ):
@@ -250,7 +243,6 @@ def _center_rows_kernel(
     live = row < tl.load(num_sampled_ptr)
     mass = tl.load(mass_ptr + row)
     sign = tl.where(mass > 0, 1.0, 0.0) - tl.where(mass < 0, 1.0, 0.0)
-    along = tl.zeros((BLOCK_D,), tl.float32)
     square = tl.zeros((BLOCK_D,), tl.float32)
     # Copy and center one hidden state [D], BLOCK_D elements at a time.
     for first in range(0, hidden_size, BLOCK_D):
@@ -261,69 +253,38 @@ def _center_rows_kernel(
         centered = ((h.to(tl.float32) - mean) * sign).to(centered_ptr.dtype.element_ty)
         tl.store(rows_ptr + row * hidden_size + offs_d, h, mask=in_d)
         tl.store(centered_ptr + row * hidden_size + offs_d, centered, mask=in_d)
-        along += h.to(tl.float32) * mean
         square += centered.to(tl.float32) * centered.to(tl.float32)
-    tl.store(of_row_ptr + row, tl.sum(along, 0))
-    tl.store(of_row_ptr + tl.num_programs(0) + row, tl.sum(square, 0))
+    tl.store(square_ptr + row, tl.sum(square, 0))
 
 
 @kernel("rows_ptr", "centered_ptr", "mean_ptr", "centered_mean_ptr", "hidden_size")
-def _calibrate_kernel(
+def _means_kernel(
     rows_ptr,  # in: [S, D]
     centered_ptr,  # in: [S, D]
     num_sampled_ptr,  # in: [1] int32
-    number_ptr,  # in, out: [3, S] fp32: the reference, in the second row
-    of_row_ptr,  # in, out: [3, S] fp32: as in ``Centered``; the last row is written
     mean_ptr,  # in, out: [2, D] fp32, as in ``Sample``; the second row is written
     centered_mean_ptr,  # out: [D] fp32
     hidden_size,
     SAMPLE: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    ALL_D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Weights are 1 + strength * (x - mean x), x being a token's dot product with the mean of all tokens. strength makes the
-    # weighted mean of x equal to the mean of x over all tokens.
-    square = tl.zeros((ALL_D,), tl.float32)
-    for first in range(0, hidden_size, ALL_D):
-        all_d = first + tl.arange(0, ALL_D)
-        mean = tl.load(mean_ptr + all_d, mask=all_d < hidden_size, other=0)
-        square += mean * mean
-    along = tl.load(of_row_ptr + tl.arange(0, SAMPLE))
-    mean_along = tl.sum(along, 0) / SAMPLE
-    variance = tl.sum((along - mean_along) * (along - mean_along), 0) / SAMPLE
-    strength = tl.where(variance > 0, (tl.sum(square, 0) - mean_along) / variance, 0.0)
     num_sampled = tl.load(num_sampled_ptr)
-    total = tl.sum(_weight(along - mean_along, strength), 0)
-
-    # Every program computes all weights, and BLOCK_D elements of both weighted means.
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     rows_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     centered_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    # Sum the sample's rows [S, BLOCK_D], BLOCK_S at a time.
     for first in range(0, SAMPLE, BLOCK_S):
         offs_s = first + tl.arange(0, BLOCK_S)
-        live = offs_s < num_sampled
-        weight = _weight(tl.load(of_row_ptr + offs_s) - mean_along, strength)
-        share = weight / total
-        if tl.program_id(0) == 0:
-            reference_ptr = number_ptr + SAMPLE + offs_s
-            tl.store(reference_ptr, tl.load(reference_ptr) - tl.log(tl.where(live, weight, 1.0)))
-            tl.store(of_row_ptr + 2 * SAMPLE + offs_s, share)
         where = offs_s[:, None] * hidden_size + offs_d[None, :]
-        mask = live[:, None] & in_d[None, :]
-        rows_sum += share[:, None] * tl.load(rows_ptr + where, mask=mask, other=0).to(tl.float32)
-        centered_sum += share[:, None] * tl.load(centered_ptr + where, mask=mask, other=0).to(tl.float32)
-    mean_shift = tl.sum(rows_sum, 0) - tl.load(mean_ptr + offs_d, mask=in_d, other=0)
+        mask = (offs_s < num_sampled)[:, None] & in_d[None, :]
+        rows_sum += tl.load(rows_ptr + where, mask=mask, other=0).to(tl.float32)
+        centered_sum += tl.load(centered_ptr + where, mask=mask, other=0).to(tl.float32)
+    mean_shift = tl.sum(rows_sum, 0) / SAMPLE - tl.load(mean_ptr + offs_d, mask=in_d, other=0)
     mean_shift = tl.where(num_sampled > 0, mean_shift, 0.0).to(rows_ptr.dtype.element_ty)
     tl.store(mean_ptr + hidden_size + offs_d, mean_shift.to(tl.float32), mask=in_d)
-    tl.store(centered_mean_ptr + offs_d, tl.sum(centered_sum, 0), mask=in_d)
-
-
-@triton.jit
-def _weight(centred, strength):
-    """Return the weights of sampled tokens, between 1/8 and 8."""
-    return tl.minimum(tl.maximum(1 + strength * centred, 0.125), 8.0)
+    tl.store(centered_mean_ptr + offs_d, tl.sum(centered_sum, 0) / SAMPLE, mask=in_d)
 
 
 def dropped_shares(
