@@ -20,8 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Operands, Rows, Softmax, compensation
+from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
+from cce_dist.kernels.filter import compensation
 from cce_dist.kernels.filter.shares import PART, RUN, Centered, Dropped, Sample
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, Tiles, precision

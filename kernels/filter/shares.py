@@ -31,8 +31,9 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Operands, compensation
+from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
+from cce_dist.kernels.filter import compensation
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, num_programs, precision, sample_tile, stages_of_rows
 from cce_dist.kernels.tokens import gathered, sums_of_rows

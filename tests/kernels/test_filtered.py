@@ -30,13 +30,12 @@ from cce_dist.kernels import (
     Softmax,
     Spec,
     Want,
-    compensation,
     exact,
     filter,
     memory,
 )
 from cce_dist.kernels.direct import launching
-from cce_dist.kernels.filter import bound, frequent, lists, sampling, shares
+from cce_dist.kernels.filter import bound, compensation, frequent, lists, sampling, shares
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.tools.bench.shapes import HeadShape
 from cce_dist.tools.bench.workload import make_workload
