@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from cce_dist.divergence import linear_kl_divergence
     from cce_dist.divergence.topk import topk_kl_divergence
-    from cce_dist.filter import FilterStats, GradFilter
+    from cce_dist.filter import GradFilter
     from cce_dist.integrations.convert import convert, require, revert
     from cce_dist.integrations.head import VocabParallelHead
     from cce_dist.kept_ids import KeptIds
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from cce_dist.token_loss import TokenLossOutput
 
 __all__ = [
-    "FilterStats",
     "GradFilter",
     "KeptIds",
     "LinearCrossEntropyOutput",
@@ -46,7 +45,6 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "FilterStats": "filter",
     "GradFilter": "filter",
     "KeptIds": "kept_ids",
     "LinearCrossEntropyOutput": "loss",

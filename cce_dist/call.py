@@ -21,7 +21,7 @@ from cce_dist.shard import VocabShard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_TOP_K = 1024
-AUX = ("nll", "lse", "target_logit", "entropy", "z_loss", "filter_stats", "max_logit", "label_is_max")
+AUX = ("nll", "lse", "target_logit", "entropy", "z_loss", "max_logit", "label_is_max")
 
 
 class LossOptions(TypedDict, total=False):

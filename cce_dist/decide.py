@@ -218,10 +218,13 @@ def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:
     kept = spec.filter
     if kept.eps == 0 or not (kept.hidden or kept.weight):
         return "exact", ""
-    if spec.want.uniform and spec.logits.softcap > 0:
-        return "exact", "the filter is off because label smoothing under a softcap has no control variate"
-    if not set(spec.logits.tensors.split()) <= {"bias"}:
-        return "exact", "the filter is off because its samples of columns support no tensor of the head except a bias"
+    unserved = {
+        "label smoothing": spec.want.uniform, "fp16": where.dtype == "torch.float16", "a bias": "bias" in spec.logits.tensors,
+        "factors per token": spec.factors,
+    }  # fmt: skip
+    for name, is_there in unserved.items():
+        if is_there:
+            return "exact", f"the filter is off because it does not support {name} on Triton"
     if kept.always or _filter_pays(sizes, spec, where):
         return "filter", ""
     return "exact", "the filter is off because exact is faster at these sizes"

@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 from cce_dist import checks, decide, operands, terms
 from cce_dist.call import DTYPES, Call, Options, are_plain, checked, layout_of, numbers_of
 from cce_dist.decide import Way, Where
-from cce_dist.filter import FilterStats
 from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want
 from cce_dist.kernels.dense import label_ids
 from cce_dist.kernels.extras import Outputs
@@ -43,7 +42,6 @@ class LinearCrossEntropyOutput(NamedTuple):
         target_logit: Logit of the label.
         entropy: Entropy of the softmax, in nats. Optional.
         z_loss: ``z_loss_weight * lse**2``.
-        filter_stats: What the filter dropped on this shard. Optional, and None without a filter.
         max_logit: The largest logit. Optional.
         label_is_max: 1 where the label's logit is the largest one, else 0. Its mean over tokens with a label is the token
             accuracy. The two logits are summed in different orders, so a relative difference below ``TIE`` counts as a tie.
@@ -56,7 +54,6 @@ class LinearCrossEntropyOutput(NamedTuple):
     target_logit: Tensor
     entropy: Tensor | None
     z_loss: Tensor
-    filter_stats: FilterStats | None
     max_logit: Tensor | None = None
     label_is_max: Tensor | None = None
 
@@ -133,8 +130,7 @@ class Given(NamedTuple):
             reached = target_logit.detach() + TIE * max_logit.abs().clamp(min=1) >= max_logit
             label_is_max = (reached & (self.target != options.ignore_index)).float()
         z_loss = options.z_loss_weight * lse.square()
-        stats = None if outputs.filter_stats is None else FilterStats(*outputs.filter_stats.unbind())
-        return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, stats, max_logit, label_is_max)
+        return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, max_logit, label_is_max)
 
 
 def checked_call(
@@ -350,7 +346,6 @@ def _spec(x: Operands, logits: ShardLogits, weighted: bool, shard: VocabShard, p
         grad=torch.is_grad_enabled() and x.requires_grad,
         uniform=options.label_smoothing > 0 and not weighted,
         entropy="entropy" in options.return_aux or (parts.token is not None and parts.token.needs_entropy),
-        filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
         largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
         mean=plain and options.reduction == "mean" and options.num_tokens is None,
     )

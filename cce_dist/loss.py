@@ -136,7 +136,7 @@ def linear_cross_entropy(
             sends twice the bytes of bf16 and avoids roundings of the sum; each rank's part is rounded to input's dtype first.
         grad_filter: A ``GradFilter`` that skips negligible elements of the gradient, or None for exact gradients.
         return_aux: True returns a ``LinearCrossEntropyOutput`` with all outputs in place of the loss; a sequence of names, such
-            as ``("nll", "label_is_max")``, returns one with these outputs. "entropy" and "filter_stats" take time, and
+            as ``("nll", "label_is_max")``, returns one with these outputs. "entropy" takes time, and
             "entropy" with a softcap keeps no exponentials for backward. The other outputs are nearly free.
         backend: "triton", "torch", or "auto": Triton on an NVIDIA GPU, else torch. The environment variable
             CCE_DIST_BACKEND overrides "auto".

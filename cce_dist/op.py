@@ -95,8 +95,6 @@ def run_forward(
         if spec.want.mean:
             mean, count = backend.mean(losses[0], labels, spec.ignore_index)
         found = merge_listed(stats_TKN, softmax, x.ids, spec)
-        if spec.want.filter_stats:
-            found["filter_stats"] = backend.filter_stats(x, softmax, saved, spec)
         others = [found[name] for name in listed(spec.want, 0)]
         kept = Saved(softmax.max, softmax.log_sum, softmax.entropy, x.ids, count, ids_NI, target_NI, saved)
         return *losses, mean, others, kept.listed()

@@ -150,7 +150,6 @@ class Want(NamedTuple):
     grad: bool = True  # A backward pass may follow
     uniform: bool = False  # Nll of the uniform distribution, for label smoothing
     entropy: bool = False  # Entropy of the softmax
-    filter_stats: bool = False  # Share of logits and mass of the softmax that the filter keeps and drops
     largest: bool = False  # Largest logit
     sum_p_squared: bool = False  # Sum of the squared probabilities
     best: bool = False  # Id of the largest logit

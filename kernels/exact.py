@@ -61,7 +61,7 @@ from cce_dist.kernels.tokens import (
 from cce_dist.kernels.waves import cdiv
 
 __all__ = [
-    "coefficients", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
+    "coefficients", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
     "saved_of_slices", "statistics", "token_losses",
 ]
 
@@ -200,13 +200,6 @@ def _recompute_exponentials(x: Operands, kept: Kept, tiles: Tiles, spec: Spec) -
         rows = gathered(x.hidden, group, buffer_RD)
         partials_KPR = new_partials(span.num_parts, rows.index.shape[0], spec.want, x.hidden)
         _keep_exponentials(x, rows, tiles, span, partials_KPR, kept.of_group(number, at_once), spec.want)
-
-
-def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
-    """Return the statistics of a filter that keeps everything."""
-    stats = softmax.max.new_zeros(3)
-    stats[:1].fill_(1.0)  # an assignment would wait for the device
-    return stats
 
 
 class Output(NamedTuple):

@@ -36,7 +36,6 @@ class Outputs(NamedTuple):
     uniform_nll: Any  # [N] nll of the uniform distribution
     entropy: Any  # [N]
     mean: Any  # [] mean of nll over the labels that are not ignored
-    filter_stats: Tensor | None = None  # [3]
     max_logit: Tensor | None = None  # [N]
     sum_p_squared: Tensor | None = None  # [N]
     argmax: Tensor | None = None  # [N] int64, the smallest id of equal logits; -1 where there is no id
@@ -56,7 +55,6 @@ def listed(want: Want, num_tokens: int) -> dict[str, tuple[tuple[int, ...], torc
     """Return name, shape and dtype of the wanted outputs that follow the losses, in order."""
     fp32, ids = torch.float32, torch.int64
     every = {
-        "filter_stats": (want.filter_stats, (3,), fp32),
         "max_logit": (want.largest, (num_tokens,), fp32),
         "sum_p_squared": (want.sum_p_squared, (num_tokens,), fp32),
         "argmax": (want.best, (num_tokens,), ids),
@@ -67,7 +65,7 @@ def listed(want: Want, num_tokens: int) -> dict[str, tuple[tuple[int, ...], torc
 
 
 def merge_listed(stats_TKN: Tensor, softmax: Softmax, ids_N: Tensor, spec: Spec) -> dict[str, Tensor]:
-    """Merge the shards' statistics of the outputs in ``listed``, except "filter_stats"."""
+    """Merge the shards' statistics of the outputs in ``listed``."""
     max_N, log_sum_N, want = softmax.max, softmax.log_sum, spec.want
     found = {}
     if want.largest:

@@ -168,6 +168,11 @@ def test_explain() -> None:
     off = "the filter is off because exact is faster at these sizes"
     assert explain(*meta(512, 640, 32_064), grad_filter=GradFilter()).endswith(f"all exponentials kept, 256 MiB; {off}")
     assert explain(*meta(*GEMMA), grad_filter=GradFilter()) == "filtered, two passes, 256 MiB"
+    always = GradFilter(always=True)
+    off = "the filter is off because it does not support {} on Triton"
+    assert off.format("label smoothing") in explain(*meta(*GEMMA), grad_filter=always, label_smoothing=0.1)
+    assert off.format("a bias") in explain(*meta(*GEMMA), linear_bias=meta(*GEMMA)[1][:, 0], grad_filter=always)
+    assert off.format("fp16") in explain(*meta(*GEMMA, torch.float16), grad_filter=always)
     with torch.no_grad():
         assert explain(*meta(*GEMMA)) == "exact, forward alone, 256 MiB"
     with pytest.raises(TypeError, match="no_such_option"):
