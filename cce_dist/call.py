@@ -112,7 +112,7 @@ def _softcap(name: str, value: Any) -> float | None:
     return value
 
 
-def _num_tokens(name: str, value: Any) -> float | Tensor | None:
+def checked_num_tokens(name: str, value: Any) -> float | Tensor | None:
     """Check a divisor: a positive number, or a 0-d tensor that may hold 0. A tensor on a GPU is not read."""
     if value is None:
         return None
@@ -185,7 +185,7 @@ class Options(NamedTuple):
     logit_scale: Annotated[float, _scale] = 1.0
     softcap: Annotated[float | None, _softcap] = None
     z_loss_weight: Annotated[float | Tensor, _z_loss_weight] = 0.0
-    num_tokens: Annotated[float | Tensor | None, _num_tokens] = None
+    num_tokens: Annotated[float | Tensor | None, checked_num_tokens] = None
     sequence_parallel: Annotated[bool, boolean] = False
     input_grad: Annotated[str, _one_of("summed", "partial")] = "summed"
     reduce_dtype: Annotated[torch.dtype | None, _reduce_dtype] = None

@@ -14,7 +14,7 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from cce_dist import checks, decide, operands, terms
-from cce_dist.call import DTYPES, Call, Options, are_plain, checked, layout_of, numbers_of
+from cce_dist.call import DTYPES, Call, Options, are_plain, checked, checked_num_tokens, layout_of, numbers_of
 from cce_dist.decide import Way, Where
 from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want
 from cce_dist.kernels.dense import label_ids
@@ -135,21 +135,27 @@ class Given(NamedTuple):
 
 def checked_call(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None, weight: Tensor | None,
-    shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None, token_loss: Any,
-    token_inputs: Any, **options: Any,
+    shard: VocabShard | None, num_tokens: float | Tensor | None, expected_weights: Tensor | bool,
+    grad_weight_out: Tensor | None, token_loss: Any, token_inputs: Any, **options: Any,
 ) -> Given:  # fmt: skip
     """Check the arguments of ``linear_cross_entropy``."""
     kind = None
     if weight is None and token_loss is None and not token_inputs:
         tensors = input, linear_weight, target, linear_bias, grad_weight_out
-        kind = _kind_of(*tensors, shard, (expected_weights, *options.values()))
+        # The number of tokens may change in every step.
+        kind = _kind_of(*tensors, shard, (num_tokens is None, expected_weights, *options.values()))
     known = None if kind is None else _KNOWN.get(kind)
     if known is not None:
         if shard is not None:
             shard.check_group()
-        return _with_tensors(known, input, linear_weight, target, linear_bias, grad_weight_out, shard)
+        given = _with_tensors(known, input, linear_weight, target, linear_bias, grad_weight_out, shard)
+        if num_tokens is None:
+            return given
+        options_now = given.options._replace(num_tokens=checked_num_tokens("num_tokens", num_tokens))
+        _check_divisor(options_now, given.x, input)
+        return given._replace(options=options_now)
     given = check_all(
-        input, linear_weight, target, linear_bias=linear_bias, weight=weight, shard=shard,
+        input, linear_weight, target, linear_bias=linear_bias, weight=weight, shard=shard, num_tokens=num_tokens,
         expected_weights=expected_weights, grad_weight_out=grad_weight_out, token_loss=token_loss,
         token_inputs=token_inputs, **options,
     )  # fmt: skip
