@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from cce_dist.kernels import FAR_SOFTCAP, Grads, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, named
-from cce_dist.kernels.direct import launches_are_replaced, launching
+from cce_dist.kernels.direct import launches_are_replaced, launching, load
 from cce_dist.kernels.memory import Groups, Sizes, low_bytes
 from cce_dist.kernels.planned import Planned, planned
 
@@ -238,10 +238,10 @@ def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
     def warm_up(kernel: Any, args: Any, grid: Any, kwargs: dict[str, Any]) -> None:
         compiling.append(kernel.warmup(*args, grid=(1,), **kwargs))
 
-    def load(kernel: Any) -> None:
+    def load_now(kernel: Any) -> None:
         """Have Triton 3.6 build the kernel's C launcher now, which takes a quarter of a second, instead of at its launch."""
         with torch.cuda.device(device):
-            _ = (kernel.result() if hasattr(kernel, "result") else kernel).run
+            load(kernel.result() if hasattr(kernel, "result") else kernel)
 
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="cce_dist-compile") as threads:
         with triton.AsyncCompileMode(threads, ignore_errors=True), torch.no_grad(), launching(warm_up):
@@ -250,7 +250,7 @@ def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
             x = x._replace(hidden=hidden, weight=_bare(x.weight), head=head, ids=_bare(x.ids))
             out = None if weight_out is None else _bare(weight_out)
             _backward(backend, spec, _forward(backend, spec, x), Grads(True, True, x.head.bias is not None, out))
-        wait([threads.submit(load, kernel) for kernel in compiling])
+        wait([threads.submit(load_now, kernel) for kernel in compiling])
 
 
 def _bare(tensor: Tensor) -> Tensor:
