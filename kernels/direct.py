@@ -92,9 +92,9 @@ def launches_are_replaced() -> bool:
     return _THREAD.launch is not None
 
 
-# Triton loads the launcher in C of each kernel as a module of one and the same name, and reads the module's function afterwards.
-# When a file is loaded for the second time, as for kernels with equal arguments, Python puts its functions into the module of this
-# name that was loaded last. A thread in between would then get another kernel's launcher (seen with Triton 3.6).
+# Triton loads each kernel's launcher in C as a module of the same name, and then reads the module's function. If the file was
+# loaded before, as for kernels with equal arguments, CPython puts its functions into the module of this name that was loaded last.
+# A thread in between would get another kernel's launcher (seen with Triton 3.6).
 _LOADING = threading.Lock()
 
 
