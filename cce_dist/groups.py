@@ -28,7 +28,7 @@ from cce_dist.agree import label_error
 from cce_dist.autograd import differentiable_once, is_unobserved, is_wanted, refuse_transforms, without_autocast
 from cce_dist.call import Call
 from cce_dist.decide import Where
-from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
+from cce_dist.kernels import IGNORED, Grads, Operands, Softmax, Upstream
 from cce_dist.kernels.backends import named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.memory import Groups
@@ -89,7 +89,7 @@ class Terms(NamedTuple):
         weight_N = None if self.weight_N is None else self.weight_N[part]
         return self._replace(weight_N=weight_N, token=None if self.token is None else self.token.of_tokens(part))
 
-    def losses(self, nll_N: Tensor, lse_N: Tensor, uniform_nll_N: Tensor) -> Tensor:
+    def losses(self, nll_N: Tensor, lse_N: Tensor, uniform_nll_N: Any) -> Tensor:
         """Return the tokens' losses before the division."""
         if self.label_smoothing:
             nll_N = (1 - self.label_smoothing) * nll_N + self.label_smoothing * uniform_nll_N
@@ -97,8 +97,8 @@ class Terms(NamedTuple):
             nll_N = nll_N + self.z_loss_weight * lse_N.square()
         return nll_N if self.weight_N is None else nll_N * self.weight_N
 
-    def gradients(self, upstream_N: Tensor, lse_N: Tensor) -> list[Tensor | None]:
-        """Turn the gradients of per-token losses into gradients of nll, lse, target logit, uniform nll and entropy."""
+    def gradients(self, upstream_N: Tensor, lse_N: Tensor) -> Upstream:
+        """Turn the gradients of per-token losses into gradients of nll, lse and the uniform distribution's nll."""
         d_loss_N = upstream_N if self.weight_N is None else upstream_N * self.weight_N
         d_lse_N = d_uniform_N = None
         if isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight:
@@ -106,7 +106,7 @@ class Terms(NamedTuple):
         d_nll_N = d_loss_N
         if self.label_smoothing:
             d_nll_N, d_uniform_N = (1 - self.label_smoothing) * d_loss_N, self.label_smoothing * d_loss_N
-        return [d_nll_N, d_lse_N, None, d_uniform_N, None]
+        return Upstream(nll=d_nll_N, lse=d_lse_N, uniform=d_uniform_N)
 
 
 def loss(x: Operands, terms: Terms, call: Call, expected_N: Tensor | None = None,
@@ -237,14 +237,13 @@ def _recompute_weight_gradients(
         x = operands_of(hidden, weight, head, gradients.ids_N, spec)
         # Logits of a token without a label count as 0, so its maximum must not be far below 0.
         softmax = Softmax(*(torch.where(x.ids >= 0, numbers_N, 0.0) for numbers_N in gradients.softmax[:2]))
-        d_losses = terms.gradients(upstream_N, softmax.max + softmax.log_sum)
-        coef_4N = backend.coefficients(d_losses, x.ids, spec.vocab_size)
+        upstream = terms.gradients(upstream_N, softmax.max + softmax.log_sum)
         # A pass without gradients keeps no exponentials.
         saved = backend.saved_of_slices(x, spec._replace(want=spec.want._replace(grad=False)))
         grads = Grads(
             False, gradients.weight is not None, gradients.bias is not None, gradients.weight, often_empty=True
         )
-        d_bias = backend.gradients(x, softmax, coef_4N, saved or [], grads, spec)[2]
+        d_bias = backend.gradients(x, softmax, upstream, saved or [], grads, spec)[2]
         if gradients.bias is not None and d_bias is not None:
             gradients.bias.add_(d_bias)
 
@@ -290,7 +289,7 @@ def run(
     """Compute the loss and its gradients. ``wanted``: which of hidden states, weight and head's tensors get a gradient."""
     layout, group, rows = call.layout, merge.resolve(call.layout.group_name), call.way.groups.rows
     # A group is computed as if this rank were alone, because d_hidden is summed over ranks only after the whole group.
-    backend, spec = named(call.way.backend), call.spec._replace(alone=True)
+    backend, spec = named(call.way.backend), call.spec._replace(alone=True, want=call.spec.want._replace(mean=False))
     x = operands_of(hidden, weight, head, labels, spec)
     call_of_group = call._replace(spec=spec)
     with without_autocast(hidden.device.type):
@@ -301,7 +300,7 @@ def run(
                 raise IndexError(error)
         if layout.sequence_parallel and group is not None:
             hidden = merge.SequenceGather(hidden, group).wait()
-        compile_ahead(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
+        compile_ahead(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None, merge.size_of(group))
         x = x._replace(hidden=hidden, ids=ids)
         loss_N = torch.empty(x.num_tokens, dtype=accumulator(hidden.dtype), device=hidden.device)
         softmax = Softmax(torch.empty_like(loss_N), torch.empty_like(loss_N))
@@ -371,17 +370,18 @@ def _finish(
     """
     backend, spec, group = named(call.way.backend), call.spec, merge.resolve(call.layout.group_name)
     # Only the filter merges a bound over ranks, and it takes two passes.
-    stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
-    stats_TKN = merge.gather_stats(stats_KN, group)
-    nll_N, lse_N, _, uniform_nll_N, entropy_N, merged = backend.token_losses(stats_TKN, x.ids, spec)
-    if terms.token is None:
-        losses_N, d_losses = terms.losses(nll_N, lse_N, uniform_nll_N), terms.gradients(expected_N, lse_N)
+    if merge.size_of(group) == 1:
+        found, merged, _, saved = backend.losses_alone(x, spec, lambda stats_3N: stats_3N[0])
     else:
-        losses_N, d_losses = terms.token.differentiated(nll_N, entropy_N, x.ids, expected_N)
+        stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
+        found, merged = backend.token_losses(merge.gather_stats(stats_KN, group), x, spec)
+    if terms.token is None:
+        losses_N, upstream = terms.losses(found.nll, found.lse, found.uniform), terms.gradients(expected_N, found.lse)
+    else:
+        losses_N, upstream = terms.token.differentiated(found.nll, found.entropy, x.ids, expected_N)
     loss_N.copy_(losses_N)
     max_N.copy_(merged.max)
     log_sum_N.copy_(merged.log_sum)
-    coef_4N = backend.coefficients(d_losses, x.ids, spec.vocab_size)
-    softmax = Softmax(max_N, log_sum_N, None if d_losses[-1] is None else merged.entropy)
-    _, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+    softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else merged.entropy)
+    _, d_weight, d_bias = backend.gradients(x, softmax, upstream, saved, grads, spec)
     return d_weight, d_bias

@@ -55,7 +55,7 @@ def _loss_and_gradients(
         call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False)))
         nll_N, lse_N, _, uniform_nll_N, *_, saved = op._run_forward(hidden, weight, head, labels, None, call)
         loss = terms.losses(nll_N, lse_N, uniform_nll_N).sum() / divisor
-        d_losses = [*terms.gradients(groups.expectation(None, labels, divisor, hidden), lse_N), None]
+        d_losses = [*terms.gradients(groups.expectation(None, labels, divisor, hidden), lse_N)[:-1]]
         d_hidden, d_weight, d_head_KV = op._run_backward(d_losses, hidden, weight, head, saved, None, want, call)
         d_head = head_gradients(d_head_KV, head, want[2:])
     d_hidden, d_weight, *d_head = (hidden.new_empty(0) if x is None else x for x in (d_hidden, d_weight, *d_head))

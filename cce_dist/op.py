@@ -18,7 +18,7 @@ from cce_dist.agree import label_error
 from cce_dist.autograd import Operator, head_rows, without_autocast
 from cce_dist.call import Call, Layout, build
 from cce_dist.decide import Where
-from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
+from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec, Upstream
 from cce_dist.kernels.backends import Backend, named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
@@ -63,10 +63,11 @@ def _run_forward(
         The losses of ``Outputs`` (None if not wanted), a list of its other wanted tensors, and ``Saved`` as a list.
     """
     layout, group = call.layout, merge.resolve(call.layout.group_name)
-    call = decided(call, hidden, labels.shape[0], merge.size_of(group))
+    num_ranks = merge.size_of(group)
+    call = decided(call, hidden, labels.shape[0], num_ranks)
     backend, spec = named(call.way.backend), call.spec
     x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
-    compile_ahead(backend, spec, x, grad_weight_out)
+    compile_ahead(backend, spec, x, grad_weight_out, num_ranks)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(merge.gather_stats(stats_3N, group))
@@ -87,24 +88,26 @@ def _run_forward(
             cells = Cells(ids.view(-1, spec.num_ids))
             ids = any_id(cells.ids_NI)
         x = _with_ids(x, ids)._replace(cells=cells, order=order)
-        if arriving is None:
-            stats_KN, saved = backend.statistics(x, spec, merge_bound)
+        if num_ranks == 1 and arriving is None:
+            found, softmax, stats_TKN, saved = backend.losses_alone(x, spec, merge_bound)
         else:
-            x, stats_KN, saved = _statistics_on_arrival(arriving, backend, x, spec, merge_bound)
-        stats_TKN = merge.gather_stats(stats_KN, group)
-        *losses, softmax = backend.token_losses(stats_TKN, x.ids, spec)
-        ids_NI = target_NI = mean = count = None
-        if x.cells is not None:
+            if arriving is None:
+                stats_KN, saved = backend.statistics(x, spec, merge_bound)
+            else:
+                x, stats_KN, saved = _statistics_on_arrival(arriving, backend, x, spec, merge_bound)
+            stats_TKN = merge.gather_stats(stats_KN, group)
+            found, softmax = backend.token_losses(stats_TKN, x, spec)
+        *losses, count = found
+        ids_NI = target_NI = None
+        if x.cells is not None and stats_TKN is not None:
             ids_NI = x.cells.ids_NI
             losses[0], target_NI = merge_cells(stats_TKN, softmax, ids_NI, spec)
-        if spec.want.mean:
-            mean, count = backend.mean(losses[0], labels, spec.ignore_index)
-        found = merge_listed(stats_TKN, softmax, x.ids, spec)
+        further = merge_listed(stats_TKN, softmax, x.ids, spec)
         if spec.want.filter_stats:
-            found["filter_stats"] = backend.filter_stats(x, softmax, saved, spec)
-        others = [found[name] for name in listed(spec.want, 0)]
+            further["filter_stats"] = backend.filter_stats(x, softmax, saved, spec)
+        others = [further[name] for name in listed(spec.want, 0)]
         kept = Saved(softmax.max, softmax.log_sum, softmax.entropy, x.ids, count, ids_NI, target_NI, saved)
-        return *losses, mean, others, kept.listed()
+        return *losses, others, kept.listed()
 
 
 def _start_gather(hidden: Tensor, group: Any) -> merge.SequenceGather | None:
@@ -158,17 +161,14 @@ def _run_backward(
     max_N, log_sum_N, entropy_N, ids, count, ids_NI, target_NI, saved = Saved.of(saved, call.spec)
     call = decided(call, hidden, ids.shape[0], merge.size_of(group))
     backend, spec = named(call.way.backend), call.spec
-    *d_losses, d_mean = d_losses
-    of_mean = None if count is None or d_mean is None else (d_mean, count)
-    cells = None
+    upstream, cells = Upstream(*d_losses, count), None
     if ids_NI is not None and target_NI is not None:
         # A token's log-sum-exp gets the sum of the gradients of its ids. Cells hold the gradient of each id.
-        cells, d_sum = cell_gradients(d_losses[0], target_NI, ids_NI)
-        d_losses = [None, d_sum if d_losses[1] is None else d_sum + d_losses[1], *d_losses[2:]]
+        cells, d_sum = cell_gradients(upstream.nll, target_NI, ids_NI)
+        upstream = upstream._replace(nll=None, lse=d_sum if upstream.lse is None else d_sum + upstream.lse)
     want_hidden, want_weight, *want_head = want
     with without_autocast(hidden.device.type):
         arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
-        coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size, of_mean)
         x = operands_of(hidden, weight, head, ids, spec)._replace(cells=cells)
         sum_group = sum_group_of(layout, group)
         rows = call.way.ready_rows or None
@@ -181,10 +181,10 @@ def _run_backward(
         if arriving is not None:
             x = x._replace(hidden=arriving.wait())
 
-        softmax = Softmax(max_N, log_sum_N, None if d_losses[-1] is None else entropy_N)
+        softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else entropy_N)
         want_bias = spec.logits.named(want_head).get("bias", False)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
-        d_hidden, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+        d_hidden, d_weight, d_bias = backend.gradients(x, softmax, upstream, saved, grads, spec)
         if hidden_sum is not None and want_hidden:
             d_hidden = hidden_sum.wait()
         return d_hidden, d_weight, head_rows(spec.logits.listed(bias=d_bias), want_head)
