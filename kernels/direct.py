@@ -93,8 +93,8 @@ def launches_are_replaced() -> bool:
 
 
 # Triton loads each kernel's launcher in C as a module of the same name, and then reads the module's function. If the file was
-# loaded before, as for kernels with equal arguments, CPython puts its functions into the module of this name that was loaded last.
-# A thread in between would get another kernel's launcher (seen with Triton 3.6).
+# loaded before, as for kernels with equal arguments, CPython puts its functions into the module that was loaded last. Another
+# thread that loads a launcher in between would make this kernel use that launcher (seen with Triton 3.6).
 _LOADING = threading.Lock()
 
 
