@@ -45,7 +45,7 @@ last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wante
 
 ``linear_log_probs`` appends up to four kinds of rows (``extras.py`` merges them), in this order: SUM_SQUARE, the sum of
 exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows with the logits of each token's ids,
-0 where the id is no valid row of this shard; and 2 k rows of bits, the keys of the k largest logits.
+0 where the id is no valid row of this shard; and 2 k rows, the k largest logits and the bits of their ids, int32.
 
 **Gradient of a logit** comes from four coefficients per token (rows of ``coef_4N``: ``P``, ``LABEL``, ``UNIFORM``,
 ``ENTROPY``), the merged maximum M and the logarithm L of the merged sum. M and L stay separate, so that
@@ -150,7 +150,6 @@ class Want(NamedTuple):
     grad: bool = True  # A backward pass may follow
     uniform: bool = False  # Nll of the uniform distribution, for label smoothing
     entropy: bool = False  # Entropy of the softmax
-    filter_stats: bool = False  # Share of logits and mass of the softmax that the filter keeps and drops
     largest: bool = False  # Largest logit
     sum_p_squared: bool = False  # Sum of the squared probabilities
     best: bool = False  # Id of the largest logit
@@ -214,7 +213,7 @@ class Spec(NamedTuple):
 
     @property
     def first_top(self) -> int:
-        """Index of the first row of statistics that holds keys of the largest logits."""
+        """Index of the first row of statistics that holds the largest logits."""
         return self.first_target + (self.num_ids if self.several else 0)
 
     @property

@@ -73,10 +73,6 @@ class Backend(Protocol):
         """
         ...
 
-    def filter_stats(self, x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec) -> Tensor:
-        """Return the share of logits kept, then mean and maximum over labelled tokens of the softmax mass dropped. -> [3]."""
-        ...
-
     def gradients(
         self, x: Operands, softmax: Softmax, upstream: Upstream, saved: list[Tensor], grads: Grads, spec: Spec
     ) -> Gradients:

@@ -23,14 +23,13 @@ import torch
 
 from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.candidates import Candidates, new_candidates, sampled
 from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
-from cce_dist.kernels.extras import LEAST_KEY
+from cce_dist.kernels.extras import NO_ID, largest
 from cce_dist.kernels.kept import Kept, Leveling, label_cells, scaled_rows
-from cce_dist.kernels.largest import choose_among_all, choose_listed
+from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.losses import (
     Finished,
     Results,
@@ -67,8 +66,8 @@ from cce_dist.kernels.tokens import (
 from cce_dist.kernels.waves import cdiv
 
 __all__ = [
-    "filter_stats", "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices",
-    "statistics", "token_losses",
+    "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
+    "token_losses",
 ]
 
 
@@ -79,15 +78,7 @@ def columns_kept(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials: as many as fit in the budget."""
     if not spec.can_keep(str(x.hidden.dtype)):
         return 0
-    return memory.columns_kept(sizes_of(x)._replace(alone=spec.alone), _beside_lists(x, spec))
-
-
-def _beside_lists(x: Operands, spec: Spec) -> int:
-    return memory.beside_lists(sizes_of(x), spec.want.top_k, spec.workspace_bytes)
-
-
-def top_plan(x: Operands, spec: Spec) -> memory.TopPlan | None:
-    return memory.top_plan(x.num_valid, spec.want.top_k) if spec.want.top_k else None
+    return memory.columns_kept(sizes_of(x)._replace(alone=spec.alone), spec.workspace_bytes)
 
 
 def sizes_of(x: Operands) -> Sizes:
@@ -120,9 +111,12 @@ def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN, and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
-    kept = new_kept(x, order_of(x), columns_kept(x, spec), spec.want.entropy)
-    stats_KN = torch.empty(spec.num_rows, x.num_tokens, dtype=torch.float32, device=x.hidden.device)
-    _forward(x, spec, kept, stats_KN, None)
+    order, stats_KN = order_of(x), _empty(x, spec.num_rows, x.num_tokens)
+    kept = _kept_after_largest(x, spec, order, stats_KN)
+    if x.num_tokens == 0 or x.num_valid == 0:
+        stats_KN[: spec.first_top].zero_()[0] = float("-inf")
+    else:
+        _sweep(x, spec, kept, stats_KN, None)
     return stats_KN, list(kept)
 
 
@@ -132,72 +126,82 @@ def losses_alone(
     """Return losses, softmax, statistics and ``Kept``. Statistics are None without further outputs, and have no TARGET."""
     if x.num_tokens == 0 or x.num_valid == 0:
         return of_statistics(x, spec, *statistics(x, spec))
-    kept, stats_TKN = new_kept(x, order_of(x), columns_kept(x, spec), spec.want.entropy), None
-    if spec.num_rows > spec.num_stats:
-        stats_TKN = torch.empty(1, spec.num_rows, x.num_tokens, dtype=torch.float32, device=x.hidden.device)
+    stats_TKN = _empty(x, 1, spec.num_rows, x.num_tokens) if spec.num_rows > spec.num_stats else None
+    stats_KN = None if stats_TKN is None else stats_TKN[0]
+    kept = _kept_after_largest(x, spec, order_of(x), stats_KN)
     out = Finished.new(x, kept.num_kept, spec.want, cdiv(x.num_tokens, rows_per_program(kept.exp_NV.shape[1] > 0)))
-    _forward(x, spec, kept, None if stats_TKN is None else stats_TKN[0], out)
+    _sweep(x, spec, kept, stats_KN, out)
     return out.losses, out.softmax, stats_TKN, list(kept)
 
 
-def _forward(x: Operands, spec: Spec, kept: Kept, stats_KN: torch.Tensor | None, out: Finished | None) -> None:
-    """Fill ``kept`` and, unless they are None, ``stats_KN`` and ``out``. There is no TARGET in stats_KN beside ``out``."""
-    if stats_KN is not None and spec.want.top_k:  # placeholders: the shard may have fewer columns than k
-        _keys(stats_KN, spec).zero_()[: spec.want.top_k] = LEAST_KEY >> 32
-    if x.num_tokens == 0 or x.num_valid == 0:
-        assert stats_KN is not None and out is None
-        stats_KN[: spec.first_top].zero_()[0] = float("-inf")
+def _empty(x: Operands, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=x.hidden.device)
+
+
+def _kept_after_largest(x: Operands, spec: Spec, order: list[torch.Tensor], stats_KN: torch.Tensor | None) -> Kept:
+    """Return ``new_kept``. The largest logits are written first, before the exponentials take their memory."""
+    if stats_KN is not None and spec.want.top_k:
+        _write_largest(x, spec, order, stats_KN[spec.first_top :])
+    return new_kept(x, order, columns_kept(x, spec), spec.want.entropy)
+
+
+def _write_largest(x: Operands, spec: Spec, order: list[torch.Tensor], top_2KN: torch.Tensor) -> None:
+    """Write each token's largest logits and their ids, from all logits of a group of tokens at a time."""
+    z_KN, ids_KN = top_2KN[: spec.want.top_k], top_2KN[spec.want.top_k :].view(torch.int32)
+    z_KN.fill_(float("-inf"))  # stays where the shard has fewer columns than k
+    ids_KN.fill_(NO_ID)
+    top_k = min(spec.want.top_k, x.num_valid)
+    if top_k == 0 or x.num_tokens == 0:
         return
+    with on_device(x.hidden):
+        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+        cols = cdiv(x.num_valid, tiles.lse.cols) * tiles.lse.cols
+        at_once = memory.top_rows(sizes_of(x)._replace(num_columns=cols), top_k, spec.workspace_bytes)
+        buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+        z_RV = torch.empty(at_once, cols, dtype=torch.float32, device=x.hidden.device)
+        for group in token_groups(order, at_once):
+            rows = gathered(x.hidden, group, buffer_RD)
+            group_z_RV = first_rows(z_RV, rows.index.shape[0])
+            logits_chunk(x, rows, 0, group_z_RV, tiles)
+            z_RK, columns_RK = largest(group_z_RV, top_k)
+            z_KN[:top_k].index_copy_(1, rows.index.long(), z_RK.t())
+            ids_KN[:top_k].index_copy_(1, rows.index.long(), (columns_RK + x.start).int().t())
+
+
+def _sweep(x: Operands, spec: Spec, kept: Kept, stats_KN: torch.Tensor | None, out: Finished | None) -> None:
+    """Fill the kept exponentials, and unless they are None ``out`` and stats_KN, except for the largest logits.
+
+    Beside ``out``, stats_KN has no TARGET.
+    """
     if stats_KN is not None and spec.several:
         stats_KN[2].zero_()
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        left_N = _sweep(x, spec, tiles, kept, stats_KN, out)
-        if stats_KN is not None and spec.want.top_k:
-            choose_among_all(x, left_N, spec, tiles, _keys(stats_KN, spec))
+        at_once = _forward_rows(x, spec, kept)
+        num_tiles = cdiv(x.num_valid, tiles.lse.cols)
+        keeping, parts = _kept_span(x, kept, tiles, at_once), 0
+        if keeping.last < num_tiles:
+            # ``invariant`` calls always use the number of parts that 400 to 8,192 tokens get on an H100.
+            cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
+            parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
+        buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
+        targets, programs = _targets(spec, kept, stats_KN, out), 0
+        target_N = None if out is None or spec.several else targets[0]
+        for number, group in enumerate(token_groups(kept.order, at_once)):
+            rows, leveling = gathered_with_targets(x, group, buffer_RD, *targets), None
+            partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
+            if keeping.num_parts:
+                kept_of_group = kept.of_group(number, at_once)
+                leveling = _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept_of_group, spec.want)
+            if parts:
+                span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
+                lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want)
+            programs += finish(
+                x, rows, partials_KPR, want=spec.want, leveling=leveling, target_N=target_N, vocab_size=spec.vocab_size,
+                stats_KN=stats_KN, out=out, first_program=programs,
+            )
         if stats_KN is not None and spec.want.best:  # columns become ids
             stats_KN[spec.best_row].view(torch.int32).add_(x.start)
-
-
-def _keys(stats_KN: torch.Tensor, spec: Spec) -> torch.Tensor:
-    return stats_KN[spec.first_top :].view(torch.int32)
-
-
-def _sweep(
-    x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Tensor | None, out: Finished | None
-) -> torch.Tensor:
-    """Run forward's passes. Return ids [N], negative except for tokens whose largest logits are still to be found."""
-    plan = top_plan(x, spec)
-    at_once = _forward_rows(x, spec, tiles, kept)
-    num_tiles = cdiv(x.num_valid, tiles.lse.cols)
-    keeping, parts = _kept_span(x, kept, tiles, at_once), 0
-    if keeping.last < num_tiles:
-        # ``invariant`` calls always use the number of parts that 400 to 8,192 tokens get on an H100.
-        cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
-        parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
-    buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
-    find = partial(new_candidates, sampled(x, plan), plan, tiles) if plan else None
-    left_N = torch.empty_like(x.ids) if find else x.ids
-    targets, programs = _targets(spec, kept, stats_KN, out), 0
-    target_N = None if out is None or spec.several else targets[0]
-    for number, group in enumerate(token_groups(kept.order, at_once)):
-        rows = gathered_with_targets(x, group, buffer_RD, *targets)
-        lists = find(rows) if find else None
-        partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
-        leveling = None
-        if keeping.num_parts:
-            kept_of_group = kept.of_group(number, at_once)
-            leveling = _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept_of_group, spec.want, lists)
-        if parts:
-            span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
-            lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want, lists=lists)
-        programs += finish(
-            x, rows, partials_KPR, want=spec.want, leveling=leveling, target_N=target_N, vocab_size=spec.vocab_size,
-            stats_KN=stats_KN, out=out, first_program=programs,
-        )
-        if lists:
-            choose_listed(x, rows, lists, spec, _keys(stats_KN, spec), left_N)
-    return left_N
 
 
 def _targets(
@@ -212,16 +216,9 @@ def _targets(
     return out.losses.target if saved_N is None else saved_N, 0, None
 
 
-def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: Kept) -> int:
+def _forward_rows(x: Operands, spec: Spec, kept: Kept) -> int:
     """Return how many tokens forward works on at a time."""
-    plan, sizes, columns = top_plan(x, spec), sizes_of(x), kept.exp_NV.shape[1]
-    if columns:
-        return min(x.num_tokens, memory.forward_rows(sizes, _beside_lists(x, spec), columns))
-    rows = memory.forward_rows(sizes, spec.workspace_bytes, 0)
-    if plan is not None:
-        # ``waves.num_parts`` gives a block of rows a quarter of the programs that run at once, so four blocks fill the device.
-        rows = min(rows, memory.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, 4 * tiles.lse.rows))
-    return min(x.num_tokens, rows)
+    return min(x.num_tokens, memory.forward_rows(sizes_of(x), spec.workspace_bytes, kept.exp_NV.shape[1]))
 
 
 def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
@@ -233,7 +230,6 @@ def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
 
 def _keep_exponentials(
     x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, kept: Kept, want: Want,
-    lists: Candidates | None = None,
 ) -> Leveling:
     """Run the log-sum-exp over a span and keep its exponentials, relative to the maximum of each row's first tile.
 
@@ -246,26 +242,19 @@ def _keep_exponentials(
     lse_partials(x, rows, tiles._replace(lse=tile), Span(0, 1, 1), first_KPR)
     tile_reference_BR = torch.empty(span.last, num_rows, dtype=torch.float32, device=partials_KPR.device)
     keep = Keep(first_KPR, kept.exp_NV, tile_reference_BR)
-    lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want, lists=lists)
+    lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want)
     return Leveling(kept.exp_NV, tile_reference_BR, kept.reference_N, tiles.lse.cols)
 
 
 def _recompute_exponentials(x: Operands, kept: Kept, tiles: Tiles, spec: Spec) -> None:
     """Compute the exponentials again if an earlier backward has overwritten them. Otherwise every launch returns at once."""
-    at_once = _forward_rows(x, spec, tiles, kept)  # the same groups, cut into the same parts, as in forward
+    at_once = _forward_rows(x, spec, kept)  # the same groups, cut into the same parts, as in forward
     span, buffer_RD = _kept_span(x, kept, tiles, at_once), x.hidden.new_empty(at_once, x.hidden.shape[1])
     for number, group in enumerate(token_groups([kept.index_N, kept.num_kept * kept.overwritten], at_once)):
         rows = gathered(x.hidden, group, buffer_RD)
         partials_KPR = new_partials(span.num_parts, rows.index.shape[0], spec.want, x.hidden)
         kept_of_group = kept.of_group(number, at_once)
         finish(x, rows, None, leveling=_keep_exponentials(x, rows, tiles, span, partials_KPR, kept_of_group, spec.want))
-
-
-def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
-    """Return the statistics of a filter that keeps everything."""
-    stats = softmax.max.new_zeros(3)
-    stats[:1].fill_(1.0)  # an assignment would wait for the device
-    return stats
 
 
 class Output(NamedTuple):

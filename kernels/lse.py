@@ -37,7 +37,6 @@ from cce_dist.kernels.blocks import (
     store_tile,
     tile_of_products,
 )
-from cce_dist.kernels.candidates import Candidates, has_inline_ptx, list_candidates
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
@@ -110,10 +109,9 @@ def lse_partials(
     want: Want = NOTHING_MORE,
     keep: Keep | None = None,
     marks: Marks | None = None,
-    lists: Candidates | None = None,
     want_sloped: bool = False,
 ) -> None:
-    """Write the partials of a span of tiles; fill what ``keep``, ``marks`` or ``lists`` ask for.
+    """Write the partials of a span of tiles; fill what ``keep`` or ``marks`` ask for.
 
     ``want_sloped`` adds the sum of exp times the softcap's slope.
     """
@@ -129,16 +127,14 @@ def lse_partials(
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
         rows.index, rows.num_kept,
         # out
-        partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), references, marks, lists,
+        partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), references, marks,
         # sizes
         num_rows, hidden_size, x.num_valid, partials_KPR.shape[1], span.first, span.last, span.num_parts,
         span.first_part, *longest_first(span.last - span.first, span.num_parts),
         0 if exp_RV is None else exp_RV.shape[1], 0 if marks is None else marks.words_RW.shape[1],
-        None if lists is None else lists.capacity,
         # options
         WANT=Sums.of(want, want_sloped), MASK_V=x.num_valid % tile.cols != 0,
         FAST=has_fast_math() and not want.best,  # with all outputs together, fast math would spill registers
-        INLINE_PTX=lists is not None and has_inline_ptx(),
         # tiles
         TILE=tile, GROUP=tiles.group, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -173,7 +169,6 @@ def _lse_kernel(
     exp,  # out: [R, B * BLOCK_V] descriptor or pointer, or None
     keep,  # in, out: Keep without its exponentials, or None where ``exp`` is None
     marks,  # in, out: Marks, or None
-    lists,  # in, out: Candidates, or None
     num_rows,
     hidden_size,
     num_valid,
@@ -186,11 +181,9 @@ def _lse_kernel(
     step,
     exp_cols,
     num_words,
-    capacity,
     WANT: tl.constexpr,  # Sums
     MASK_V: tl.constexpr,
     FAST: tl.constexpr,
-    INLINE_PTX: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
@@ -234,8 +227,6 @@ def _lse_kernel(
         reference = tl.load(marks.bound_N + token, mask=live, other=float("inf"))
         threshold = reference + marks.log_eps
         reference = tl.where(reference > float("-inf"), reference, 0.0)
-    if lists is not None:
-        limit = tl.load(lists.threshold_R + offs_n, mask=live, other=float("inf"))
     token = offs_n
     if head.factors is not None:
         token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
@@ -250,10 +241,6 @@ def _lse_kernel(
         offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_valid
         z = logits_of(acc, offs_v, in_v, head, factors, MASK_V)
-        if lists is not None:
-            list_candidates(
-                z, limit, lists.list_RM, lists.count_R, capacity, tile * BLOCK_V, offs_n, live, BLOCK_N, BLOCK_V, INLINE_PTX
-            )
         tile_max = tl.max(z, 1)
         new_max = tl.maximum(running_max, tile_max)
         if WANT.best:

@@ -13,12 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from shards import DEVICE, GPU, Problem, launch_nothing, nan_memory, needs_gpu, upstream_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cce_dist import GradFilter, op
-from cce_dist.call import Call, Layout, flat
+from cce_dist import GradFilter, op, reference
+from cce_dist.autograd import flat
+from cce_dist.call import Call
 from cce_dist.kernels import (
     IGNORED,
     OUTSIDE,
@@ -40,6 +42,7 @@ from cce_dist.kernels import (
 )
 from cce_dist.kernels import dense as dense_backend
 from cce_dist.kernels.dry_run import Live
+from cce_dist.merge import Layout
 from cce_dist.tools.verify.check import assert_no_worse
 
 KEPT_IN = torch.bfloat16 if GPU else torch.float32
@@ -162,36 +165,29 @@ def problem(case: Case, dtype: torch.dtype) -> Problem:
 
 
 def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
-    """The same in plain torch: products in ``dtype``, everything between them in at least fp32."""
-    wide = torch.promote_types(dtype, torch.float32)
-    hidden, weight = p.hidden.to(dtype), p.weight.to(dtype).nan_to_num()
-    u = (hidden @ weight.T).to(wide)
-    u = p.logits.logit_scale * (u if p.bias is None else u + p.bias.to(wide))
-    z = p.logits.softcap * torch.tanh(u / p.logits.softcap) if p.logits.softcap else u
-    valid = torch.arange(len(weight), device=DEVICE) < p.logits.num_valid
+    """The same by the reference and autograd: matmuls in ``dtype``, everything between them in at least fp32."""
+    num_valid, wide = p.logits.num_valid, torch.promote_types(dtype, torch.float32)
+    leaves = [x.to(dtype).requires_grad_() for x in (p.hidden, p.weight[:num_valid])]
+    bias = torch.zeros(num_valid, device=DEVICE) if p.bias is None else p.bias[:num_valid]
+    leaves.append(bias.to(wide).requires_grad_())
+    # The bias is added in fp32, as kernels add it.
+    z = p.logits.logit_scale * (reference.logits(*leaves[:2]) + leaves[2])
+    z = p.logits.softcap * torch.tanh(z / p.logits.softcap) if p.logits.softcap else z
     column = p.labels - p.logits.start
-    here = (p.labels >= 0) & (column >= 0) & (column < p.logits.num_valid)
-    is_label = here[:, None] & (column[:, None] == torch.arange(len(weight), device=DEVICE))
-    z = z.masked_fill(~valid, -torch.inf)
+    here = (p.labels >= 0) & (column >= 0) & (column < num_valid)
+    of_tokens = reference.cross_entropy(z, torch.where(here, column, 0), reduction="none")
+    outputs = of_tokens.lse, here * of_tokens.target_logit, z.sum(1), of_tokens.entropy
+    grads = torch.autograd.grad((p.coef.to(wide) * torch.stack(outputs)).sum(), leaves)
 
-    maximum = z.amax(1)
-    below = (z - maximum[:, None]).masked_fill(~valid, 0.0)
-    exp = below.exp().masked_fill(~valid, 0.0)
-    rows = [maximum, exp.sum(1), torch.where(is_label, z, 0.0).sum(1)]
-    rows += [-below.sum(1), torch.full_like(maximum, p.logits.num_valid)] if case.uniform else []
+    assert of_tokens.max_logit is not None
+    below = z.detach() - of_tokens.max_logit[:, None]
+    exp = below.exp()
+    rows = [of_tokens.max_logit, exp.sum(1), outputs[1].detach()]
+    rows += [-below.sum(1), torch.full_like(rows[0], num_valid)] if case.uniform else []
     rows += [(exp * below).sum(1)] if case.entropy else []
-    log_sum = exp.sum(1).log()
-    log_p = (below - log_sum[:, None]).masked_fill(~valid, 0.0)
-    prob = log_p.exp().masked_fill(~valid, 0.0)
-    entropy = -(prob * log_p).sum(1)
-    coef_p, coef_label, coef_uniform, coef_entropy = p.coef.to(wide)[:, :, None].unbind()
-    grad = coef_p * prob + coef_label * is_label + coef_uniform - coef_entropy * prob * (log_p + entropy[:, None])
-    grad = grad.masked_fill(~valid, 0.0) * p.logits.logit_scale
-    if p.logits.softcap:
-        grad = grad * (1 - (z.masked_fill(~valid, 0.0) / p.logits.softcap).square())
-    rounded = grad.to(dtype)
-    merged = (maximum.float(), log_sum.float(), entropy.float())
-    return Truth(torch.stack(rows), merged, rounded @ weight, rounded.T @ hidden, grad.sum(0))
+    merged = rows[0].float(), rows[1].log().float(), of_tokens.entropy.detach().float()
+    padding = (0, 0, 0, len(p.weight) - num_valid)
+    return Truth(torch.stack(rows), merged, grads[0], F.pad(grads[1], padding), F.pad(grads[2], padding[2:]))
 
 
 def operands(p: Problem) -> Operands:
@@ -338,7 +334,7 @@ def test_exponentials_of_groups_have_the_same_bits(options: dict[str, Any], monk
     seen = set()
     made = exact._keep_exponentials
     monkeypatch.setattr(
-        exact, "_keep_exponentials", lambda x, rows, *rest: (seen.add(len(rows.index)), made(x, rows, *rest))
+        exact, "_keep_exponentials", lambda x, rows, *rest: (seen.add(len(rows.index)), made(x, rows, *rest))[1]
     )
     merged, results = dense(p, whole, torch.float64).merged, []
     for case in (whole, groups):
@@ -537,7 +533,7 @@ def test_who_waits_for_d_hidden() -> None:
         (Layout(), 1, True), (plain, 1, True), (plain, 2, False), (partial, 2, True), (sliced, 1, False),
         (sliced, 2, False),
     ):  # fmt: skip
-        assert op.decided(Call(spec, layout, "triton"), hidden, 8, num_ranks).spec.alone == alone
+        assert Call(spec, layout, "triton").decided(hidden, 8, num_ranks).spec.alone == alone
 
 
 def test_where_exponentials_are_kept() -> None:
@@ -666,8 +662,8 @@ def test_one_rank_finishes_in_one_launch(case: Case, further: bool, monkeypatch:
             assert torch.equal(stats_TKN[0, rows], stats[rows])
         for a, b in zip([*ours[:5], *ours_softmax, *ours_saved], [*expected[:5], *softmax, *saved], strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(ours.mean, ours.nll.double().sum().div((ids != IGNORED).sum().clamp(min=1)).float())
-        assert torch.equal(ours.count, (ids != IGNORED).sum().clamp(min=1))
+        count = (ids != IGNORED).sum().clamp(min=1)
+        torch.testing.assert_close((ours.mean, ours.count), ((ours.nll.double().sum() / count).float(), count))
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])

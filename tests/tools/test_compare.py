@@ -94,7 +94,6 @@ def test_dense_and_exact_have_the_dense_gradient(comparison: report.Comparison) 
 
 
 def test_the_filter_is_on_and_compensation_repairs_the_mean(comparison: report.Comparison) -> None:
-    assert all(0 < kept < 0.95 for kept in flat(comparison, "filtered", "kept_tiles"))
     assert error(comparison, "filtered-plain", "mean dE") > 1e-2
     assert error(comparison, "filtered", "mean dE") < 1e-4
     of_means = flat(comparison, "filtered-plain", "error_of_mean")
@@ -247,7 +246,7 @@ def test_a_run_that_learns_nothing_says_so(last: float, learned: bool) -> None:
     losses = iter([4.0, last])
     training: Any = SimpleNamespace(
         validate=lambda: next(losses),
-        probe=lambda _: Agreement({}, {}, 0.0, {}, 0.0, []),
+        probe=lambda _: Agreement({}, {}, {}, 0.0, []),
         step=lambda _: torch.tensor(4.0),
     )
     recipe: Any = SimpleNamespace(steps=100, batch_size=1, shape=SimpleNamespace(seq_len=1))

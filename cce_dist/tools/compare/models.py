@@ -21,7 +21,7 @@ from cce_dist.tools.bench import steps
 from cce_dist.tools.bench.methods import Method
 from cce_dist.tools.bench.models import CONFIGS, OURS, build, compile_layers, twin, ways
 from cce_dist.tools.bench.problem import loss_of
-from cce_dist.tools.compare.probe import Agreement, agreement, share_kept
+from cce_dist.tools.compare.probe import Agreement, agreement
 from cce_dist.tools.plan import sizes
 from cce_dist.tools.pretrain.build import make_optimizer
 from cce_dist.tools.pretrain.data import IGNORED, Corpus
@@ -130,14 +130,10 @@ class ModelLearner:
         d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
         dtype = getattr(torch, self.recipe.dtype)
         hidden, weight = hidden.detach().to(dtype), weight.detach().to(dtype)
-        kept = float("nan")
         if self.ours:
             cce_dist.require(self.way)
-            head: Any = self.way.lm_head
-            grad_filter = head.cce_task.options.grad_filter
-            kept = share_kept(hidden, weight, labels, softcap=self._softcap, grad_filter=grad_filter)
         problem = loss_of(hidden.flatten(0, 1), weight, labels.flatten(), self._softcap)
-        return agreement(d_hidden.flatten(0, 1), d_weight, problem, kept, self._softcap)
+        return agreement(d_hidden.flatten(0, 1), d_weight, problem, self._softcap)
 
     def _forward(self, **batch: Tensor) -> Any:
         with self.recipe.autocast():

@@ -6,14 +6,12 @@ dC whose id is no label of the batch, which come from small probabilities alone.
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cce_dist import LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy
 from cce_dist.tools.bench.problem import Problem, loss_of, reference_of
 from cce_dist.tools.bench.workload import probability_by_rank
 from cce_dist.tools.pretrain.data import IGNORED
@@ -28,7 +26,6 @@ class Agreement(NamedTuple):
 
     cosine: dict[str, float]  # NaN where a gradient is 0
     norm: dict[str, float]  # of the method's gradient, over the norm of the dense one
-    kept_tiles: float  # ``FilterStats.kept``; NaN without a filter of this library
     dense_norm: dict[str, float]  # of the dense gradient
     batch_loss: float  # dense loss of the batch
     by_rank: list[float]  # ``probability_by_rank`` of the batch
@@ -43,17 +40,11 @@ def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndar
     weight = model.head.weight
     assert isinstance(weight, nn.Parameter)
     d_hidden, d_weight = _gradients(recipe, head, hidden, weight, part_labels)
-    kept_tiles = math.nan
-    if isinstance(head, VocabParallelHead):
-        with recipe.autocast():
-            kept_tiles = share_kept(hidden, weight, part_labels, **head.loss_options)
     operands = hidden.flatten(0, -2), weight.detach().to(hidden.dtype), part_labels.flatten()
-    return agreement(d_hidden.flatten(0, -2), d_weight, loss_of(*operands), kept_tiles)
+    return agreement(d_hidden.flatten(0, -2), d_weight, loss_of(*operands))
 
 
-def agreement(
-    d_hidden: Tensor, d_weight: Tensor, problem: Problem, kept_tiles: float, softcap: float | None = None
-) -> Agreement:
+def agreement(d_hidden: Tensor, d_weight: Tensor, problem: Problem, softcap: float | None = None) -> Agreement:
     """Compare gradients [N, D] and [V, D] of a loss with the dense ones, from the rounded operands of the problem."""
     truth, labels = reference_of(problem), problem.tokens[1]
     rare = torch.ones(len(truth.d_weight), dtype=torch.bool, device=labels.device)
@@ -67,18 +58,7 @@ def agreement(
     columns = torch.stack([_cosine_and_norms(one, other) for one, other in pairs], 1).tolist()
     cosine, norm, dense_norm = (dict(zip(GRADIENTS, column, strict=True)) for column in columns)
     by_rank = probability_by_rank(problem.tokens[0], problem.weights[0], softcap)
-    return Agreement(cosine, norm, kept_tiles, dense_norm, truth.value.item(), by_rank)
-
-
-@torch.no_grad()
-def share_kept(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> float:
-    """Return ``FilterStats.kept`` of a loss with these options; NaN without a filter."""
-    if options["grad_filter"] is None:
-        return math.nan
-    options["return_aux"] = ("filter_stats",)
-    output = linear_cross_entropy(hidden, weight, labels, **options)
-    assert isinstance(output, LinearCrossEntropyOutput) and output.filter_stats is not None
-    return output.filter_stats.kept.item()
+    return Agreement(cosine, norm, dense_norm, truth.value.item(), by_rank)
 
 
 def _gradients(

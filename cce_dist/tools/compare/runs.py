@@ -21,7 +21,7 @@ from cce_dist.tools.report import describe
 class Measurement:
     """The state of a run after ``step`` optimizer steps.
 
-    ``Agreement`` describes the last six fields. They are empty or NaN if gradients were not compared.
+    ``Agreement`` describes ``cosine``, ``norm`` and the last three fields: empty or NaN if gradients were not compared.
     """
 
     step: int
@@ -30,7 +30,7 @@ class Measurement:
     tokens_per_s: float = math.nan  # in these steps, without the time of measuring
     cosine: dict[str, float] = field(default_factory=dict)
     norm: dict[str, float] = field(default_factory=dict)
-    kept_tiles: float = math.nan
+    kept_tiles: float = math.nan  # in older files: the share of logits that a filter kept
     dense_norm: dict[str, float] = field(default_factory=dict)
     batch_loss: float = math.nan
     by_rank: list[float] = field(default_factory=list)
