@@ -49,21 +49,10 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     add("--device", type=device, help="cuda, cuda:1, cpu (default: cuda if there is one)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of hidden states and weight")
     add("--out", type=folder, default=Path("runs/bench"), metavar="DIR", help="folder for bench.json")
-    add(
-        "--show",
-        nargs="+",
-        type=Path,
-        metavar="JSON",
-        help="measure nothing; print each bench.json again, or the part that --shapes, --models, --tokens, --methods or --tp "
-        "name",
-    )
-    add(
-        "--columns",
-        nargs="+",
-        choices=report.COLUMNS,
-        metavar="COLUMN",
-        help=f"with --show: print one table with these numbers, a column per case: {', '.join(report.COLUMNS)}",
-    )
+    says = "measure nothing; print each bench.json again, or its part with these --shapes, --models, --tokens, --methods, --tp"
+    add("--show", nargs="+", type=Path, metavar="JSON", help=says)
+    says = f"with --show: print one table with these numbers, a column per case: {', '.join(report.COLUMNS)}"
+    add("--columns", nargs="+", choices=report.COLUMNS, metavar="COLUMN", help=says)
     add("--scatter", type=Path, metavar="PNG", help="with --show: draw time over memory, both over torch-compile's")
     return parser
 
@@ -158,12 +147,13 @@ def _show(args: argparse.Namespace) -> int:
         every = [case for cases in shown.values() for case in cases]
         if not every:
             raise ValueError(f"nothing of what is asked for is in {', '.join(map(str, args.show))}")
-        lines = report.summary(every, args.columns) if args.columns else []
+        if args.scatter:
+            pairs = [(files[path].environment, case) for path, cases in shown.items() for case in cases]
+            report.write_scatter(args.scatter, pairs)
+        elif args.columns:
+            print("\n".join(report.summary(every, args.columns)))
+        else:
+            print("\n\n".join(map(report.table, every)))
     except (OSError, ValueError) as error:
         raise Refused(error) from error
-    if args.scatter:
-        pairs = [(files[path].environment, case) for path, cases in shown.items() for case in cases]
-        report.write_scatter(args.scatter, pairs)
-        return 0
-    print("\n".join(lines) if lines else "\n\n".join(map(report.table, every)))
     return 0

@@ -40,25 +40,13 @@ def parser() -> argparse.ArgumentParser:
     parser = command.parser(__doc__)
     add = parser.add_argument
     add("--shapes", nargs="+", type=shape, metavar="SHAPE", help=f"heads: {', '.join(SHAPES)}; or D x V, 2048x32768")
-    add(
-        "--workload",
-        nargs="+",
-        default=["trained"],
-        metavar="RUNG",
-        help=f"distribution of the softmax: {', '.join(RUNGS)}, or 'ladder' for all; or files that 'training.py --capture' "
-        "wrote, which have their own shape and tokens (default: trained)",
-    )
+    says = f"distribution of the softmax: {', '.join(RUNGS)}, or 'ladder' for all; or files of 'training.py --capture'"
+    add("--workload", nargs="+", default=["trained"], metavar="RUNG", help=f"{says} (default: trained)")
     add("--ignored", type=number(0, below=1), default=0.0, metavar="SHARE", help="share of labels that are -100")
-    add(
-        "--tp",
-        type=wholes,
-        metavar="T,T",
-        help="sizes of the groups of ranks that split the vocabulary (default: all ranks of torchrun)",
-    )
+    says = "sizes of the groups of ranks that split the vocabulary (default: all ranks of torchrun)"
+    add("--tp", type=wholes, metavar="T,T", help=says)
     tasks = [*LOG_PROBS, *KEPT_IDS]
-    says = (
-        f"time log-probabilities and entropies, as reinforcement learning needs them: {', '.join(tasks)} (default: all)"
-    )
+    says = f"time log-probabilities, as reinforcement learning needs them: {', '.join(tasks)} (default: all)"
     add("--log-probs", nargs="*", choices=tasks, metavar="TASK", help=says)
     says = f"time the divergence of two heads: {', '.join(KINDS)} (default: all)"
     add("--kl", nargs="*", choices=KINDS, metavar="KIND", help=says)

@@ -46,11 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--models", nargs="+", choices=CONFIGS, metavar="MODEL", help=f"models of transformers: {', '.join(CONFIGS)}")
     add("--layers", type=whole(1), metavar="L", help="layers of each model (default: all)")
     add("--compile", choices=("no", "layers"), default="no", help="torch.compile around each layer")
-    add(
-        "--fsdp",
-        action="store_true",
-        help="steps under FSDP2, with untrained weights and --tokens per rank of torchrun",
-    )
+    add("--fsdp", action="store_true", help="steps under FSDP2, with untrained weights; --tokens count on each rank")
     add("--train-steps", type=whole(1), default=300, metavar="STEPS", help="training before (default: 300)")
     add_text(parser)
     return parser
@@ -60,12 +56,12 @@ def complete(args: argparse.Namespace) -> bool:
     """Check the options, fill in their defaults, and return whether a process group is needed."""
     if not args.models:
         raise command.Refused(f"--models names one or more of {', '.join(CONFIGS)}")
-    args.tokens = args.tokens or ([2048, 8192, 32768] if not args.fsdp else [8192])
+    args.tokens = args.tokens or ([8192] if args.fsdp else [2048, 8192, 32768])
     wrong = [tokens for tokens in args.tokens if tokens % args.length]
     if wrong:
         raise command.Refused(f"{wrong[0]} tokens are no whole sequences of {args.length}")
-    if args.fsdp and command.num_ranks() < 2:
-        raise command.Refused("--fsdp needs torchrun, and two or more ranks")
+    if args.fsdp != (command.num_ranks() > 1):
+        raise command.Refused("--fsdp needs torchrun with two or more ranks, and no other table takes several")
     return args.fsdp
 
 
@@ -78,7 +74,7 @@ def methods(args: argparse.Namespace) -> dict[str, Method]:
 
 def cases(args: argparse.Namespace, chosen: dict[str, Method], device: torch.device) -> Cases:
     """Yield each model's name and its cases."""
-    cases_of = _trained_cases if not args.fsdp else _fsdp_cases
+    cases_of = _fsdp_cases if args.fsdp else _trained_cases
     for name in args.models:
         yield name, cases_of(name, args, chosen, device)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -37,7 +38,7 @@ from problem import Problem, loss_of, reference_of
 from records import describe, describe_environment, write_json
 from training_report import COLUMNS, Comparison, Measurement
 from training_report import Run as Record
-from whole_steps import CLIP, Run, Text, add_text
+from whole_steps import Run, Text, add_text
 from workload import IGNORE_INDEX
 
 TABLE: dict[str, Method] = ways(ours={name.removeprefix("cce-dist-"): options for name, options in OURS.items()})
@@ -61,12 +62,8 @@ def parser() -> argparse.ArgumentParser:
     add("--warmup", type=whole(0), default=200, metavar="STEPS", help="steps up to the peak (default: 200)")
     add("--layers", type=whole(1), metavar="L", help="layers of the model (default: all)")
     add("--measure-every", type=whole(1), default=100, metavar="STEPS", help="steps between losses of held-out text")
-    add(
-        "--gradients-every",
-        type=whole(1),
-        metavar="STEPS",
-        help="steps between comparisons of gradients, a multiple of --measure-every (default: the same)",
-    )
+    says = "steps between comparisons of gradients, a multiple of --measure-every (default: the same)"
+    add("--gradients-every", type=whole(1), metavar="STEPS", help=says)
     add("--eval-batches", type=whole(1), default=8, metavar="BATCHES", help="batches of held-out text (default: 8)")
     add("--capture", nargs="+", type=whole(0), default=[], metavar="STEP", help="write captured/METHOD-SEED-STEP.pt")
     add("--compile", action="store_true", help="torch.compile around each layer")
@@ -140,7 +137,7 @@ class Learner:
         self.way = TABLE[method].build(twin(self.model, self.model.model))
         matrices, vectors = ([p for p in self.model.parameters() if (p.ndim > 1) == is_one] for is_one in (True, False))
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-        self.run = Run(self.model, torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True), CLIP)
+        self.run = Run(self.model, torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True))
 
     def step(self, step: int) -> Tensor:
         """Take a step, counted from 0, and return its loss, without waiting for the device.
@@ -189,12 +186,9 @@ class Learner:
         ids = self.batches[step]
         with self._autocast():
             hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
-        hidden, labels = hidden.flatten(0, 1)[:CAPTURED_TOKENS], shifted(ids).flatten()[:CAPTURED_TOKENS]
-        tensors = {
-            "hidden": hidden.to(self.dtype),
-            "weight": self.model.lm_head.weight.to(self.dtype),
-            "labels": labels,
-        }
+        hidden, labels = (tensor.flatten(0, 1)[:CAPTURED_TOKENS] for tensor in (hidden, shifted(ids)))
+        weight = self.model.lm_head.weight.to(self.dtype)
+        tensors = {"hidden": hidden.to(self.dtype), "weight": weight, "labels": labels}
         path = self.args.out / "captured" / f"{self.method}-{self.seed}-{step}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({name: tensor.cpu().clone() for name, tensor in tensors.items()}, path)
@@ -259,6 +253,8 @@ def compare(args: argparse.Namespace) -> Comparison:
     if (args.gradients_every or args.measure_every) % args.measure_every:
         raise command.Refused("--gradients-every must be a multiple of --measure-every")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    # cuBLAS is deterministic with this workspace alone, and reads it when it starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     args.out.mkdir(parents=True, exist_ok=True)
     learner = Learner(args)
     config = learner.model.config

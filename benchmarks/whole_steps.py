@@ -76,7 +76,6 @@ class Run(NamedTuple):
 
     model: Any
     optimizer: torch.optim.Optimizer
-    clip: float = CLIP
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -92,7 +91,7 @@ class Run(NamedTuple):
         try:
             loss = way(input_ids=ids, labels=ids)["loss"]
             loss.backward()
-            nn.utils.clip_grad_norm_(self.parameters, self.clip)
+            nn.utils.clip_grad_norm_(self.parameters, CLIP)
             self.optimizer.step()
             return loss.detach()
         finally:

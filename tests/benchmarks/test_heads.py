@@ -6,10 +6,12 @@ import sys
 import time
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor import metrics
 
 import command
 import heads
@@ -57,18 +59,19 @@ def test_the_ladder_goes_from_unigram_to_sharp():
     assert all(rung.num_outside < rung.num_above for rung in rungs)
 
 
-def test_heads_read_captured_states(tmp_path, capsys, monkeypatch):
+def test_heads_read_captured_states(tmp_path, capsys):
     """Catches labels that are drawn anew, and a file's own sizes replaced by those of a shape."""
     hidden, weight = torch.randn(40, 16), torch.randn(90, 16)
     labels = torch.randint(90, (40,))
     labels[::4] = -100
     path = tmp_path / "step-7.pt"
     torch.save({"hidden": hidden, "weight": weight, "labels": labels}, path)
-    options = ["--repeats", "1", "--device", "cpu", "--dtype", "float32", "--methods", "torch"]
+    options = ["--repeats", "2", "--device", "cpu", "--dtype", "float32", "--methods", "torch", "--no-forward"]
     assert heads.main(["--workload", str(path), *options, "--out", str(tmp_path)]) == 0
     assert "### captured, step-7, N 40, D 16, V 90, float32" in capsys.readouterr().out
     (case,) = read_json(tmp_path / "bench.json", Results).cases
     assert case.loss == pytest.approx(F.cross_entropy(hidden @ weight.T, labels).item(), rel=1e-5)
+    assert not case.rows[0].forward.seconds and len(case.rows[0].total.seconds) == 2
     for name in ("sharpest", 300 * "a"):
         with pytest.raises(SystemExit, match="is neither a rung"):
             heads.main(["--workload", name, "--device", "cpu"])
@@ -99,35 +102,23 @@ def test_reference_is_autograd_in_float64(monkeypatch):
     assert relative_error([(truth.d_weight, d_weight)]) < 1e-12
 
 
-class ScaledGradient(torch.autograd.Function):
-    """Identity whose gradient is off by the factor ``scale``: the planted error."""
-
-    @staticmethod
-    def forward(ctx, tensor, scale):
-        ctx.scale = scale
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.scale, None
-
-
 def planted(operand, scale):
+    """Return a method with the right loss, whose gradient of one operand is off by a factor."""
+
+    def scaled(tensor):
+        scaled = tensor.view_as(tensor)
+        if scaled.requires_grad:
+            scaled.register_hook(lambda grad: grad * scale)
+        return scaled
+
     def loss(hidden, weight, labels):
-        if operand == "dE":
-            hidden = ScaledGradient.apply(hidden, scale)
-        else:
-            weight = ScaledGradient.apply(weight, scale)
-        return dense(hidden, weight, labels)
+        return dense(scaled(hidden), weight, labels) if operand == "dE" else dense(hidden, scaled(weight), labels)
 
     return Method(lambda *case: loss)
 
 
 def failing(error):
-    def build(*case):
-        raise error
-
-    return Method(build)
+    return Method(mock.Mock(side_effect=error))
 
 
 def measure(workload, chosen, repeats, **options):
@@ -255,7 +246,7 @@ def test_showing_nothing_is_one_line(tmp_path, content, message):
 
 
 def test_a_file_keeps_what_was_measured(tmp_path):
-    """Catches a field that comes back as a dict or a list, and a NaN that is no JSON or comes back as None."""
+    """Catches a field that comes back as a dict or a list, a NaN that is no JSON, a column that has no such number."""
     workload = tiny_workload()
     found = measure(workload, {"right": Method(lambda *case: dense), "nan": planted("dE", float("nan"))}, repeats=2)
     sent = {"right": [Collective("all_reduce", 8, 1, None, 1e-3)]}
@@ -263,9 +254,18 @@ def test_a_file_keeps_what_was_measured(tmp_path):
     write_json(tmp_path / "bench.json", results)
     json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)
     again = read_json(tmp_path / "bench.json", Results)
-    errors = again.cases[0].rows[1].errors
-    assert errors is not None and math.isnan(errors.d_hidden)
-    assert repr(again) == repr(results)
+    assert repr(again) == repr(results) and "err dE" in report.table(again.cases[0])
+    right, wrong = again.cases[0].rows
+    assert wrong.errors is not None and math.isnan(wrong.errors.d_hidden)
+    assert right.total.host == []  # a CPU's host computes
+
+    # As on a GPU.
+    again.cases[0].on_gpu = True
+    right.total.seconds, right.total.host, right.peak_bytes = [0.0435, 0.0455], [1e-3, 3e-3, 2e-3], 256 << 20
+    shown, refused = (line for line in report.table(again.cases[0]).splitlines() if line.startswith(("| r", "| n")))
+    assert " 44.50 (1.00) |" in shown and "| 256 |" in shown and "wrong gradient" in refused
+    lines = report.summary(again.cases, ["host", "MiB"])
+    assert [line.replace(" ", "") for line in lines[-2:]] == ["|right|2.00;256|", "|nan|-;-|"]
 
 
 def test_a_method_is_a_row_of_the_groups_that_it_can_run_in():
@@ -286,48 +286,11 @@ def test_a_method_is_a_row_of_the_groups_that_it_can_run_in():
     assert stages["cce-dist-default"].build.args[1] == {}  # type: ignore[attr-defined]
 
 
-def test_steps_can_be_timed_without_forward_alone():
-    """Catches steps that are left out too, and a table with an empty column."""
-    workload = tiny_workload()
-    found = measure(workload, {"right": Method(lambda *case: dense)}, 2, forward=False)
-    assert not found.rows[0].forward.seconds and len(found.rows[0].total.seconds) == 2
-    (line,) = [line for line in report.table(case_of(workload, found)).splitlines() if "right" in line]
-    assert float(line.split("|")[2]) > 0
-
-
-def test_a_gpu_has_times_memory_and_the_hosts_time(tmp_path):
-    """Catches a column of a file that has no such number, and a number that the file loses."""
-    workload = tiny_workload()
-    found = measure(workload, {"right": Method(lambda *case: dense), "wrong": planted("dE", 2.0)}, repeats=2)
-    right = found.rows[0]
-    assert right.total.host == []  # a CPU's host computes
-    case = case_of(workload, found)
-    case.on_gpu = True
-    assert "host ms" not in report.table(case)
-    right.total.seconds, right.total.host, right.peak_bytes = [0.0435, 0.0455], [1e-3, 3e-3, 2e-3], 256 << 20
-    write_json(tmp_path / "bench.json", Results({"device": "H200"}, [case]))
-    (again,) = read_json(tmp_path / "bench.json", Results).cases
-    shown, refused = report.table(again).splitlines()[6:8]
-    assert " 44.50 (1.00) |" in shown and "| 256 |" in shown and "wrong gradient" in refused
-    lines = report.summary([again], ["host", "MiB"])
-    assert [line.replace(" ", "") for line in lines[-2:]] == ["|right|2.00;256|", "|wrong|-;-|"]
-
-
 def test_the_hosts_time_is_that_of_the_call(monkeypatch):
-    """Catches a time that has the products before the job in it, or the wait for the device."""
+    """Catches a time that has the matmuls before the job in it, or the wait for the device."""
     done = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            done.append("event")
-
-        def elapsed_time(self, end):
-            return 7.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    event = SimpleNamespace(record=lambda: done.append("event"), elapsed_time=lambda end: 7.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.2))
     monkeypatch.setattr(torch, "mm", lambda *operands, out: time.sleep(0.01))
     clock = Clock(torch.device("cpu"))
@@ -342,31 +305,26 @@ def test_the_hosts_time_is_that_of_the_call(monkeypatch):
     assert host is not None and 0.02 <= host < 0.15
 
 
-def test_the_auto_chunker_says_if_it_split_nothing(monkeypatch):
+@pytest.mark.parametrize(
+    ("settings", "split", "says"),
+    [
+        ({"auto_chunker": None}, 0, f"the auto-chunker of torch {torch.__version__} does not split this loss"),
+        ({"auto_chunker": None}, 1, ""),
+        ({}, 1, f"torch {torch.__version__} has no torch._inductor.config.auto_chunker"),
+    ],
+)
+def test_the_auto_chunker_says_if_it_split_nothing(settings, split, says, monkeypatch):
     """Catches the plain compiled loss timed as the auto-chunker's."""
-    from torch._inductor import metrics
 
-    method = {"chunked": methods.methods_of()["torch-compile-chunked"]}
-    case = tiny_workload()
-
-    def compile_to(number):
-        def run(*operands):
-            monkeypatch.setattr(metrics, "num_auto_chunking", number)
-            return dense(*operands)
-
-        return lambda function, options, **more: run
+    def run(*operands):
+        metrics.num_auto_chunking += split
+        return dense(*operands)
 
     monkeypatch.setattr(metrics, "num_auto_chunking", 5, raising=False)
-    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace(auto_chunker=None))
-    monkeypatch.setattr(torch, "compile", compile_to(5))
-    (row,), _, _ = measure(case, method, repeats=1)
-    assert row.missing and row.problem == f"the auto-chunker of torch {torch.__version__} does not split this loss"
-    monkeypatch.setattr(torch, "compile", compile_to(6))
-    (row,), _, _ = measure(case, method, repeats=1)
-    assert not row.problem
-    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace())
-    (row,), _, _ = measure(case, method, repeats=1)
-    assert row.missing and row.problem == f"torch {torch.__version__} has no torch._inductor.config.auto_chunker"
+    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace(**settings))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: run)
+    (row,), _, _ = measure(tiny_workload(), {"chunked": methods.methods_of()["torch-compile-chunked"]}, repeats=1)
+    assert row.problem == says and row.missing == bool(says)
 
 
 def test_a_library_that_is_not_here_is_one_line(monkeypatch):

@@ -200,7 +200,7 @@ def test_ids_are_spread_over_all_rows(corpus: list[str]) -> None:
     """A tokenizer with fewer ids than rows: order is kept, no two ids meet, and the last row is near."""
     parser = argparse.ArgumentParser()
     whole_steps.add_text(parser)
-    text = whole_steps.Text(parser.parse_args(corpus), 9000)
+    text = whole_steps.Text(parser.parse_args([*corpus, "--length", "32"]), 9000)
     assert text.known < 4500
     rows = text.spread(np.arange(text.known), torch.device("cpu"))
     assert rows[0] == 0 and (rows.diff() > 0).all() and 9000 - 9000 / text.known - 1 <= rows[-1] < 9000
@@ -210,7 +210,7 @@ def test_what_is_no_table_is_refused() -> None:
     for argv, says in (
         ([], "--models names one or more of gemma-3-270m"),
         (["--models", "gemma-2-2b", "--tokens", "100", "--length", "64"], "no whole sequences of 64"),
-        (["--models", "gemma-2-2b", "--fsdp"], "--fsdp needs torchrun"),
+        (["--models", "gemma-2-2b", "--fsdp"], "--fsdp needs torchrun with two or more ranks"),
     ):
         with pytest.raises(SystemExit, match=says):
             steps.main([*argv, "--device", "cpu"])
@@ -224,6 +224,7 @@ def steps_of_a_toy(argv: list[str]) -> int:
         return steps.main(argv)
 
 
+@pytest.mark.slow
 def test_whole_steps_under_fsdp(tmp_path: Path) -> None:
     """Two ranks: bytes are those of the arithmetic in bf16, gradients the stock model's in fp32, with layers compiled, too."""
     run = [
