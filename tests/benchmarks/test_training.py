@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from torch import nn
 import models
 import training
 import training_report
-from cce_dist import linear_cross_entropy
 from records import read_json, write_json
 from training_report import GRADIENTS, Comparison
 from workload import read_workload
@@ -155,8 +153,8 @@ def test_rare_rows_and_the_mean_show_what_a_plain_filter_drops() -> None:
     """Catches rows of labels among the rare ones, and a mean over ids instead of tokens."""
     hidden, weight, labels = torch.randn(40, 16), torch.randn(90, 16), torch.arange(40) // 2
     problem = training.loss_of(hidden, weight, labels)
-    exact = [x.clone().requires_grad_() for x in (hidden, weight)]
-    d_hidden, d_weight = torch.autograd.grad(linear_cross_entropy(*exact, labels), exact)
+    truth = training.reference_of(problem)
+    d_hidden, d_weight = truth.d_hidden, truth.d_weight.clone()
     d_weight[20:] *= 0.5  # ids that are no label
     found = training.agreement(d_hidden + 0.002, d_weight, problem)
     assert found["norm"]["rare dC"] == pytest.approx(0.5, abs=1e-5)
@@ -199,5 +197,5 @@ def test_a_wrong_option_is_one_line(corpus: list[str], tmp_path: Path) -> None:
         ([*RUN, "--gradients-every", "4"], "--gradients-every must be a multiple of --measure-every"),
         ([*RUN, "--corpus", str(tmp_path / "nosuch")], "no such corpus folder"),
     ):
-        with mock.patch.object(training, "build"), pytest.raises(SystemExit, match=says):
+        with pytest.raises(SystemExit, match=says):
             training.main([*argv, "--out", str(tmp_path)])
