@@ -39,16 +39,6 @@ def policy_loss(log_probs: Tensor, entropy: Tensor) -> Tensor:
     return -(advantages.to(log_probs.dtype) * log_probs.reshape(-1)).sum() - 0.1 * entropy.sum()
 
 
-def assert_same_curve(name: str, ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """Raise unless the losses of 50 steps are the same within rounding, and say how far apart they are."""
-    mine, stock = torch.stack(ours).detach(), torch.stack(theirs).detach()
-    difference = (mine - stock).abs().max().item()
-    said = f"{name}: {len(stock)} steps, loss {stock[0]:.4f} to {stock[-1]:.4f}, largest difference {difference:.1e}"
-    print(said)
-    assert len(stock) == 50 and stock.std() > 1e-2, said  # it learns
-    assert difference < 2e-5, said
-
-
 def compare(
     ours: Callable, dense: Callable, hidden: Tensor, weight: Tensor, mine: Any = slice(None), rows: Any = slice(None)
 ) -> None:

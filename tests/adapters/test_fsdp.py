@@ -66,7 +66,6 @@ REPLICATED = [
     Case(replicas=2, factor=3.0, count=True),
     Case("Headed", replicas=2, factor=3.0),
 ]
-LONG = [Case("Llama"), Case("Gemma2", tied=True), Case("Phi")]
 
 
 class Small(nn.Module):
@@ -136,9 +135,9 @@ def batch(case: Case, number: int = 0, rank: int | None = None) -> dict[str, Ten
     return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.3, -100)}
 
 
-def adam(model: Any, rate: float = 1e-2) -> Any:
+def adam(model: Any) -> Any:
     # A gradient that is 0 but for roundings, as of a bias of keys, must not step.
-    return torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-4, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True)
 
 
 def train(model: Any, case: Case, optimizer: Any, steps: range) -> tuple[list[float], list[float]]:
@@ -164,12 +163,10 @@ def whole(model: Any) -> dict[str, Tensor]:
     return {name: x.full_tensor().detach() for name, x in model.named_parameters()}
 
 
-def compare(case: Case, steps: int, rate: float = 1e-2) -> None:
+def compare(case: Case, steps: int = 3) -> None:
     models = [build(case, ours) for ours in (False, True)]
     with groups.of_rows(case.in_groups), compared() as differed:
-        (losses, norms), (our_losses, our_norms) = (
-            train(model, case, adam(model, rate), range(steps)) for model in models
-        )
+        (losses, norms), (our_losses, our_norms) = (train(model, case, adam(model), range(steps)) for model in models)
     # Each rank's tokens weigh as its own mean says; if they do not, the weight's gradient is made anew.
     assert differed == [case.scaled] * (steps * case.microbatches if case.in_groups else 0)
     torch.testing.assert_close(our_losses, losses, rtol=REACH, atol=0, msg=lambda m: f"{case}: {m}")
@@ -485,7 +482,7 @@ def check_a_rank_that_skips_a_step() -> None:
 
 def two() -> None:
     for case in CASES:
-        compare(case, 3)
+        compare(case)
     check_a_rank_without_tokens()
     check_precision()
     check_evaluation()
@@ -504,22 +501,12 @@ def test_two_ranks(ranks2: Callable) -> None:
 
 def replicated() -> None:
     for case in REPLICATED:
-        compare(case, 3)
+        compare(case)
     check_that_replicas_do_not_drift()
 
 
 def test_replicas(ranks4: Callable) -> None:
     ranks4(replicated)
-
-
-def for_long(steps: int) -> None:
-    for case in LONG:
-        compare(case, steps, rate=1e-3)  # a larger one makes more of roundings
-
-
-@pytest.mark.sweep
-def test_fifty_steps_on_two_ranks(ranks2: Callable) -> None:
-    ranks2(for_long, 50)
 
 
 @pytest.mark.slow

@@ -17,13 +17,12 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core")
 
-from dense_scores import assert_same_curve, dense_scores, policy_loss
+from dense_scores import dense_scores, policy_loss
 from test_megatron import (
     BATCH,
     SEQ,
     VOCAB,
     Case,
-    Trainer,
     batch,
     build,
     hybrid,
@@ -140,42 +139,6 @@ def over_two_ranks(sequence_parallel: bool) -> None:
         on_layout(Case(tp=2, mtp=1), with_two_predictions)
         on_layout(Case(cp=2, own_tokens=True), next_ids_in_slices)
         on_layout(Case(tp=2), what_is_not_served)
-
-
-def curves() -> None:
-    on_layout(Case(tp=2), curve_of_fifty_steps)
-    fast = Case(tp=2, sequence_parallel=True, ddp="distributed-optimizer")
-    on_layout(fast, curve_of_fifty_steps_of_training)
-
-
-def curve_of_fifty_steps(case: Case) -> None:
-    """A policy with a clipped loss and an entropy bonus: by our processor, and by the model's logits."""
-    advantages = torch.randn(BATCH, SEQ, generator=torch.Generator().manual_seed(4))
-    found = []
-    for how in (by_processor, by_logits):
-        model, losses, old = build(case)[0], [], None
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        for _ in range(50):
-            scores = how(model, *batch(model))
-            log_probs, entropy = (scores.log_probs, scores.entropy) if how is by_processor else scores
-            old = log_probs.detach() if old is None else old
-            ratio = (log_probs - old).exp()
-            clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-            losses.append(-clipped.mean() - 0.01 * entropy.mean())
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
-        found.append(losses)
-    assert_same_curve(f"Megatron's policy, {case}", *found)
-
-
-def curve_of_fifty_steps_of_training(case: Case) -> None:
-    """Megatron's own loop and optimizer: a converted model, and Megatron's loss."""
-    found = [
-        [torch.tensor(trainer.step(step)[0]).mean() for step in range(50)]
-        for trainer in (Trainer(case, ours=ours) for ours in (True, False))
-    ]
-    assert_same_curve(f"Megatron's training, {case}", *found)
 
 
 def packed_lengths(*lengths: int) -> Any:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 pytest.importorskip("megatron.core")
 
 import test_megatron_scores
-from dense_scores import TOKENS, VOCAB, assert_same_curve, compare, dense_scores, operands, policy_loss
+from dense_scores import TOKENS, VOCAB, compare, dense_scores, operands, policy_loss
 from megatron_on_cpu import use_cpu
 from nemo_rl_on_cpu import use_stand_ins
 from test_megatron_scores import of_this_rank, packed_lengths
@@ -446,11 +446,6 @@ def test_two_tensor_parallel_ranks() -> None:
     run_ranks(two_ranks, 2)
 
 
-@pytest.mark.sweep
-def test_megatrons_curves_of_fifty_steps() -> None:
-    run_ranks(test_megatron_scores.curves, 2)
-
-
 def test_transformers_forward_of_verl() -> None:
     """verl's own forward of a transformers model, beside verl's own in plain torch."""
     theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
@@ -471,38 +466,6 @@ def test_transformers_forward_of_verl() -> None:
     for name in results[0]:
         ours, baseline, truth = (result[name] for result in results)
         assert_no_worse(ours, baseline, truth, quantity=name)
-
-
-@pytest.mark.sweep
-def test_the_curve_of_fifty_steps_is_verls() -> None:
-    """verl's own forwards and clipped loss: of hidden states with ours inside, and of logits."""
-    theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
-    from tiny_trainer import VOCAB as size
-    from tiny_trainer import tiny_model
-
-    algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
-    cce_verl.install()
-    clip = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "global_batch_info": {}}
-    config = importlib.import_module("omegaconf").OmegaConf.create(clip)
-    generator = torch.Generator().manual_seed(0)
-    batches = torch.randint(1, size, (5, 2, TOKENS), generator=generator)
-    advantages = torch.randn(5, 2, TOKENS, generator=generator)
-    mask, found = torch.ones(2, TOKENS), []
-    for forward in (theirs.forward_with_triton_backend, theirs.forward_with_torch_backend):
-        model, old, losses = tiny_model(), {}, []
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        for step in range(50):
-            out = forward(model, input_ids=batches[step % 5], temperature=0.7, return_dict=True)
-            log_probs, entropy = out.log_probs.view_as(mask), out.entropy
-            old.setdefault(step % 5, log_probs.detach())
-            given = old[step % 5], log_probs, advantages[step % 5], mask
-            loss, _ = algorithms.compute_policy_loss_vanilla(*given, config=config)
-            losses.append(loss - 0.01 * entropy.mean())
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
-        found.append(losses)
-    assert_same_curve("verl's policy", *found)
 
 
 def compute_policy_loss(

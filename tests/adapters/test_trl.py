@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 pytest.importorskip("trl")
 
-from dense_scores import assert_same_curve, dense_scores, operands
+from dense_scores import dense_scores, operands
 from tiny_trainer import (
     LENGTH,
     VOCAB,
@@ -323,24 +323,6 @@ def test_distillation_trainer_logs_and_learns_as_it_does(tmp_path: Path) -> None
     assert_same_parameters(found, expected, TOLERANCE)
     start = tiny_model("Gemma2").state_dict()
     assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["sft", "dft", "grpo", "distillation"])
-def test_the_curve_of_fifty_steps_is_trls(kind: str, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"max_steps": 50, "optim": "adamw_torch", "learning_rate": 3e-3}
-
-    def curve() -> list[Tensor]:
-        if kind == "distillation":
-            log, _ = distilled(tmp_path, beta=0.5, **how)
-        else:
-            make, name, more = TRAINERS[kind]
-            log, *_ = trained(make, tiny_model(name), tmp_path, **more | how)
-        return [torch.tensor(entry["loss"]) for entry in log if "loss" in entry]
-
-    stock = curve()
-    cce_trl.install()
-    assert_same_curve(f"TRL's {kind}", curve(), stock)
 
 
 POLICIES = {

@@ -5,19 +5,24 @@ from __future__ import annotations
 import torch
 
 from cce_dist.tools.plan import Layout, Model, plan
-from cce_dist.tools.plan.devices import DEVICES, HOSTS, Device
+from cce_dist.tools.plan.devices import DEVICES, Device
 from cce_dist.tools.pretrain.exits import UsageError
 from cce_dist.tools.pretrain.recipe import MEGATRON_FUSED, Recipe
 
 EVEN, AUTO = "even", "auto"
+ELEMENTWISE = {
+    "torch": 1.0,
+    "deepspeed": 1.0,
+    "megatron": 0.65,
+}  # bytes moved in an engine's layers, over plain torch's
 PLANNED = {"dense": "dense", "exact": "budget", MEGATRON_FUSED: "fused"}  # by loss of a recipe; the others filter
 
 
 def layers_of_stages(recipe: Recipe) -> list[int] | None:
     """Return the layers of each pipeline stage; None for the engine's own cut, an even one.
 
-    The numbers of "auto" are those of ``cce-dist plan`` for this model, loss and microbatch, with the engine's host. They are
-    arithmetic on sizes and on the GPU's name, so ranks agree.
+    The numbers of "auto" are those of ``cce-dist plan`` for this model, loss and microbatch. They are arithmetic on sizes and
+    on the GPU's name, so ranks agree.
 
     Raises:
         UsageError: Not such numbers, or they do not add up to the model's layers. The last stage alone may have none.
@@ -48,8 +53,7 @@ def _planned(recipe: Recipe) -> list[int]:
         sequence_parallel=recipe.sequence_parallel,
         num_tokens=recipe.batch_size // (recipe.dp * recipe.accumulate) * shape.seq_len,
         framework=recipe.engine,
-        elementwise=HOSTS[recipe.engine].elementwise,
-        host=recipe.engine,
+        elementwise=ELEMENTWISE[recipe.engine],
     )
     loss = PLANNED.get(recipe.loss, "filtered")
     try:

@@ -200,11 +200,7 @@ class _Run:
         peak = peak_flops(self.recipe, self.ranks.device)
         if peak is not None:
             record["mfu"] = rate * flops_per_token(self.recipe.shape) / (peak * self.ranks.world_size)
-        if done.filter_stats is None:
-            return record
-        names = ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")
-        merged = engine.merge_stats(done.filter_stats)
-        return record | {name: value.item() for name, value in zip(names, merged, strict=True)}
+        return record
 
     def _finish(self, val_loss: float) -> None:
         """Close the log, draw the curves if this machine can, and say where everything is."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from cce_dist.call import DTYPES
 from cce_dist.integrations import peft
-from cce_dist.integrations.deferred.taken import is_dispatched, own_class
+from cce_dist.integrations.deferred.subclass import is_dispatched, own_class
 
 
 def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[str, Any]:

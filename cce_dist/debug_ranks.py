@@ -7,7 +7,7 @@ import ctypes
 import functools
 import hashlib
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from cce_dist.kernels import OUTSIDE, Operands
 from cce_dist.kernels.dense import label_ids
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
+
+if TYPE_CHECKING:
+    from cce_dist.given import Given
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -35,6 +38,29 @@ def label_error(name: str, labels: Tensor, ids: Tensor, vocab_size: int, ignore_
         f"{name}[{position}] (flattened) is {int(labels[position])}: neither in [0, {vocab_size}) "
         f"nor ignore_index {ignore_index}"
     )
+
+
+def check_labels(call: Call, labels: Tensor, ids: Tensor) -> None:
+    """Raise IndexError for a label outside the vocabulary, on a CPU or with CCE_DIST_DEBUG=1.
+
+    Reading labels would wait for a GPU. There the token's loss is NaN instead.
+    """
+    if call.debug or not labels.is_cuda:
+        error = label_error(call.argument, labels, ids, call.spec.vocab_size, call.spec.ignore_index)
+        if error:
+            raise IndexError(error)
+
+
+def check_loss(given: Given) -> None:
+    """Call ``check_ranks`` for ``linear_cross_entropy``."""
+    if not given.call.debug:
+        return
+    token, weights = given.terms.token, given.class_weights
+    facts = {"weight": None if weights is None else weights.weight, "token_loss": token is not None}
+    if token is not None:  # ignored tokens may hold anything
+        ignored = given.x.ids == given.options.ignore_index
+        facts |= {f"token_inputs[{i}]": values.masked_fill(ignored, 0) for i, values in enumerate(token.inputs)}
+    check_ranks(given.x, facts, given.shard, given.options, given.call)
 
 
 def check_ranks(
@@ -76,17 +102,21 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
         before = merge.num_exchanges
         try:
             # Before an argument is read, which a batched one does not allow.
-            numbers = (kwargs.get(name) for name in ("logit_scale", "z_loss_weight", "num_tokens", "weight"))
-            refuse_transforms(function.__name__, *(each for each in numbers if isinstance(each, Tensor)))
+            numbers = [kwargs[name] for name in _NUMBERS if isinstance(kwargs.get(name), Tensor)]
+            if numbers:
+                refuse_transforms(function.__name__, *numbers)
             return function(*args, **kwargs)
         except Exception as error:
             group = _group_of(args, kwargs) if environment()[1] else None
-            if group is not None and merge.num_exchanges == before:
+            if group is not None and merge.is_alive(group) and merge.num_exchanges == before:
                 with contextlib.suppress(Exception):  # it raises this error again
                     merge.assert_ranks_agree(function.__name__, {}, (0, 0), group, 0, error)
             raise
 
     return checked
+
+
+_NUMBERS = ("logit_scale", "z_loss_weight", "num_tokens", "weight")
 
 
 def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
