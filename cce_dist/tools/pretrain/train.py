@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from cce_dist.tools.pretrain import checkpoint, folder, plot
-from cce_dist.tools.pretrain.capture import captured
 from cce_dist.tools.pretrain.data import Batches, Corpus
 from cce_dist.tools.pretrain.engines import Engine, Step
 from cce_dist.tools.pretrain.exits import Stopped, UsageError
@@ -79,8 +78,7 @@ class _Run:
                 self._stop(asked)
             ids, labels = batches.at(state["position"], recipe.batch_size)
             state["position"] += recipe.batch_size
-            with captured(engine, step):
-                done = engine.step(step, ids, labels)
+            done = engine.step(step, ids, labels)
             state["step"] = step
             tokens += labels.size
             self.unseen.append((step, done.loss + done.grad_norm))
