@@ -39,6 +39,12 @@ def policy_loss(log_probs: Tensor, entropy: Tensor) -> Tensor:
     return -(advantages.to(log_probs.dtype) * log_probs.reshape(-1)).sum() - 0.1 * entropy.sum()
 
 
+def assert_same_loss(ours: Tensor, theirs: Tensor, leaves: list[Tensor], rtol: float) -> None:
+    """Raise unless two losses and their gradients are equal in float64."""
+    mine, stock = ((loss, *torch.autograd.grad(loss, leaves)) for loss in (ours, theirs))
+    torch.testing.assert_close(mine, stock, rtol=rtol, atol=1e-3 * rtol)
+
+
 WAYS = (True, torch.float32), (False, torch.float32), (False, torch.float64)  # ours, the baseline, the truth
 
 
