@@ -7,6 +7,7 @@ library without a vocabulary-parallel mode ignores the shard, and its row needs 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from cce_dist import VocabShard
 from cce_dist.tools.bench.workload import IGNORE_INDEX
-from cce_dist.tools.pretrain.ranks import start_deepspeed
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [N, D], weight [V_r, D], labels [N] -> mean loss, 0-d
 
@@ -211,7 +211,14 @@ def deepspeed_loss(shard: VocabShard, device: torch.device, backend: str) -> Cal
 
 def quiet_deepspeed(device: torch.device) -> None:
     """Start DeepSpeed on the present process group, and silence all but its errors."""
-    start_deepspeed(device)
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))  # which it expects of a launcher
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    # DeepSpeed would compile a collective of its own at start, on CPUs.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
+    deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 

@@ -20,7 +20,7 @@ from cce_dist.tools.bench.peers import LossFn
 from cce_dist.tools.compare.probe import Agreement, probe
 from cce_dist.tools.pretrain.build import build_head, build_model
 from cce_dist.tools.pretrain.data import IGNORED, Batches, Corpus
-from cce_dist.tools.pretrain.engines.torch import TorchEngine
+from cce_dist.tools.pretrain.engine import Engine
 from cce_dist.tools.pretrain.ranks import Ranks
 from cce_dist.tools.pretrain.recipe import LOSSES, Recipe, UsageError
 from cce_dist.tools.report import describe
@@ -73,7 +73,7 @@ class GPTLearner:
         self.model.head = self.exact
         self.model.zero_grad()
         self.model.load_state_dict(self.initial)
-        self.engine = TorchEngine(self.recipe, self.ranks, self.model, fused=self.ranks.device.type == "cuda")
+        self.engine = Engine(self.recipe, self.ranks, self.model, fused=self.ranks.device.type == "cuda")
         assert isinstance(self.exact, VocabParallelHead)
         self.head = self.methods[method](self.exact.weight)
 

@@ -23,9 +23,8 @@ from cce_dist.tools.bench.models import CONFIGS, OURS, build, compile_layers, tw
 from cce_dist.tools.bench.problem import loss_of
 from cce_dist.tools.compare.probe import Agreement, agreement
 from cce_dist.tools.plan import sizes
-from cce_dist.tools.pretrain.build import make_optimizer
+from cce_dist.tools.pretrain.build import make_optimizer, set_learning_rate
 from cce_dist.tools.pretrain.data import IGNORED, Corpus
-from cce_dist.tools.pretrain.engines import set_learning_rate
 from cce_dist.tools.pretrain.ranks import Ranks
 from cce_dist.tools.pretrain.recipe import Recipe, Shape, UsageError
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cce_dist.tools.bench.problem import Problem, loss_of, reference_of
 from cce_dist.tools.bench.workload import probability_by_rank
 from cce_dist.tools.pretrain.data import IGNORED
-from cce_dist.tools.pretrain.engines.torch import TorchEngine
+from cce_dist.tools.pretrain.engine import Engine
 from cce_dist.tools.pretrain.recipe import Recipe
 
 GRADIENTS: tuple[str, ...] = ("dE", "mean dE", "dC", "rare dC")
@@ -31,7 +31,7 @@ class Agreement(NamedTuple):
     by_rank: list[float]  # ``probability_by_rank`` of the batch
 
 
-def probe(engine: TorchEngine, head: nn.Module, ids: np.ndarray, labels: np.ndarray) -> Agreement:
+def probe(engine: Engine, head: nn.Module, ids: np.ndarray, labels: np.ndarray) -> Agreement:
     """Compare the gradients of ``head`` over the first microbatch with the dense ones, from the same rounded operands."""
     recipe, model = engine.recipe, engine.model
     part_ids, part_labels = next(engine.ranks.microbatches(ids, labels, recipe.accumulate))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cce_dist.tools.pretrain.engines import Engine
+from cce_dist.tools.pretrain.engine import Engine
 
 TOKENS = 8192  # at most, of a batch: whole sequences where they are no longer than that
 
@@ -41,8 +41,7 @@ def captured(engine: Engine, step: int) -> Iterator[None]:
             tensors = {"hidden": hidden.to(dtype), "weight": weight.detach().to(dtype), "labels": labels}
             seen.append({name: tensor.cpu().clone() for name, tensor in tensors.items()})
 
-    model: Any = engine
-    hook = model.model.head.register_forward_pre_hook(look)
+    hook = engine.model.head.register_forward_pre_hook(look)
     try:
         yield
     finally:

@@ -20,11 +20,11 @@ from torch import Tensor
 from cce_dist.tools.pretrain import checkpoint, folder, plot
 from cce_dist.tools.pretrain.capture import captured
 from cce_dist.tools.pretrain.data import Batches, Corpus
-from cce_dist.tools.pretrain.engines import Engine, Step
+from cce_dist.tools.pretrain.engine import Engine, Step
 from cce_dist.tools.pretrain.exits import Stopped, UsageError
 from cce_dist.tools.pretrain.log import Log
 from cce_dist.tools.pretrain.recipe import Recipe, Shape
-from cce_dist.tools.pretrain.stop import SIGNALS, Agreement, hearing
+from cce_dist.tools.pretrain.stop import SIGNALS, Agreement, signal_handlers
 
 # Dense bf16 TFLOP/s by part of the device's name, from NVIDIA's data sheets; the SXM modules.
 PEAKS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
@@ -43,7 +43,7 @@ def train(engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches) -
     """
     with folder.hold(engine.recipe.out, engine.ranks) as restarted:
         run = _Run(engine, corpus, held_out, restarted)
-        with hearing(SIGNALS, run.agreement.remember):
+        with signal_handlers(SIGNALS, run.agreement.remember):
             try:
                 return run.train(batches)
             finally:
@@ -116,8 +116,8 @@ class _Run:
         """Return the state to go on from: of the newest checkpoint, or of a run that begins."""
         recipe, engine, ranks = self.recipe, self.engine, self.ranks
         shape = {name: getattr(recipe.shape, name) for name in recipe.shape.__dataclass_fields__}
-        # A run and its resumption must have all of these in common.
-        same = shape | {"corpus": corpus.key, "seed": recipe.seed, "engine": recipe.engine} | engine.layout
+        # A run and its resumption must have all of these in common. Checkpoints of earlier versions may be of other engines.
+        same = shape | {"corpus": corpus.key, "seed": recipe.seed, "engine": "torch"}
         path = recipe.out / "checkpoints"
         if ranks.rank == 0 and not recipe.resume and not restarted:
             checkpoint.clear(path)
@@ -126,12 +126,12 @@ class _Run:
         return {"step": 0, "position": 0} | (state or {}) | {"same": same}
 
     def _open_log(self) -> Log | None:
-        step = self.state["step"]
-        with self.agreement.noting(self.recipe.out / "metrics.jsonl"):
-            log = Log(self.recipe, step)
+        recipe, step = self.recipe, self.state["step"]
+        with self.agreement.noting(recipe.out / "metrics.jsonl"):
+            log = Log(recipe, step)
             if step:
                 last = ", which was the last: --steps N goes on, --no-resume starts anew"
-                log.note(f"resumed after step {step}{last if step >= self.recipe.steps else ''}")
+                log.note(f"resumed after step {step}{last if step >= recipe.steps else ''}")
             return log
 
     def _record(self, act: Callable[..., None], *args: Any) -> None:
@@ -189,7 +189,7 @@ class _Run:
 
     def _describe(self, step: int, done: Step, tokens: int, seconds: float) -> dict[str, Any]:
         """Return the metrics of a step: ``tokens`` were seen in the last ``seconds``. Every rank calls it."""
-        engine, rate = self.engine, tokens / seconds
+        rate = tokens / seconds
         record = {
             "step": step,
             "split": "train",
@@ -197,7 +197,7 @@ class _Run:
             "lr": self.recipe.learning_rate(step),
             "grad_norm": done.grad_norm.item(),
             "tokens_per_s": rate,
-            "peak_mb": self.ranks.peak_mb(engine.has_loss),
+            "peak_mb": self.ranks.peak_mb(),
         }
         peak = peak_flops(self.recipe, self.ranks.device)
         if peak is not None:
