@@ -71,6 +71,24 @@ def test_a_resumed_run_repeats_the_bits(cache: Path, tmp_path: Path, trained: Pa
     assert losses(tmp_path) == losses(trained)
 
 
+def test_a_longer_run_says_what_its_learning_rate_does(
+    cache: Path, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a schedule that changes unsaid, and a line about one that does not change."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    assert pretrain(cache, run, "--steps", "12", "--checkpoint-every", "2") == 0
+    rates = [f"{record['lr']:.2e}" for record in records(run)]
+    line = (
+        f"--steps was 8 and is 12: the learning rate's cosine now ends at step 12, so that step 9 has {rates[8]} after"
+    )
+    assert f"{line} {rates[7]}\n" in capsys.readouterr().out and float(rates[8]) > 2 * float(rates[7])
+    go_back(run, 10)
+    assert pretrain(cache, run, "--steps", "12") == 0
+    said = capsys.readouterr().out
+    assert "resumed after step 10" in said and "--steps was" not in said
+
+
 def test_a_checkpoint_of_another_model_is_refused(
     cache: Path, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

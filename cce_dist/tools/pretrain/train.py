@@ -9,6 +9,7 @@ written, and the very weights of a checkpoint have given a finite loss on held-o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -72,6 +73,7 @@ class _Run:
     def train(self, batches: Batches) -> float:
         """Take all steps that are left; see the module's ``train``."""
         recipe, engine, state = self.recipe, self.engine, self.state
+        state["steps"] = recipe.steps
         val_loss, tokens, clock = math.nan, 0, time.perf_counter()
         for step in range(state["step"] + 1, recipe.steps + 1):
             asked = self.agreement.before_step()
@@ -123,15 +125,21 @@ class _Run:
             checkpoint.clear(path)
         ranks.gather(None)
         state = checkpoint.load(path, engine.load_tensors, same, ranks)
-        return {"step": 0, "position": 0} | (state or {}) | {"same": same}
+        return {"step": 0, "position": 0, "steps": recipe.steps} | (state or {}) | {"same": same}
 
     def _open_log(self) -> Log | None:
-        recipe, step = self.recipe, self.state["step"]
+        recipe, step, planned = self.recipe, self.state["step"], self.state["steps"]
         with self.agreement.noting(recipe.out / "metrics.jsonl"):
             log = Log(recipe, step)
             if step:
                 last = ", which was the last: --steps N goes on, --no-resume starts anew"
                 log.note(f"resumed after step {step}{last if step >= recipe.steps else ''}")
+            if planned != recipe.steps > step:
+                before = dataclasses.replace(recipe, steps=planned).learning_rate(step)
+                log.note(
+                    f"--steps was {planned} and is {recipe.steps}: the learning rate's cosine now ends at step {recipe.steps}, "
+                    f"so that step {step + 1} has {recipe.learning_rate(step + 1):.2e} after {before:.2e}"
+                )
             return log
 
     def _record(self, act: Callable[..., None], *args: Any) -> None:
