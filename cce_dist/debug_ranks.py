@@ -108,7 +108,7 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         except Exception as error:
             group = _group_of(args, kwargs) if environment()[1] else None
-            if group is not None and merge.num_exchanges == before:
+            if group is not None and merge.is_alive(group) and merge.num_exchanges == before:
                 with contextlib.suppress(Exception):  # it raises this error again
                     merge.assert_ranks_agree(function.__name__, {}, (0, 0), group, 0, error)
             raise

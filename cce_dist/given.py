@@ -170,8 +170,9 @@ def _kind_of(
     input: Any, weight: Any, target: Any, bias: Any, buffer: Any, shard: VocabShard | None, options: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:
     """Return all that the checks and decisions of a call depend on, or None if they depend on more than plain values."""
-    plain = type(input) in _PLAIN and type(weight) in _PLAIN and type(target) is Tensor and are_plain(options)
-    if not plain or torch.compiler.is_compiling() or _is_observed():
+    if torch.compiler.is_compiling() or _is_observed(input, weight):
+        return None
+    if type(target) is not Tensor or not are_plain(options):
         return None
     if input.is_meta or input.is_nested or weight.is_nested or target.is_nested:  # no values, or no shape
         return None
@@ -201,10 +202,11 @@ def _facts_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout
 
 
-def _is_observed() -> bool:
-    """Whether the call is inside a transform of torch.func, forward-mode derivatives, or a dispatch mode."""
-    transformed = maybe_current_level() is not None or forward_ad._current_level >= 0
-    return transformed or torch._C._len_torch_dispatch_stack() > 0
+def _is_observed(*tensors: Any) -> bool:
+    """Whether a transform of torch.func, forward-mode derivatives, a dispatch mode or tensor subclasses are at work."""
+    if maybe_current_level() is not None or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return any(type(tensor) not in _PLAIN for tensor in tensors)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -316,8 +318,7 @@ def _decided(
         # A graph of torch.compile contains the function of a token_loss, which is no part of an operator.
         outside = outside or has_token_loss
     else:
-        # A transform, a dispatch mode and tensor subclasses need two passes.
-        outside = outside or _is_observed() or not {type(x.hidden), type(x.weight)} <= {*_PLAIN}
+        outside = outside or _is_observed(x.hidden, x.weight)  # by what needs two passes
     is_expected = options.expected_weights and not has_token_loss
     upstream = decide.upstream_of(options.reduction, is_expected, bool(options.return_aux) or outside)
     backend = decide.choose_backend(options.backend, forced, operands.device_type(x.hidden), x.hidden.dtype)

@@ -72,9 +72,7 @@ class Task(NamedTuple):
 
     terms: Terms
     divisor: Tensor | None  # 0-d, on the operands' device; None: losses are per token
-    expected_N: (
-        Tensor | None
-    )  # weights that the upstream gradients are expected to be proportional to; None: equal weights
+    expected_N: Tensor | None  # weights that the upstream gradients are expected to be proportional to; None: equal
     call: Call  # its way takes one pass
 
 
@@ -185,14 +183,13 @@ def _recompute_weight_gradients(
         x = operands_of(hidden, weight, head, gradients.ids_N, spec)
         # Logits of a token without a label count as 0, so its maximum must not be far below 0.
         softmax = Softmax(*(torch.where(x.ids >= 0, numbers_N, 0.0) for numbers_N in gradients.softmax[:2]))
-        d_losses = task.terms.gradients(upstream_N, softmax.max + softmax.log_sum)
-        coef_4N = backend.coefficients(d_losses, x.ids, spec.vocab_size)
+        upstream = task.terms.gradients(upstream_N, softmax.max + softmax.log_sum)
         # A pass without gradients keeps no exponentials.
         saved = backend.saved_of_slices(x, spec._replace(want=spec.want._replace(grad=False)))
         grads = Grads(
             False, gradients.weight is not None, gradients.bias is not None, gradients.weight, often_empty=True
         )
-        d_bias = backend.gradients(x, softmax, coef_4N, saved or [], grads, spec)[2]
+        d_bias = backend.gradients(x, softmax, upstream, saved or [], grads, spec)[2]
         if gradients.bias is not None and d_bias is not None:
             gradients.bias.add_(d_bias)
 
@@ -238,14 +235,14 @@ def run(
     terms, divisor, expected_N, call = task
     ranks, rows = Distributed(call.layout), call.way.groups.rows
     # A group is computed as if this rank were alone, because d_hidden is summed over ranks only after the whole group.
-    backend, spec = named(call.way.backend), call.spec._replace(alone=True)
+    backend, spec = named(call.way.backend), call.spec._replace(alone=True, want=call.spec.want._replace(mean=False))
     call = call._replace(spec=spec)
     x = operands_of(hidden, weight, head, labels, spec)
     with without_autocast(hidden.device.type):
         ids = backend.label_ids(labels, spec.ignore_index, spec.vocab_size)
         check_labels(call, labels, ids)
         hidden = ranks.whole(hidden)
-        compile_ahead(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
+        compile_ahead(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None, ranks.size)
         x = x._replace(hidden=hidden, ids=ids)
         loss_N = torch.empty(x.num_tokens, dtype=accumulator(hidden.dtype), device=hidden.device)
         softmax = Softmax(torch.empty_like(loss_N), torch.empty_like(loss_N))
@@ -312,19 +309,20 @@ def _finish(
     """
     backend, spec = named(call.way.backend), call.spec
     # Only the filter merges a bound over ranks, and it takes two passes.
-    stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
-    stats_TKN = ranks.gather(stats_KN)
-    nll_N, lse_N, _, uniform_nll_N, entropy_N, merged = backend.token_losses(stats_TKN, x.ids, spec)
-    if terms.token is None:
-        losses_N, d_losses = terms.losses(nll_N, lse_N, uniform_nll_N), terms.gradients(expected_N, lse_N)
+    if ranks.size == 1:
+        found, merged, _, saved = backend.losses_alone(x, spec, lambda stats_3N: stats_3N[0])
     else:
-        losses_N, d_losses = terms.token.differentiated(nll_N, entropy_N, x.ids, expected_N)
+        stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
+        found, merged = backend.token_losses(ranks.gather(stats_KN), x, spec)
+    if terms.token is None:
+        losses_N, upstream = terms.losses(found.nll, found.lse, found.uniform), terms.gradients(expected_N, found.lse)
+    else:
+        losses_N, upstream = terms.token.differentiated(found.nll, found.entropy, x.ids, expected_N)
     loss_N.copy_(losses_N)
     max_N.copy_(merged.max)
     log_sum_N.copy_(merged.log_sum)
-    coef_4N = backend.coefficients(d_losses, x.ids, spec.vocab_size)
-    softmax = Softmax(max_N, log_sum_N, None if d_losses[-1] is None else merged.entropy)
-    _, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+    softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else merged.entropy)
+    _, d_weight, d_bias = backend.gradients(x, softmax, upstream, saved, grads, spec)
     return d_weight, d_bias
 
 
@@ -366,7 +364,7 @@ def _loss_and_gradients(
         call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False)))
         nll_N, lse_N, _, uniform_nll_N, *_, saved = run_forward(hidden, weight, head, labels, None, call)
         loss = terms.losses(nll_N, lse_N, uniform_nll_N).sum() / divisor
-        d_losses = [*terms.gradients(expectation(None, labels, divisor, hidden), lse_N), None]
+        d_losses = [*terms.gradients(expectation(None, labels, divisor, hidden), lse_N)[:-1]]
         d_hidden, d_weight, d_head_KV = run_backward(d_losses, hidden, weight, head, saved, None, want, call)
         d_head = head_gradients(d_head_KV, head, want[2:])
     d_hidden, d_weight, *d_head = (hidden.new_empty(0) if x is None else x for x in (d_hidden, d_weight, *d_head))

@@ -13,7 +13,7 @@ from cce_dist.autograd import Operator, build, head_rows
 from cce_dist.call import Call
 from cce_dist.debug_ranks import label_error
 from cce_dist.kept_ids import KeptIds
-from cce_dist.kernels import IGNORED, OUTSIDE, Grads, Operands, Softmax, dense
+from cce_dist.kernels import IGNORED, OUTSIDE, Grads, Operands, Softmax, Upstream, dense
 from cce_dist.kernels import kept_ids as dense_lists
 from cce_dist.kernels.kept_ids import KeptLists, entry_gradients, lists_of, rising, token_of_entries
 from cce_dist.merge import Distributed
@@ -56,9 +56,9 @@ def _run_forward(
         x = operands_of(ranks.whole(hidden), weight, head, ids, spec)
         lists = lists_of(begin, token_L, kept, ids, spec.logits)
         stats_KN, z_M = _backend(call).statistics(x, lists, spec)
-        nll, lse, _, _, entropy, softmax = dense.token_losses(ranks.gather(stats_KN), ids, spec)
+        losses, softmax = dense.token_losses(ranks.gather(stats_KN), x, spec)
         merged = torch.stack([numbers_N for numbers_N in softmax if numbers_N is not None])
-        return nll, lse, entropy, [*Saved(merged, ids, *lists, z_M)]
+        return losses.nll, losses.lse, losses.entropy, [*Saved(merged, ids, *lists, z_M)]
 
 
 def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -> Tensor:
@@ -88,7 +88,7 @@ def _run_backward(
     d_nll, d_lse, d_entropy = d_losses
     with torch.autocast(hidden.device.type, enabled=False):
         x = operands_of(ranks.whole(hidden), weight, head, ids, spec)
-        coef_4N = dense.coefficients([d_nll, d_lse, None, None, d_entropy], ids, spec.vocab_size)
+        coef_4N = dense.coefficients(Upstream(nll=d_nll, lse=d_lse, entropy=d_entropy), ids, spec.vocab_size)
         softmax = Softmax(merged[0], merged[1], None if d_entropy is None else merged[2])
         lists = KeptLists(*of_lists)
         grad_M = entry_gradients(x, lists, z_M, softmax, coef_4N)

@@ -5,6 +5,8 @@ Dimensions: T ranks of the group, K statistics, N tokens, D hidden size.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +19,45 @@ _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+# Groups by the names that operators know them by.
+_named: dict[str, weakref.ref[dist.ProcessGroup]] = {}
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """Return the name by which ``resolve`` finds a group: torch's name, unless a destroyed group had this name before."""
+    name = group.group_name
+    if torch.compiler.is_compiling():  # which cannot trace what follows
+        return name
+    while _named.setdefault(name, weakref.ref(group))() is not group:
+        name += "'"
+    return name
+
+
 def resolve(group_name: Any) -> dist.ProcessGroup | None:
     """Return the process group of a name, or None for the empty name, which means that nothing is split."""
-    return _resolve_process_group(group_name) if group_name else None
+    if group_name not in _named:
+        return _resolve_process_group(group_name) if group_name else None
+    group = _named[group_name]()
+    check_alive(group)
+    return group
+
+
+def check_alive(group: dist.ProcessGroup | None) -> None:
+    """Raise RuntimeError if a group was destroyed. The next ``init_process_group`` gives its name to another group."""
+    if not is_alive(group):
+        raise RuntimeError(
+            "the process group that the vocabulary is split over was destroyed (destroy_process_group): make the group anew, "
+            "and with it the VocabShard (shard.with_group(group)), or the module that holds it"
+        )
+
+
+def is_alive(group: dist.ProcessGroup | None) -> bool:
+    """Whether torch still knows a group. Under torch.compile only the operator asks, when it runs."""
+    if group is None:
+        return False
+    with contextlib.suppress(RuntimeError):
+        return torch.compiler.is_compiling() or _resolve_process_group(group.group_name) is group
+    return False
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:

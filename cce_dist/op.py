@@ -18,7 +18,7 @@ from cce_dist.autograd import Operator, build, head_rows, without_autocast
 from cce_dist.call import Call
 from cce_dist.debug_ranks import check_labels
 from cce_dist.given import Found, Given
-from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
+from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec, Upstream
 from cce_dist.kernels.backends import Backend, named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
@@ -65,7 +65,7 @@ def run_forward(
     call = call.decided(hidden, labels.shape[0], ranks.size)
     backend, spec = named(call.way.backend), call.spec
     x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
-    compile_ahead(backend, spec, x, grad_weight_out)
+    compile_ahead(backend, spec, x, grad_weight_out, ranks.size)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(ranks.gather(stats_3N))
@@ -82,22 +82,24 @@ def run_forward(
             cells = Cells(ids.view(-1, spec.num_ids))
             ids = any_id(cells.ids_NI)
         x = _with_ids(x, ids)._replace(cells=cells, order=order)
-        if arriving:
-            x, stats_KN, saved = _statistics_on_arrival(arriving[0], backend, x, spec, merge_bound)
+        if ranks.size == 1 and not arriving:
+            found, softmax, stats_TKN, saved = backend.losses_alone(x, spec, merge_bound)
         else:
-            stats_KN, saved = backend.statistics(x, spec, merge_bound)
-        stats_TKN = ranks.gather(stats_KN)
-        *losses, softmax = backend.token_losses(stats_TKN, x.ids, spec)
-        ids_NI = target_NI = mean = count = None
-        if x.cells is not None:
+            if arriving:
+                x, stats_KN, saved = _statistics_on_arrival(arriving[0], backend, x, spec, merge_bound)
+            else:
+                stats_KN, saved = backend.statistics(x, spec, merge_bound)
+            stats_TKN = ranks.gather(stats_KN)
+            found, softmax = backend.token_losses(stats_TKN, x, spec)
+        *losses, count = found
+        ids_NI = target_NI = None
+        if x.cells is not None and stats_TKN is not None:
             ids_NI = x.cells.ids_NI
             losses[0], target_NI = merge_cells(stats_TKN, softmax, ids_NI, spec)
-        if spec.want.mean:
-            mean, count = backend.mean(losses[0], labels, spec.ignore_index)
-        found = merge_listed(stats_TKN, softmax, x.ids, spec)
-        others = [found[name] for name in listed(spec.want, 0)]
+        further = merge_listed(stats_TKN, softmax, x.ids, spec)
+        others = [further[name] for name in listed(spec.want, 0)]
         kept = Saved(softmax.max, softmax.log_sum, softmax.entropy, x.ids, count, ids_NI, target_NI, saved)
-        return *losses, mean, others, kept.listed()
+        return *losses, others, kept.listed()
 
 
 def operands_of(hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec) -> Operands:
@@ -147,17 +149,14 @@ def run_backward(
     max_N, log_sum_N, entropy_N, ids, count, ids_NI, target_NI, saved = Saved.of(saved, call.spec)
     call = call.decided(hidden, ids.shape[0], ranks.size)
     backend, spec = named(call.way.backend), call.spec
-    *d_losses, d_mean = d_losses
-    of_mean = None if count is None or d_mean is None else (d_mean, count)
-    cells = None
+    upstream, cells = Upstream(*d_losses, count), None
     if ids_NI is not None and target_NI is not None:
         # A token's log-sum-exp gets the sum of the gradients of its ids. Cells hold the gradient of each id.
-        cells, d_sum = cell_gradients(d_losses[0], target_NI, ids_NI)
-        d_losses = [None, d_sum if d_losses[1] is None else d_sum + d_losses[1], *d_losses[2:]]
+        cells, d_sum = cell_gradients(upstream.nll, target_NI, ids_NI)
+        upstream = upstream._replace(nll=None, lse=d_sum if upstream.lse is None else d_sum + upstream.lse)
     want_hidden, want_weight, *want_head = want
     with without_autocast(hidden.device.type):
         arriving = ranks.arriving(hidden)
-        coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size, of_mean)
         x = operands_of(hidden, weight, head, ids, spec)._replace(cells=cells)
         rows = call.way.ready_rows or None
         hidden_sum = ranks.hidden_sum(ids.numel(), rows)
@@ -165,10 +164,10 @@ def run_backward(
         if arriving:
             x = x._replace(hidden=arriving[0].wait())
 
-        softmax = Softmax(max_N, log_sum_N, None if d_losses[-1] is None else entropy_N)
+        softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else entropy_N)
         want_bias = spec.logits.named(want_head).get("bias", False)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
-        d_hidden, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+        d_hidden, d_weight, d_bias = backend.gradients(x, softmax, upstream, saved, grads, spec)
         if hidden_sum is not None and want_hidden:
             d_hidden = hidden_sum.wait()
         return d_hidden, d_weight, head_rows(spec.logits.listed(bias=d_bias), want_head)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cce_dist import merge
 from cce_dist.call import is_symbol
-from cce_dist.kernels import Operands
+from cce_dist.kernels import Operands, Upstream
 from cce_dist.kernels.precision import accumulator, widened
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
@@ -53,8 +53,8 @@ class Terms(NamedTuple):
                 loss_N = loss_N + smoothing * uniform_nll_N
         return loss_N
 
-    def gradients(self, upstream_N: Tensor, lse_N: Tensor) -> list[Tensor | None]:
-        """Turn the gradients of per-token losses into gradients of nll, lse, target logit, uniform nll and entropy.
+    def gradients(self, upstream_N: Tensor, lse_N: Tensor) -> Upstream:
+        """Turn the gradients of per-token losses into gradients of nll, lse and the uniform distribution's nll.
 
         Class weights with label smoothing are left to autograd (``losses``).
         """
@@ -65,7 +65,7 @@ class Terms(NamedTuple):
         d_nll_N = d_loss_N
         if self.label_smoothing:
             d_nll_N, d_uniform_N = (1 - self.label_smoothing) * d_loss_N, self.label_smoothing * d_loss_N
-        return [d_nll_N, d_lse_N, None, d_uniform_N, None]
+        return Upstream(nll=d_nll_N, lse=d_lse_N, uniform=d_uniform_N)
 
 
 def learn_scale(

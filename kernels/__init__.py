@@ -226,7 +226,7 @@ class Rows(NamedTuple):
     """A group of tokens in compact order: labelled tokens first."""
 
     index: torch.Tensor  # [R] int32: indices of the tokens
-    num_kept: torch.Tensor  # [1] int32: how many of these tokens have a label, on the device
+    num_kept: torch.Tensor  # int32: its first element is how many of these tokens have a label, on the device
     hidden: torch.Tensor  # [R, D]: buffer for the hidden states of these tokens
 
 
@@ -287,6 +287,30 @@ class Softmax(NamedTuple):
     max: torch.Tensor
     log_sum: torch.Tensor
     entropy: torch.Tensor | None = None
+
+
+class Losses(NamedTuple):
+    """What forward computes of each token, [N] fp32: 0 where a label is IGNORED, NaN where it is OUTSIDE. None: not wanted."""
+
+    nll: torch.Tensor  # Negative log-likelihood of the label
+    lse: torch.Tensor  # Log-sum-exp
+    target: torch.Tensor  # Logit of the label; 0 with several ids a token
+    uniform: torch.Tensor | None = None  # Nll of the uniform distribution
+    entropy: torch.Tensor | None = None  # Entropy of the softmax
+    mean: torch.Tensor | None = None  # [] fp32: mean of nll over the labels that are not IGNORED
+    count: torch.Tensor | None = None  # [] int64: number of these labels, at least 1; with the mean
+
+
+class Upstream(NamedTuple):
+    """Gradients of the fields of ``Losses``, fp32, of any stride; None: 0. Those of ignored tokens do not matter."""
+
+    nll: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+    uniform: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    mean: torch.Tensor | None = None  # [] fp32
+    count: torch.Tensor | None = None  # As in ``Losses``: the divisor of the mean
 
 
 class Grads(NamedTuple):

@@ -8,8 +8,8 @@ Source: mgmalek's efficient_cross_entropy and Liger-Kernel chunk tokens. The onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from cce_dist.kernels import (
     Gradients,
     Grads,
     Head,
+    Losses,
     Operands,
     ShardLogits,
     Softmax,
     Spec,
+    Upstream,
     memory,
 )
 from cce_dist.kernels.extras import NO_ID, largest, merge_largest
@@ -205,7 +207,7 @@ class _Sums(NamedTuple):
 
 
 def gradients(
-    x: Operands, softmax: Softmax, coef_4N: Tensor, saved: list[Tensor], grads: Grads, spec: Spec
+    x: Operands, softmax: Softmax, upstream: Upstream, saved: list[Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
     """Return d_hidden, d_weight and d_bias; see ``Backend.gradients``.
 
@@ -214,6 +216,7 @@ def gradients(
     respect to ``hidden @ weight.T``) is replaced by ``r_i q_j``: r are R's row sums, q the column sums of |R| divided by their
     total. d_bias is exact. Nothing is dropped if the entropy is differentiated.
     """
+    coef_4N = coefficients(upstream, x.ids, spec.vocab_size)
     gain = torch.ones((), dtype=accumulator(x.hidden.dtype), device=x.hidden.device)
     if x.hidden.dtype == torch.float16 and x.num_tokens:
         # fp16 cannot hold 1/N times a small probability, so coefficients are divided by the largest one until the end.
@@ -340,15 +343,27 @@ def merge(stats_TKN: Tensor, spec: Spec) -> Merged:
     return Merged(max_N, log_sum, target_TN.sum(0), mean_below, entropy)
 
 
-def token_losses(stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Any, ...]:
-    want = spec.want
+def losses_alone(
+    x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Losses, Softmax, Tensor, list[Tensor]]:
+    stats_KN, saved = statistics(x, spec, merge_bound)
+    return *token_losses(stats_KN[None], x, spec), stats_KN[None], saved
+
+
+def token_losses(stats_TKN: Tensor, x: Operands, spec: Spec) -> tuple[Losses, Softmax]:
+    want, ids_N = spec.want, x.ids
     merged = merge(stats_TKN[:, : spec.num_stats], spec)
     nll, lse = merged.max - merged.target + merged.log_sum, merged.max + merged.log_sum
     losses = torch.stack((nll, lse, merged.target, merged.mean_below + merged.log_sum, merged.entropy))
     losses = losses.masked_fill_(ids_N == IGNORED, 0.0).masked_fill_(ids_N == OUTSIDE, torch.nan)
     wanted = (True, True, True, want.uniform, want.entropy)
+    losses_N = [x.clone() if is_wanted else None for x, is_wanted in zip(losses, wanted, strict=True)]
+    mean = count = None
+    if want.mean:
+        count = (ids_N != IGNORED).sum().clamp(min=1)
+        mean = losses[0].sum() / count
     softmax = Softmax(merged.max, merged.log_sum, merged.entropy if want.entropy else None)
-    return *(x.clone() if is_wanted else None for x, is_wanted in zip(losses, wanted, strict=True)), softmax
+    return Losses(*losses_N, mean, count), softmax  # type: ignore[arg-type]
 
 
 def merged_lse(stats_T3N: Tensor) -> Tensor:
@@ -356,19 +371,14 @@ def merged_lse(stats_T3N: Tensor) -> Tensor:
     return merged.max + merged.log_sum
 
 
-def mean(nll_N: Tensor, labels_N: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    count = (labels_N != ignore_index).sum().clamp(min=1)
-    return nll_N.sum() / count, count
-
-
-def coefficients(
-    grads: Sequence[Tensor | None], ids_N: Tensor, vocab_size: int, of_mean: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    like = next((d for d in (*grads, of_mean and of_mean[0]) if d is not None), ids_N)
+def coefficients(upstream: Upstream, ids_N: Tensor, vocab_size: int) -> Tensor:
+    """Return coef_4N, the four coefficients of each token's logit gradients; 0 for tokens without a label."""
+    *grads, d_mean, count = upstream
+    like = next((d for d in (*grads, d_mean) if d is not None), ids_N)
     zeros = _zeros(*ids_N.shape, like=like)
     d_nll, d_lse, d_target, d_uniform, d_entropy = (
         zeros if d is None else d.masked_fill(ids_N < 0, 0.0) for d in grads
     )
-    if of_mean is not None:
-        d_nll = d_nll + (of_mean[0] / of_mean[1]).expand(ids_N.shape).masked_fill(ids_N < 0, 0.0)
+    if d_mean is not None and count is not None:
+        d_nll = d_nll + (d_mean / count).expand(ids_N.shape).masked_fill(ids_N < 0, 0.0)
     return torch.stack((d_nll + d_lse + d_uniform, d_target - d_nll, d_uniform / -vocab_size, d_entropy))

@@ -64,12 +64,14 @@ def listed(want: Want, num_tokens: int) -> dict[str, tuple[tuple[int, ...], torc
     return {name: (shape, dtype) for name, (wanted, shape, dtype) in every.items() if wanted}
 
 
-def merge_listed(stats_TKN: Tensor, softmax: Softmax, ids_N: Tensor, spec: Spec) -> dict[str, Tensor]:
+def merge_listed(stats_TKN: Tensor | None, softmax: Softmax, ids_N: Tensor, spec: Spec) -> dict[str, Tensor]:
     """Merge the shards' statistics of the outputs in ``listed``."""
     max_N, log_sum_N, want = softmax.max, softmax.log_sum, spec.want
     found = {}
     if want.largest:
         found["max_logit"] = masked(max_N, ids_N)
+    if stats_TKN is None:
+        return found
     if want.sum_p_squared:
         # An empty shard or a row of -inf logits has a maximum of -inf, and -inf - -inf would be NaN.
         below_TN = torch.where(stats_TKN[:, 0] == max_N, 0.0, stats_TKN[:, 0] - max_N)

@@ -2,8 +2,8 @@
 
 Online softmax (Milakov and Gimelshein, 2018) over the vocabulary for a block of rows, as in the forward of *Cut Your Losses*
 (Wijmans et al., 2024, algorithm 2). Two things differ. Each program owns a row block and a part of the vocabulary and writes
-fp32 partials that a second kernel merges in order: no lock, no atomic, the same bits every run. The loops over tiles and over
-D are flattened into one, so the copy engine works through the epilogue.
+fp32 partials that another kernel (``losses.py``) merges in order: no lock, no atomic, the same bits every run. The loops over
+tiles and over D are flattened into one, so the copy engine works through the epilogue.
 
 Kept exponentials are ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's relative
 precision does not depend on its exponent, so the reference need only be near the row's maximum. It is the maximum of the
@@ -329,111 +329,14 @@ def _mark(
     tl.store(words_ptr + offs_n.to(tl.int64)[:, None] * num_words + offs_w[None, :], words, mask=in_n[:, None])
 
 
-def merge_splits(
-    partials_KPR: torch.Tensor,
-    x: Operands,
-    rows: Rows,
-    stats_KN: torch.Tensor,
-    *,
-    want: Want = NOTHING_MORE,
-    sloped_N: torch.Tensor | None = None,
-) -> None:
-    """Merge the partials of all parts, in order, into stats_KN at the tokens of the group (TARGET is left alone).
-
-    Tokens without a label get a maximum of 0, a sum of 1, and zeros. ``sloped_N``: out, sum of exp times the softcap's slope.
-    """
-    num_rows = rows.index.shape[0]
-    _merge_splits_kernel[(cdiv(num_rows, 128),)](
-        partials_KPR, rows.index, rows.num_kept,
-        stats_KN, sloped_N,
-        num_rows, stats_KN.shape[1], partials_KPR.shape[1], x.num_valid,
-        WANT=Sums.of(want, sloped_N is not None), BLOCK_N=128,
-    )
-
-
-@kernel("partial_ptr")
-def _merge_splits_kernel(
-    partial_ptr,  # in: [K, P, R] fp32
-    index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
-    stats_ptr,  # out: [K, N] fp32
-    sloped_ptr,  # out: [N] fp32
-    num_rows,
-    num_tokens,
-    num_splits,
-    num_valid,
-    WANT: tl.constexpr,  # Sums
-    BLOCK_N: tl.constexpr,
-):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_rows
-    live = offs_n < tl.load(num_kept_ptr)
-    row_stride = num_rows.to(tl.int64)
-    plane = num_splits * row_stride
-    merged_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    best = tl.zeros((BLOCK_N,), tl.float32)
-    # Merge the maxima of all parts into merged_max [BLOCK_N].
-    for split in range(0, num_splits):
-        where = partial_ptr + split * row_stride + offs_n
-        part_max = tl.load(where + MAX * plane, mask=live, other=0)
-        if WANT.best:
-            # Parts are in column order, so the first of equal maxima has the smallest column.
-            best = tl.where(part_max > merged_max, tl.load(where + BEST * plane, mask=live, other=0), best)
-        merged_max = tl.maximum(merged_max, part_max)
-    base = tl.where(merged_max > float("-inf"), merged_max, 0.0)
-
-    sum_exp = tl.zeros((BLOCK_N,), tl.float32)
-    below = tl.zeros((BLOCK_N,), tl.float32)
-    moment = tl.zeros((BLOCK_N,), tl.float32)
-    sloped = tl.zeros((BLOCK_N,), tl.float32)
-    square = tl.zeros((BLOCK_N,), tl.float32)
-    # Rescale the sums of each part, [BLOCK_N], to the merged maximum and add them up.
-    for split in range(0, num_splits):
-        where = partial_ptr + split * row_stride + offs_n
-        drop = base - tl.load(where + SHIFT * plane, mask=live, other=0)
-        part = tl.load(where + SUM * plane, mask=live, other=0)
-        # A sum of 0 is not rescaled, because its reference may be far off. Any other sum, NaN too, is.
-        rescale = tl.where(part == 0, 1.0, tl.exp(-drop))
-        sum_exp += part * rescale
-        if WANT.below:
-            columns = tl.load(where + COUNT * plane, mask=live, other=0)
-            below += tl.load(where + BELOW * plane, mask=live, other=0) + columns * drop
-        if WANT.moment:
-            part_moment = tl.load(where + MOMENT * plane, mask=live, other=0)
-            rise = base - tl.load(where + MAX * plane, mask=live, other=0)
-            moment += tl.where(part == 0, 0.0, rescale * (part_moment - rise * part))
-        if WANT.sloped:
-            sloped += tl.load(where + SLOPED * plane, mask=live, other=0) * rescale
-        if WANT.square:
-            square += tl.load(where + SQUARE * plane, mask=live, other=0) * rescale * rescale
-
-    token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
-    stats = stats_ptr + token
-    stride = num_tokens.to(tl.int64)
-    tl.store(stats, tl.where(live, merged_max, 0.0), mask=in_n)
-    tl.store(stats + stride, tl.where(live, sum_exp, 1.0), mask=in_n)
-    if WANT.below:
-        tl.store(stats + 3 * stride, tl.where(live, below, 0.0), mask=in_n)
-        tl.store(stats + 4 * stride, tl.zeros((BLOCK_N,), tl.float32) + num_valid, mask=in_n)
-    if WANT.moment:
-        tl.store(stats + (3 + 2 * WANT.below) * stride, tl.where(live, moment, 0.0), mask=in_n)
-    if WANT.sloped:
-        tl.store(sloped_ptr + token, tl.where(live, sloped, 0.0), mask=in_n)
-    next_row = stats + (3 + 2 * WANT.below + WANT.moment) * stride
-    if WANT.square:
-        tl.store(next_row, tl.where(live, square / (SMALLER * SMALLER), 0.0), mask=in_n)
-    if WANT.best:
-        tl.store(next_row + WANT.square * stride, tl.where(live, best, 0.0), mask=in_n)
-
-
 def gathered_with_targets(
-    x: Operands, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor, stats_KN: torch.Tensor, row: int,
+    x: Operands, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor, out_KN: torch.Tensor | None, row: int,
     copy_N: torch.Tensor | None = None,
 ) -> Rows:
     """Gather the hidden states of a group as ``tokens.gathered`` does, and write the logit of each token's label.
 
-    The logits go to row ``row`` of stats_KN and to ``copy_N``, if given. With several ids a token they go to I rows, ``row``
-    and the following ones. A logit is 0 if the label is no valid row of this shard.
+    The logits go to row ``row`` of out_KN (which may be [N] for one row) and to ``copy_N``, if given. With several ids a token
+    they go to I rows, ``row`` and the following ones. A logit is 0 if the label is no valid row of this shard.
     """
     rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     num_rows, hidden_size = rows.hidden.shape
@@ -442,7 +345,7 @@ def gathered_with_targets(
         ids, num_ids = x.cells.ids_NI, x.cells.ids_NI.shape[1]
     _gather_targets_kernel[(cdiv(num_rows, 4) * (num_ids or 1),)](
         x.hidden, x.weight, x.head, ids, rows.index, rows.num_kept,
-        rows.hidden, stats_KN, copy_N,
+        rows.hidden, out_KN, copy_N,
         num_rows, hidden_size, x.num_tokens, row, x.start, x.num_valid, num_ids,
         SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_N=4, BLOCK_D=512,
     )
@@ -458,7 +361,7 @@ def _gather_targets_kernel(
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     rows_ptr,  # out: [R, D]
-    stats_ptr,  # out: rows from first_row on of [K, N] fp32, one or with SEVERAL I of them
+    out_ptr,  # out: rows from first_row on of [K, N] fp32, one or with SEVERAL I of them
     copy_ptr,  # out: [N] fp32, or None
     num_rows,
     hidden_size,
@@ -473,7 +376,7 @@ def _gather_targets_kernel(
     BLOCK_D: tl.constexpr,
 ):
     block = tl.program_id(0)
-    target_ptr = stats_ptr + first_row.to(tl.int64) * num_tokens
+    target_ptr = out_ptr + first_row.to(tl.int64) * num_tokens
     if SEVERAL:
         # Neighbouring programs read the same hidden states, which stay in the cache.
         which = block % num_ids

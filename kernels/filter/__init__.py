@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, exact, memory
+from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, exact, memory
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_weight
@@ -72,6 +72,7 @@ from cce_dist.kernels.filter.sampling import (
     weigh_tokens,
 )
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
+from cce_dist.kernels.losses import Results, merge_splits, merged_lse, of_statistics, token_losses
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
     Marks,
@@ -79,7 +80,6 @@ from cce_dist.kernels.lse import (
     choose_splits,
     gathered_with_targets,
     lse_partials,
-    merge_splits,
     new_partials,
 )
 from cce_dist.kernels.memory import FALLBACK, SAMPLE
@@ -89,18 +89,15 @@ from cce_dist.kernels.tokens import (
     first_rows,
     gathered,
     label_ids,
-    mean,
-    merged_lse,
     ordered_ids,
     some_rows,
     sums_of_rows,
-    token_losses,
 )
 from cce_dist.kernels.waves import cdiv
 
 __all__ = [
-    "coefficients", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
-    "saved_of_slices", "statistics", "token_losses",
+    "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices",
+    "statistics", "token_losses",
 ]
 
 
@@ -147,6 +144,10 @@ def statistics(
         first = _before_all_columns(x, frequent, tiles, buffer_RD, stats_KN, merge_bound)
         _marked_statistics(x, frequent, first, lists, stats_KN, buffer_RD, at_once, spec)
     return stats_KN, list(lists)
+
+
+def losses_alone(x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor]) -> Results:
+    return of_statistics(x, spec, *statistics(x, spec, merge_bound))
 
 
 def new_rows(x: Operands, num_rows: int, num_columns: int | None = None) -> torch.Tensor:
@@ -241,7 +242,7 @@ def _log_sum_exp(
 
 
 def gradients(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Spec
+    x: Operands, softmax: Softmax, upstream: Upstream, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
     """Return the filtered d_hidden and d_weight, and None; see ``Backend.gradients``. ``decide`` has excluded a bias.
 
@@ -249,9 +250,10 @@ def gradients(
     or if the token's list is short. All gradients are exact if the entropy is differentiated, which has no control variate.
     """
     sides = spec.filter
+    coef_4N = coefficients(upstream, x.ids, spec.vocab_size)
 
     def exactly(wanted: Grads) -> Gradients:
-        return exact.gradients(x, softmax, coef_4N, list(exact.new_kept(x, exact.order_of(x))), wanted, spec)
+        return exact.gradients_by(x, softmax, coef_4N, exact.new_kept(x, exact.order_of(x)), wanted, spec)
 
     if x.num_tokens == 0 or x.num_valid == 0 or softmax.entropy is not None:
         return exactly(grads)
@@ -324,8 +326,8 @@ def _filtered_gradients(
         frequent = gather_frequent(lists.ids_F, x, cdiv(num_valid, 32))
         how = decide(x, softmax, coef_4N, lists, frequent.slot_V, spec.filter.eps)
         # First set the exact gradients, of all tokens or of those that fall back. Then add the filtered ones.
-        d_hidden, d_weight, _ = exact.gradients(
-            x._replace(ids=how.exact_labels), softmax, coef_4N, list(exact.new_kept(x, how.exact_order)),
+        d_hidden, d_weight, _ = exact.gradients_by(
+            x._replace(ids=how.exact_labels), softmax, coef_4N, exact.new_kept(x, how.exact_order),
             grads._replace(hidden_ready=None, ready_rows=None, often_empty=True), spec,
         )
         target = d_weight if grads.weight_out is None else grads.weight_out

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from shards import DEVICE, GPU, nan_memory
+from shards import DEVICE, GPU, nan_memory, upstream_of
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
@@ -68,7 +68,7 @@ def without_filter(shard: Shard) -> list[Tensor]:
 
 
 def gradients(shard: Shard, saved: list[Tensor]) -> list[Tensor]:
-    found = filter.gradients(shard.x, shard.softmax, shard.coef, saved, Grads(), shard.spec)
+    found = filter.gradients(shard.x, shard.softmax, upstream_of(shard.coef, 1), saved, Grads(), shard.spec)
     return [grad for grad in found if grad is not None]
 
 
@@ -87,7 +87,7 @@ def test_nothing_can_be_filtered() -> None:
     _, saved, ours = step(shard)
     assert int(saved[3].sum()) > 100
     expected: Any = exact.gradients(
-        shard.x, shard.softmax, shard.coef, without_filter(shard), Grads(), shard.spec
+        shard.x, shard.softmax, upstream_of(shard.coef, 1), without_filter(shard), Grads(), shard.spec
     )  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(ours, expected[:2], strict=False))
     assert all(torch.equal(a, b) for a, b in zip(ours, gradients(shard, saved), strict=True))
@@ -106,7 +106,7 @@ def test_nothing_is_computed_for_what_nobody_will_read(monkeypatch: pytest.Monke
     shard = random_logits(2.0)
     _, saved = statistics(shard)
     read, products = count_work(monkeypatch)
-    exact.gradients(shard.x, shard.softmax, shard.coef, without_filter(shard), Grads(), shard.spec)
+    exact.gradients(shard.x, shard.softmax, upstream_of(shard.coef, 1), without_filter(shard), Grads(), shard.spec)
     expected, in_exact = Counter(products), set(read)
     read.clear()
     products.clear()

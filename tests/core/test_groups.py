@@ -230,7 +230,7 @@ def test_under_torch_compile_no_upstream_gradients_are_expected() -> None:
 
 def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a comparison that the host reads."""
-    monkeypatch.setattr(given, "_is_observed", lambda: False)  # a dispatch mode does
+    monkeypatch.setattr(given, "_is_observed", lambda *_: False)  # a dispatch mode does
     monkeypatch.setattr(debug_ranks, "label_error", lambda *_: "")  # which reads labels on a CPU
     with FakeTensorMode(), in_groups():  # whose tensors have no values to read
         hidden, weight = (torch.randn(rows, D, requires_grad=True) for rows in (N, V))
@@ -467,7 +467,7 @@ def test_one_group_is_alive_at_a_time(mib: int, monkeypatch: pytest.MonkeyPatch)
     launch_nothing(monkeypatch)
     # The interpreter misreads bf16, but nothing is launched.
     monkeypatch.setattr("cce_dist.operands.choose_backend", lambda *_: "triton")
-    monkeypatch.setattr(given, "_is_observed", lambda: False)  # Live does
+    monkeypatch.setattr(given, "_is_observed", lambda *_: False)  # Live does
     monkeypatch.setattr(memory, "KEPT_ROWS", 128)
     monkeypatch.setattr(memory, "usual_waves", lambda *_: (1.0, 0))
     hidden = torch.zeros(8192, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)

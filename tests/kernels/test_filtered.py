@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu
+from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu, upstream_of
 from torch import Tensor
 
 from cce_dist import GradFilter, VocabShard, linear_cross_entropy
@@ -29,6 +29,7 @@ from cce_dist.kernels import (
     ShardLogits,
     Softmax,
     Spec,
+    Upstream,
     Want,
     exact,
     filter,
@@ -250,7 +251,8 @@ def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> 
     if isinstance(merged, Dense):
         merged = Softmax(merged.maximum.float(), merged.log_sum.float())
     grads = Grads(want_bias=False)._replace(**how)
-    return list(filter.gradients(operands(p), merged, p.coef, list(saved), grads, spec_of(p, case)))
+    spec = spec_of(p, case)
+    return list(filter.gradients(operands(p), merged, upstream_of(p.coef, spec.vocab_size), list(saved), grads, spec))
 
 
 @pytest.fixture(autouse=True)
@@ -596,7 +598,8 @@ def test_one_side_stays_exact(side: str) -> None:
     x, spec = operands(p), spec_of(p, case)
     softmax = Softmax(d.maximum.float(), d.log_sum.float())
     unfiltered = list(exact.new_kept(x, exact.compact(p.labels)))
-    plain: Any = exact.gradients(x, softmax, p.coef, unfiltered, Grads(want_bias=False), spec)
+    upstream = upstream_of(p.coef, spec.vocab_size)
+    plain: Any = exact.gradients(x, softmax, upstream, unfiltered, Grads(want_bias=False), spec)
     expected = (plain[0], both[1]) if side == "hidden" else (both[0], plain[1])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, expected, strict=False))
     assert not torch.equal(both[0], plain[0])
@@ -965,17 +968,16 @@ def test_the_host_calls_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.use_deterministic_algorithms(False)  # which fill what is not initialised
     hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16, device=DEVICE) for n in (512, 4096))
     labels, logits = torch.arange(512, device=DEVICE), ShardLogits(0, 4096)
-    spec = Spec(logits, 4096, filter=Filter(2.0**-10), workspace_bytes=256 << 20)
+    spec = Spec(logits, 4096, filter=Filter(2.0**-10), want=Want(mean=True), workspace_bytes=256 << 20)
     with (
         launching(lambda *_: None),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
     ):
         ids, order = filter.ordered_ids(labels, -100, 4096)
         x = Operands.of(hidden, weight, ids, logits)._replace(order=order)
-        stats, saved = filter.statistics(x, spec, lambda stats: filter.merged_lse(stats[None]))
-        nll, *_, softmax = filter.token_losses(stats[None], ids, spec)
-        coef = filter.coefficients([None] * 5, ids, 4096, filter.mean(nll, labels, -100))
-        filter.gradients(x, softmax, coef, saved, Grads(want_bias=False), spec)
+        losses, softmax, _, saved = filter.losses_alone(x, spec, lambda stats: filter.merged_lse(stats[None]))
+        upstream = Upstream(mean=losses.mean, count=losses.count)
+        filter.gradients(x, softmax, upstream, saved, Grads(want_bias=False), spec)
     events: Any = profile.events()
     called = Counter(event.name for event in events if event.name.startswith("aten::"))
     assert 50 < called.total() <= 130, called
