@@ -38,6 +38,7 @@ from cce_dist.given import Found, Given
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
 from cce_dist.kernels.backends import named
 from cce_dist.kernels.dry_run import compile_ahead
+from cce_dist.kernels.extras import NUM_LOSSES
 from cce_dist.kernels.precision import accumulator, widened
 from cce_dist.merge import Distributed
 from cce_dist.op import operands_of, run_backward, run_forward
@@ -364,7 +365,7 @@ def _loss_and_gradients(
         call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False)))
         nll_N, lse_N, _, uniform_nll_N, *_, saved = run_forward(hidden, weight, head, labels, None, call)
         loss = terms.losses(nll_N, lse_N, uniform_nll_N).sum() / divisor
-        d_losses = [*terms.gradients(expectation(None, labels, divisor, hidden), lse_N)[:-1]]
+        d_losses = [*terms.gradients(expectation(None, labels, divisor, hidden), lse_N)][:NUM_LOSSES]
         d_hidden, d_weight, d_head_KV = run_backward(d_losses, hidden, weight, head, saved, None, want, call)
         d_head = head_gradients(d_head_KV, head, want[2:])
     d_hidden, d_weight, *d_head = (hidden.new_empty(0) if x is None else x for x in (d_hidden, d_weight, *d_head))

@@ -54,7 +54,7 @@ class Terms(NamedTuple):
         return loss_N
 
     def gradients(self, upstream_N: Tensor, lse_N: Tensor) -> Upstream:
-        """Turn the gradients of per-token losses into gradients of nll, lse and the uniform distribution's nll.
+        """Turn the gradients of per-token losses into gradients of nll, lse and uniform nll.
 
         Class weights with label smoothing are left to autograd (``losses``).
         """

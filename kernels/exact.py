@@ -66,8 +66,8 @@ from cce_dist.kernels.tokens import (
 from cce_dist.kernels.waves import cdiv
 
 __all__ = [
-    "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices",
-    "statistics", "token_losses",
+    "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
+    "token_losses",
 ]
 
 
@@ -111,12 +111,12 @@ def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN, and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
-    order = order_of(x)
-    stats_KN = torch.empty(spec.num_rows, x.num_tokens, dtype=torch.float32, device=x.hidden.device)
-    if spec.want.top_k:  # before the exponentials take their memory
-        _write_largest(x, spec, order, stats_KN[spec.first_top :])
-    kept = new_kept(x, order, columns_kept(x, spec), spec.want.entropy)
-    _forward(x, spec, kept, stats_KN, None)
+    order, stats_KN = order_of(x), _empty(x, spec.num_rows, x.num_tokens)
+    kept = _kept_after_largest(x, spec, order, stats_KN)
+    if x.num_tokens == 0 or x.num_valid == 0:
+        stats_KN[: spec.first_top].zero_()[0] = float("-inf")
+    else:
+        _sweep(x, spec, kept, stats_KN, None)
     return stats_KN, list(kept)
 
 
@@ -126,29 +126,23 @@ def losses_alone(
     """Return losses, softmax, statistics and ``Kept``. Statistics are None without further outputs, and have no TARGET."""
     if x.num_tokens == 0 or x.num_valid == 0:
         return of_statistics(x, spec, *statistics(x, spec))
-    order, stats_TKN = order_of(x), None
-    if spec.num_rows > spec.num_stats:
-        stats_TKN = torch.empty(1, spec.num_rows, x.num_tokens, dtype=torch.float32, device=x.hidden.device)
-        if spec.want.top_k:
-            _write_largest(x, spec, order, stats_TKN[0, spec.first_top :])
-    kept = new_kept(x, order, columns_kept(x, spec), spec.want.entropy)
+    stats_TKN = _empty(x, 1, spec.num_rows, x.num_tokens) if spec.num_rows > spec.num_stats else None
+    stats_KN = None if stats_TKN is None else stats_TKN[0]
+    kept = _kept_after_largest(x, spec, order_of(x), stats_KN)
     out = Finished.new(x, kept.num_kept, spec.want, cdiv(x.num_tokens, rows_per_program(kept.exp_NV.shape[1] > 0)))
-    _forward(x, spec, kept, None if stats_TKN is None else stats_TKN[0], out)
+    _sweep(x, spec, kept, stats_KN, out)
     return out.losses, out.softmax, stats_TKN, list(kept)
 
 
-def _forward(x: Operands, spec: Spec, kept: Kept, stats_KN: torch.Tensor | None, out: Finished | None) -> None:
-    """Fill ``kept`` and, unless they are None, ``stats_KN`` and ``out``. There is no TARGET in stats_KN beside ``out``."""
-    if x.num_tokens == 0 or x.num_valid == 0:
-        assert stats_KN is not None and out is None
-        stats_KN[: spec.first_top].zero_()[0] = float("-inf")
-        return
-    if stats_KN is not None and spec.several:
-        stats_KN[2].zero_()
-    with on_device(x.hidden):
-        _sweep(x, spec, choose_tiles(x.hidden.dtype, x.hidden.device), kept, stats_KN, out)
-        if stats_KN is not None and spec.want.best:  # columns become ids
-            stats_KN[spec.best_row].view(torch.int32).add_(x.start)
+def _empty(x: Operands, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=x.hidden.device)
+
+
+def _kept_after_largest(x: Operands, spec: Spec, order: list[torch.Tensor], stats_KN: torch.Tensor | None) -> Kept:
+    """Return ``new_kept``. The largest logits are written first, before the exponentials take their memory."""
+    if stats_KN is not None and spec.want.top_k:
+        _write_largest(x, spec, order, stats_KN[spec.first_top :])
+    return new_kept(x, order, columns_kept(x, spec), spec.want.entropy)
 
 
 def _write_largest(x: Operands, spec: Spec, order: list[torch.Tensor], top_2KN: torch.Tensor) -> None:
@@ -174,34 +168,40 @@ def _write_largest(x: Operands, spec: Spec, order: list[torch.Tensor], top_2KN: 
             ids_KN[:top_k].index_copy_(1, rows.index.long(), (columns_RK + x.start).int().t())
 
 
-def _sweep(
-    x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Tensor | None, out: Finished | None
-) -> None:
-    """Run forward's passes over the vocabulary, except for the largest logits."""
-    at_once = _forward_rows(x, spec, kept)
-    num_tiles = cdiv(x.num_valid, tiles.lse.cols)
-    keeping, parts = _kept_span(x, kept, tiles, at_once), 0
-    if keeping.last < num_tiles:
-        # ``invariant`` calls always use the number of parts that 400 to 8,192 tokens get on an H100.
-        cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
-        parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
-    buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
-    targets, programs = _targets(spec, kept, stats_KN, out), 0
-    target_N = None if out is None or spec.several else targets[0]
-    for number, group in enumerate(token_groups(kept.order, at_once)):
-        rows = gathered_with_targets(x, group, buffer_RD, *targets)
-        partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
-        leveling = None
-        if keeping.num_parts:
-            kept_of_group = kept.of_group(number, at_once)
-            leveling = _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept_of_group, spec.want)
-        if parts:
-            span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
-            lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want)
-        programs += finish(
-            x, rows, partials_KPR, want=spec.want, leveling=leveling, target_N=target_N, vocab_size=spec.vocab_size,
-            stats_KN=stats_KN, out=out, first_program=programs,
-        )
+def _sweep(x: Operands, spec: Spec, kept: Kept, stats_KN: torch.Tensor | None, out: Finished | None) -> None:
+    """Fill the kept exponentials, and unless they are None ``out`` and stats_KN, except for the largest logits.
+
+    Beside ``out``, stats_KN has no TARGET.
+    """
+    if stats_KN is not None and spec.several:
+        stats_KN[2].zero_()
+    with on_device(x.hidden):
+        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+        at_once = _forward_rows(x, spec, kept)
+        num_tiles = cdiv(x.num_valid, tiles.lse.cols)
+        keeping, parts = _kept_span(x, kept, tiles, at_once), 0
+        if keeping.last < num_tiles:
+            # ``invariant`` calls always use the number of parts that 400 to 8,192 tokens get on an H100.
+            cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
+            parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
+        buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
+        targets, programs = _targets(spec, kept, stats_KN, out), 0
+        target_N = None if out is None or spec.several else targets[0]
+        for number, group in enumerate(token_groups(kept.order, at_once)):
+            rows, leveling = gathered_with_targets(x, group, buffer_RD, *targets), None
+            partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
+            if keeping.num_parts:
+                kept_of_group = kept.of_group(number, at_once)
+                leveling = _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept_of_group, spec.want)
+            if parts:
+                span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
+                lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want)
+            programs += finish(
+                x, rows, partials_KPR, want=spec.want, leveling=leveling, target_N=target_N, vocab_size=spec.vocab_size,
+                stats_KN=stats_KN, out=out, first_program=programs,
+            )
+        if stats_KN is not None and spec.want.best:  # columns become ids
+            stats_KN[spec.best_row].view(torch.int32).add_(x.start)
 
 
 def _targets(

@@ -55,12 +55,18 @@ def join(device: torch.device, timeout_seconds: float, *, bind: bool = False) ->
     _start_group(device, store, rank, world_size, timeout, bind)
 
 
+def join_alone(device: torch.device) -> None:
+    """Make a group of this process alone where there is none: for frameworks that work on nothing less."""
+    if not dist.is_initialized():
+        _start_group(device, dist.HashStore(), 0, 1)
+
+
 def _start_group(
     device: torch.device,
     store: dist.Store,
     rank: int,
     world_size: int,
-    timeout: datetime.timedelta,
+    timeout: datetime.timedelta | None = None,
     bind: bool = False,
 ) -> None:
     on_gpu = device.type == "cuda"

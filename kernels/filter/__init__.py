@@ -96,8 +96,8 @@ from cce_dist.kernels.tokens import (
 from cce_dist.kernels.waves import cdiv
 
 __all__ = [
-    "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices",
-    "statistics", "token_losses",
+    "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
+    "token_losses",
 ]
 
 

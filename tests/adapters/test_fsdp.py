@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 from tiny_trainer import LENGTH, VOCAB, compared, tiny_model
 
 import cce_dist
-from cce_dist import VocabParallelHead, VocabShard, groups, merge
+from cce_dist import VocabParallelHead, VocabShard, groups, merge, reference
 from cce_dist.integrations.fsdp import Rows
 
 REACH = 1e-6  # of the losses, relative, in fp32
@@ -372,32 +372,16 @@ def check_arguments_of_the_loss() -> None:
     labels[2] = -100
     outputs = ("nll", "entropy", "label_is_max")
     head: Any = VocabParallelHead(16, VOCAB, shard_over=mesh_of(), ignore_index=None, return_aux=outputs)
-    logp = F.linear(hidden, head.weight.full_tensor().detach()).log_softmax(-1)
+    dense: Any = reference.linear_cross_entropy(hidden, head.weight.full_tensor().detach(), labels)
     found: Any = head(hidden, labels)
-    torch.testing.assert_close(found.loss, F.nll_loss(logp, labels))
-    torch.testing.assert_close(found.nll, F.nll_loss(logp, labels, reduction="none"))
-    entropy = -(logp.exp() * logp).sum(-1) * (labels >= 0)
-    torch.testing.assert_close((found.entropy, found.lse.shape), (entropy, labels.shape))
-    assert torch.equal(found.label_is_max, (logp.argmax(-1) == labels).float())
+    torch.testing.assert_close(found[:5], dense[:5])
+    assert torch.equal(found.label_is_max, dense.label_is_max)
     count = torch.tensor(7.0, requires_grad=True)
     (of_count,) = torch.autograd.grad(head(hidden, labels, num_tokens=count).loss, count)
-    torch.testing.assert_close(of_count, -F.nll_loss(logp, labels, reduction="sum") / 49)
+    torch.testing.assert_close(of_count, -dense.nll.sum() / 49)
     assert head(hidden, torch.full((6,), -100), num_tokens=torch.tensor(0)).loss == 0
-    bad: list[Any] = [
-        -5.0,
-        0,
-        float("nan"),
-        float("inf"),
-        True,
-        "7",
-        1j,
-        torch.ones(6),
-        torch.tensor(True),
-        torch.tensor(-1),
-    ]
-    for value in bad:
-        with pytest.raises((TypeError, ValueError), match="num_tokens must"):
-            head(hidden, labels, num_tokens=value)
+    with pytest.raises(ValueError, match="num_tokens must"):  # test_bad_input.py has what else it is not
+        head(hidden, labels, num_tokens=0)
     with pytest.raises(ValueError, match="target must be"):
         head(hidden, labels[:5])
     with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"):

@@ -27,8 +27,8 @@ from cce_dist.call import Call
 from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, dense, memory
 from cce_dist.kernels.tiles import interpreted
 from cce_dist.merge import Layout
-from cce_dist.tools.bench.collectives import Collectives, _is_kernel_of
 from cce_dist.tools.verify.check import assert_no_worse
+from collectives import Collectives, _is_kernel_of
 
 N, D = 12, 8
 VOCABULARIES = (33, 5, 1)  # over four ranks: uneven; 2, 2, 1 and 0 rows; all but one empty

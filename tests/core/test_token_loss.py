@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from dense_scores import assert_same_loss
 from shards import DEVICE, backends_of_ranks, needs_gpu
 from support.dense import DTYPE, ROWS, D, N, V, assert_all_no_worse, assert_near, dense, large_operands, operands
 from torch import Tensor
@@ -147,10 +148,7 @@ def test_entropy_adaptive_is_llama_factorys() -> None:
     factor = (-(top * (top + 1e-10).log()).sum(-1) / 3) ** 1.5
     theirs = (torch.nn.functional.cross_entropy(logits, labels, reduction="none") * factor).mean()
     ours = linear_cross_entropy(hidden, weight, labels, token_loss=objectives.entropy_adaptive(1.5))
-    for mine, stock in zip(
-        (ours, *torch.autograd.grad(ours, weight)), (theirs, *torch.autograd.grad(theirs, weight)), strict=True
-    ):
-        torch.testing.assert_close(mine, stock, rtol=1e-7, atol=1e-9)
+    assert_same_loss(ours, theirs, [weight], 1e-7)
 
 
 def changing(log_probs: Tensor, entropy: Tensor) -> Tensor:
@@ -183,11 +181,8 @@ def test_a_function_may_change_its_arguments_in_place(rows: int | None, compiled
     run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
     with groups.of_rows(rows):
         right, found = call(kept), run(changing)
-        for ours, true in zip(found[:4], right[:4], strict=True):
-            torch.testing.assert_close(ours, true)
-        slopes = (torch.autograd.grad(out.loss, (hidden, weight)) for out in (found, right))
-        for ours, true in zip(*slopes, strict=True):
-            torch.testing.assert_close(ours, true)
+        torch.testing.assert_close(found[:4], right[:4])
+        torch.testing.assert_close(*(torch.autograd.grad(out.loss, (hidden, weight)) for out in (found, right)))
         if not compiled:  # a graph of torch.compile has no operations in place
             with pytest.raises(RuntimeError, match=r"in ?place"):
                 call(overwriting).loss.backward()
@@ -223,6 +218,7 @@ def test_a_clipped_policy_of_any_ratio_and_advantage(kind: torch.dtype) -> None:
     ratios = (log_probs.detach() - old).exp()
     torch.testing.assert_close(losses, -torch.stack((torch.tensor(1.2), torch.tensor(0.0), *ratios[2:])))
     torch.testing.assert_close(torch.autograd.grad(losses.sum(), log_probs)[0], torch.tensor([0, 0, *-ratios[2:]]))
+    assert torch.equal(objectives.clipped_policy(dual=3.0)(log_probs, None, advantages, old)[0], losses)
     losses, _ = objectives.clipped_policy(dual=3.0)(log_probs, None, -advantages.float(), old)
     torch.testing.assert_close(losses, torch.tensor([3.0, 0.0, ratios[2], 0.8]))
     assert torch.autograd.grad(losses.sum(), log_probs)[0].isfinite().all()
@@ -239,8 +235,7 @@ def test_float64_and_half_precision() -> None:
     right = dense([hidden, weight], labels, torch.float64, token_loss=function, token_inputs=inputs)
     loss = linear_cross_entropy(hidden, weight, labels, token_loss=function, token_inputs=inputs)
     assert loss.dtype == torch.float64
-    for ours, true in zip((loss, *torch.autograd.grad(loss, (hidden, weight))), right, strict=True):
-        torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((loss, *torch.autograd.grad(loss, (hidden, weight))), right, rtol=1e-12, atol=1e-12)
     dtypes = []
 
     def seen(log_probs: Tensor, _: None) -> Tensor:

@@ -38,11 +38,10 @@ from cce_dist.kernels import (
 from cce_dist.kernels.direct import launching
 from cce_dist.kernels.filter import bound, compensation, frequent, lists, sampling, shares
 from cce_dist.kernels.tiles import choose_tiles
-from cce_dist.tools.bench.shapes import HeadShape
-from cce_dist.tools.bench.workload import make_workload
 from cce_dist.tools.verify import cases as verify_cases
 from cce_dist.tools.verify.check import EPS, assert_no_worse, run_case
 from cce_dist.tools.verify.loss import LOSS
+from workload import HeadShape, make_workload
 
 DTYPE = torch.bfloat16 if GPU else torch.float32  # the interpreter misreads bf16
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter

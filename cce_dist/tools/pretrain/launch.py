@@ -208,7 +208,6 @@ def check_flags(recipe: Recipe) -> None:
     problems = {
         f"--filter-eps and --filter-always need a --loss that filters, not {recipe.loss}": recipe.grad_filter is None
         and (recipe.filter_always or recipe.filter_eps != GradFilter.eps),
-        "--capture is for one rank (--tp 1)": bool(recipe.capture) and recipe.num_ranks > 1,
         "--meet HOST:PORT is needed for several nodes": recipe.nodes > 1 and recipe.meet is None,
         f"--nodes {recipe.nodes} cannot share {recipe.num_ranks} ranks: --ranks-per-node says how many are here": uneven,
     }

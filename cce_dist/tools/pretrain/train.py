@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from cce_dist.tools.pretrain import checkpoint, folder, plot
-from cce_dist.tools.pretrain.capture import captured
 from cce_dist.tools.pretrain.data import Batches, Corpus
 from cce_dist.tools.pretrain.engine import Engine, Step
 from cce_dist.tools.pretrain.exits import Stopped, UsageError
@@ -81,8 +80,7 @@ class _Run:
                 self._stop(asked)
             ids, labels = batches.at(state["position"], recipe.batch_size)
             state["position"] += recipe.batch_size
-            with captured(engine, step):
-                done = engine.step(step, ids, labels)
+            done = engine.step(step, ids, labels)
             state["step"] = step
             tokens += labels.size
             self.unseen.append((step, done.loss + done.grad_norm))
@@ -117,9 +115,8 @@ class _Run:
     def _resume(self, corpus: Corpus, restarted: bool) -> dict[str, Any]:
         """Return the state to go on from: of the newest checkpoint, or of a run that begins."""
         recipe, engine, ranks = self.recipe, self.engine, self.ranks
-        shape = {name: getattr(recipe.shape, name) for name in recipe.shape.__dataclass_fields__}
         # A run and its resumption must have all of these in common. Checkpoints of earlier versions may be of other engines.
-        same = shape | {"corpus": corpus.key, "seed": recipe.seed, "engine": "torch"}
+        same = dataclasses.asdict(recipe.shape) | {"corpus": corpus.key, "seed": recipe.seed, "engine": "torch"}
         path = recipe.out / "checkpoints"
         if ranks.rank == 0 and not recipe.resume and not restarted:
             checkpoint.clear(path)
