@@ -1,8 +1,6 @@
-"""From a recipe to a model and its optimizer, in plain torch; the other engines take weights and optimizer from here."""
+"""From a recipe to a model and its optimizer."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 from torch import nn
@@ -46,16 +44,15 @@ def build_head(recipe: Recipe, ranks: Ranks, *, weight: nn.Parameter | None = No
     return DenseHead(head, ranks.tp_mesh, recipe.sequence_parallel) if recipe.loss == "dense" else head
 
 
-def build_whole(recipe: Recipe) -> GPT:
-    """Return the model with which ``--engine torch`` starts, whole and on the CPU, whatever the number of ranks."""
-    torch.manual_seed(recipe.seed)
-    alone = dataclasses.replace(recipe, loss="exact", sequence_parallel=False, compile=False)
-    return build_model(alone, Ranks(torch.device("cpu")))
-
-
 def make_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool = False) -> torch.optim.Optimizer:
     """Return AdamW over the model's parameters; only matrices decay. ``fused`` steps in one kernel, for plain tensors."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=fused)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Have an optimizer take its next step with this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
