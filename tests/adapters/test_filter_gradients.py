@@ -177,12 +177,16 @@ def by_deepspeed(case: Case, ranks: Ranks) -> Found:
     engine = cce.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
     take_step, gradients = engine._take_model_step, []
 
+    def whole(values: Tensor | None) -> Tensor:
+        assert values is not None
+        return values.clone()
+
     def read_first(*args: Any, **kwargs: Any) -> Any:
-        gradients.append(safe_get_full_grad(head.weight).clone())
+        gradients.append(whole(safe_get_full_grad(head.weight)))
         return take_step(*args, **kwargs)
 
     engine._take_model_step = read_first
-    weight = safe_get_full_fp32_param(head.weight).clone()
+    weight = whole(safe_get_full_fp32_param(head.weight))
     # DeepSpeed takes the mean over microbatches and ranks; the scale makes it the mean over all tokens.
     ids, labels = batch()
     scale = torch.tensor(ranks.dp * case.accumulate / num_valid(labels), device=DEVICE)
