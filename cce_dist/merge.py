@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,66 @@ def is_alive(group: dist.ProcessGroup | None) -> bool:
 def size_of(group: dist.ProcessGroup | None) -> int:
     """Return the number of ranks of a group; 1 for None."""
     return 1 if group is None else group.size()
+
+
+class Layout(NamedTuple):
+    """How the tensors of a call are distributed over ranks, as plain values."""
+
+    group_name: str = ""  # the vocabulary-parallel group; empty: the vocabulary is not split
+    sequence_parallel: bool = False  # hidden states are this rank's slice of dim 0
+    partial: bool = False  # d_hidden is not summed over the group
+    reduce_dtype: str = ""  # dtype of the sum of d_hidden over the group; empty: the dtype of d_hidden
+
+    def sums(self, num_ranks: int) -> bool:
+        """Whether d_hidden is summed over the group. With sequence parallelism even one rank counts as a sum."""
+        return bool(self.group_name) and not self.partial and (num_ranks > 1 or self.sequence_parallel)
+
+
+class Distributed:
+    """The communication of one call: its layout, with the group that its name stands for.
+
+    Attributes:
+        group: The vocabulary-parallel process group, or None.
+        size: The number of ranks of the group; 1 without a group.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.group = layout, resolve(layout.group_name)
+        self.size = size_of(self.group)
+
+    @property
+    def merges(self) -> bool:
+        """Whether statistics come from several ranks."""
+        return self.size > 1
+
+    def gather(self, stats_KN: Tensor) -> Tensor:
+        """All-gather every rank's statistics. [K, N] -> [T, K, N]."""
+        return gather_stats(stats_KN, self.group)
+
+    def arriving(self, *hidden: Tensor) -> list[SequenceGather]:
+        """With sequence parallelism, start to all-gather the ranks' slices of each tensor; else return an empty list."""
+        if self.group is None or not self.layout.sequence_parallel:
+            return []
+        return [SequenceGather(slice_, self.group) for slice_ in hidden]
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of all tokens: with sequence parallelism gathered from the ranks' slices."""
+        arriving = self.arriving(hidden)
+        return arriving[0].wait() if arriving else hidden
+
+    def own(self, numbers_N: Tensor) -> Tensor:
+        """Return the numbers of this rank's tokens: with sequence parallelism its slice, else all."""
+        if self.group is None or not self.layout.sequence_parallel:
+            return numbers_N
+        return numbers_N.chunk(self.group.size())[self.group.rank()]
+
+    def hidden_sum(self, num_tokens: int, rows: int | None) -> HiddenGradSum | None:
+        """Return the sum of d_hidden over the group for ``num_tokens`` tokens, or None if nothing is summed."""
+        layout = self.layout
+        if self.group is None or not layout.sums(self.size):
+            return None
+        dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
+        return HiddenGradSum(self.group, layout.sequence_parallel, dtype, num_tokens, rows)
 
 
 def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -149,7 +209,7 @@ class HiddenGradSum:
     host, wait, and returns the result in d_hidden's dtype. Tensors that the communication stream reads are held until then.
 
     Args:
-        group: The ranks; None: nothing is summed.
+        group: The ranks.
         scatter: Whether to return this rank's slice only.
         dtype: Dtype of the sum; None: d_hidden's dtype.
         num_tokens: N.
@@ -158,20 +218,20 @@ class HiddenGradSum:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         scatter: bool,
         dtype: torch.dtype | None,
         num_tokens: int,
         rows: int | None,
     ) -> None:
         self.group, self.dtype = group, dtype
-        self.scatter = scatter and group is not None and num_tokens > 0
+        self.scatter = scatter and num_tokens > 0
         self.at_once = rows is None or rows >= num_tokens
         if rows is None or self.at_once:
             rows = num_tokens
-        elif self.scatter and group is not None:
+        elif self.scatter:
             rows = num_tokens // group.size()
-        starts = range(0, num_tokens, max(1, rows)) if group is not None else ()
+        starts = range(0, num_tokens, max(1, rows))
         self.ranges = [slice(start, min(start + rows, num_tokens)) for start in starts]
         self.under_way: list[tuple[Any, Tensor, Tensor, Tensor]] = []
         self.result: Tensor | None = None
@@ -185,7 +245,6 @@ class HiddenGradSum:
             self._start(d_hidden[rows], rows.start)
 
     def _start(self, rows: Tensor, first: int) -> None:
-        assert self.group is not None
         target = rows
         part = summed = rows.to(self.dtype or rows.dtype)
         if not self.scatter:

@@ -17,8 +17,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from cce_dist import merge
 from cce_dist.call import Options, checked
 from cce_dist.checks import integer, kind, number, tensors
+from cce_dist.given import LinearCrossEntropyOutput, check_class_weights
 from cce_dist.integrations import fsdp
-from cce_dist.loss import LinearCrossEntropyOutput, check_class_weights, linear_cross_entropy
+from cce_dist.loss import linear_cross_entropy
 from cce_dist.operands import check_buffer
 from cce_dist.shard import VocabShard, check_alone, group_of
 
