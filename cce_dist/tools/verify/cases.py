@@ -434,6 +434,7 @@ DIVERGENCE_CASES = [
     DivergenceCase("kl-options-of-both", "the student's options on the teacher's logits", OF_BOTH, Gaussian(bias=True)),
     DivergenceCase("kl-reverse-options", "the softcap's slope left out", OF_BOTH | REVERSE, Gaussian(bias=True)),
     DivergenceCase("kl-jsd-options", "beta and 1 - beta exchanged", OF_BOTH | JSD, Gaussian(bias=True)),
+    DivergenceCase("kl-jsd-near-one", "1 - beta rounded to fp32", JSD | {"beta": 1 - 2.0**-20}, Gaussian(bias=True)),
     DivergenceCase("tv", "sums over the ids of a shard alone", TV, Gaussian(bias=True), shards=uneven),
     DivergenceCase("tv-options", "a NaN in the gradient at padding", TV | OF_BOTH, Gaussian(bias=True), shards=padded),
     DivergenceCase("lk", "log-sum-exps that are added over shards", LK, Gaussian(bias=True), shards=uneven, masked=0.4),
