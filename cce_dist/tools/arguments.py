@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 LONGEST_NAME = 255  # bytes, on every usual file system
+FIGURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg")  # kinds that matplotlib writes
 MOST = 2**31 - 1  # no count of steps, tokens, ranks or files comes near it
 
 
@@ -78,6 +79,16 @@ def file(value: str) -> Path:
     path = _path(value)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"{path} is not a file")
+    return path
+
+
+def figure(value: str) -> Path:
+    """Read the name of a figure to write, in a folder that is there."""
+    path = _path(value)
+    if path.suffix.lower() not in FIGURES:
+        raise argparse.ArgumentTypeError(f"must end in {', '.join(FIGURES)}; got {value!r}")
+    if not path.parent.is_dir() or not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot be written: {value!r}")
     return path
 
 
