@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cce_dist.filter import GradFilter
+from cce_dist.given import LinearCrossEntropyOutput
 from cce_dist.kept_ids import KeptIds
 from cce_dist.log_probs import LogProbs
-from cce_dist.loss import LinearCrossEntropyOutput
 
-IGNORE_INDEX = -100  # ignored label of filtered_gradients
+IGNORE_INDEX = -100  # ignored label, unless another one is given
 
 
 def logits(
@@ -35,29 +35,30 @@ def logits(
     return u if softcap is None else softcap * torch.tanh(u / softcap)
 
 
+def softmax_of(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-softmax [..., V], log-sum-exp [...] and entropy [...] of logits [..., V]. Logits may be -inf."""
+    log_p = z.log_softmax(-1)
+    return log_p, z.logsumexp(-1), -(log_p.exp() * log_p).nan_to_num(0.0, 0.0, 0.0).sum(-1)
+
+
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, ignore_index: int = -100,
-    reduction: str = "mean", label_smoothing: float = 0.0, logit_scale: float | Tensor = 1.0, softcap: float | None = None,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    logit_scale: float | Tensor = 1.0, softcap: float | None = None, **options: Any,
+) -> LinearCrossEntropyOutput:  # fmt: skip
+    """Compute ``cce_dist.linear_cross_entropy`` from all logits. The other options are those of ``cross_entropy``."""
+    return cross_entropy(logits(input, linear_weight, linear_bias, logit_scale, softcap), target, **options)
+
+
+def cross_entropy(
+    z: Tensor, target: Tensor, *, ignore_index: int = IGNORE_INDEX, reduction: str = "mean", label_smoothing: float = 0.0,
     z_loss_weight: float = 0.0, num_tokens: float | Tensor | None = None, weight: Tensor | None = None,
     token_loss: Callable[..., Any] | None = None, token_inputs: Sequence[Tensor] = (),
 ) -> LinearCrossEntropyOutput:  # fmt: skip
-    """Compute ``cce_dist.linear_cross_entropy`` from all logits, with all outputs of ``return_aux``."""
-    z = logits(input, linear_weight, linear_bias, logit_scale, softcap)
-    options = (ignore_index, reduction, label_smoothing, z_loss_weight, num_tokens, weight, token_loss, token_inputs)
-    return _loss_of(z, target, *options)
-
-
-def _loss_of(
-    z: Tensor, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float, z_loss_weight: float,
-    num_tokens: float | Tensor | None = None, weight: Tensor | None = None, token_loss: Callable[..., Any] | None = None,
-    token_inputs: Sequence[Tensor] = (),
-) -> LinearCrossEntropyOutput:  # fmt: skip
+    """Compute the loss of logits [..., V], with all outputs of ``return_aux``."""
     valid = target != ignore_index
-    log_p = z.log_softmax(-1)
-    lse = z.logsumexp(-1)
+    log_p, lse, entropy = softmax_of(z)
     at_label = target.long().clamp(min=0).unsqueeze(-1)
     nll = -log_p.gather(-1, at_label).squeeze(-1)
-    entropy = -(log_p.exp() * log_p).nan_to_num(0.0, 0.0, 0.0).sum(-1)
     z_loss = z_loss_weight * lse.square()
     loss, divisor = (1 - label_smoothing) * nll + z_loss, valid.sum().clamp(min=1)
     if weight is not None:
@@ -79,33 +80,39 @@ def _loss_of(
         loss = loss / (divisor if num_tokens is None else num_tokens)
     max_logit = torch.where(valid, z.amax(-1), 0.0).detach()
     is_max = (valid & (target_logit == max_logit)).to(z.dtype)
-    return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, None, max_logit, is_max)
+    return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, max_logit, is_max)
 
 
 def linear_log_probs(
-    input: Tensor, linear_weight: Tensor, ids: Tensor, *, linear_bias: Tensor | None = None, ignore_index: int = -100,
-    logit_scale: float | Tensor = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, top_k: int = 1,
+    input: Tensor, linear_weight: Tensor, ids: Tensor, *, linear_bias: Tensor | None = None,
+    logit_scale: float | Tensor = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, **options: Any,
+) -> LogProbs:  # fmt: skip
+    """Compute ``cce_dist.linear_log_probs`` from all logits. The other options are those of ``log_probs``."""
+    scale = logit_scale.unsqueeze(-1) if isinstance(logit_scale, Tensor) else logit_scale
+    return log_probs(logits(input, linear_weight, linear_bias, scale, softcap), ids, temperature, **options)
+
+
+def log_probs(
+    z: Tensor, ids: Tensor, temperature: float | Tensor = 1.0, *, ignore_index: int = IGNORE_INDEX, top_k: int = 1,
     kept: KeptIds | None = None,
 ) -> LogProbs:  # fmt: skip
-    """Compute ``cce_dist.linear_log_probs`` from all logits, with all outputs."""
-    scale, temperature = (x.unsqueeze(-1) if isinstance(x, Tensor) else x for x in (logit_scale, temperature))
-    z = logits(input, linear_weight, linear_bias, scale, softcap) / temperature
-    several = ids if ids.dim() == input.dim() else ids.unsqueeze(-1)
+    """Compute the outputs of ``linear_log_probs`` from logits [..., V]. A temperature is a number, or one for each token."""
+    z = z / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
+    several = ids if ids.dim() == z.dim() else ids.unsqueeze(-1)
     counts = several != ignore_index
     if kept is not None:
         return _log_probs_of_lists(z, ids, counts, kept)
-    log_p = z.log_softmax(-1)
+    log_p, lse, entropy = softmax_of(z)
     of_ids = torch.where(counts, log_p.gather(-1, several.long().clamp(min=0)), 0.0).view(ids.shape)
-    entropy = -(log_p.exp() * log_p).nan_to_num(0.0, 0.0, 0.0).sum(-1)
     max_logit, argmax = z.detach().max(-1)
     top_log_probs, top_ids = (x[..., :top_k] for x in log_p.detach().sort(dim=-1, descending=True, stable=True))
+    live = counts.any(-1)
     lse, entropy, squares, max_logit = (
-        torch.where(counts.any(-1), x, 0.0)
-        for x in (z.logsumexp(-1), entropy, (2 * log_p.detach()).exp().sum(-1), max_logit)
+        torch.where(live, x, 0.0) for x in (lse, entropy, (2 * log_p.detach()).exp().sum(-1), max_logit)
     )
-    argmax = torch.where(counts.any(-1), argmax, -1)
-    top_log_probs = torch.where(counts.any(-1, keepdim=True), top_log_probs, 0.0)
-    top_ids = torch.where(counts.any(-1, keepdim=True), top_ids, -1)
+    argmax = torch.where(live, argmax, -1)
+    top_log_probs = torch.where(live[..., None], top_log_probs, 0.0)
+    top_ids = torch.where(live[..., None], top_ids, -1)
     return LogProbs(of_ids, lse, entropy, squares, max_logit, argmax, top_log_probs, top_ids)
 
 
@@ -115,10 +122,9 @@ def _log_probs_of_lists(z: Tensor, ids: Tensor, counts: Tensor, kept: KeptIds) -
     rows = [z.new_zeros(5, 0)]
     for number, (row, live) in enumerate(zip(z.view(-1, z.shape[-1]), counts.flatten().tolist(), strict=True)):
         listed = row[kept.ids[offsets[number] : offsets[number + 1]].long()]
-        log_p, lse = listed.log_softmax(-1), listed.logsumexp(-1)
-        entropy = -(log_p.exp() * log_p).nan_to_num(0.0, 0.0, 0.0).sum()
         values = (row.new_zeros(()),) * 5
         if live and len(listed):
+            _, lse, entropy = softmax_of(listed)
             full, mass = row.detach().log_softmax(-1)[labels[number]], (lse - row.logsumexp(-1)).detach().exp()
             values = (row[labels[number]] - lse, lse, entropy, full, mass)
         rows.append(torch.stack(values)[:, None])
@@ -170,7 +176,8 @@ def filtered_gradients(
         u = F.linear(input.detach(), linear_weight.detach(), bias).requires_grad_()
         z = u if softcap is None else softcap * torch.tanh(u / softcap)
         slope = torch.autograd.grad(z.sum(), u, retain_graph=True)[0]
-        loss = _loss_of(z, target, IGNORE_INDEX, "none", label_smoothing, z_loss_weight).loss
+        options = {"label_smoothing": label_smoothing, "z_loss_weight": z_loss_weight}
+        loss = cross_entropy(z, target, reduction="none", **options).loss
         d_logits = torch.autograd.grad((loss * upstream).sum(), z)[0]
     valid = (target != IGNORE_INDEX)[:, None]
     upstream = torch.where(valid, upstream[:, None], 0.0)
@@ -183,89 +190,12 @@ def filtered_gradients(
     kept = (softmax_part.abs() >= grad_filter.eps * size) | is_label
     dropped = softmax_part.masked_fill(kept, 0.0) * slope
     filtered = d_logits * slope - dropped
-    for_hidden, for_weight = filtered.clone(), filtered.clone()
-    usual = softmax_part.sum(1).square().sum()  # the norm of d_hidden is about the coefficient times a row's norm
     if grad_filter.compensate:
-        hidden, weight = (x.detach().to(dropped.dtype) for x in (input.masked_fill(~valid, 0.0), linear_weight))
         for start, stop in zip(starts, [*starts[1:], z.shape[1]], strict=True):
-            part, row_sums = dropped[:, start:stop], dropped[:, start:stop].sum(1)
-            if not part.any():
-                continue
-            share, row_share = part.abs().sum(0) / part.abs().sum(), row_sums.abs() / row_sums.abs().sum()
-            rank_1 = row_sums[:, None] * share
-            filtered[:, start:stop] += rank_1
-            for_hidden[:, start:stop] += rank_1
-            for_weight[:, start:stop] += rank_1
-            if stop - start < 1024:
-                continue
-            of_weight = weight[start:stop]
-            if len(input) > 256:
-                for_weight[:, start:stop] += _correction((part - rank_1).t(), row_share, hidden, 256).t()
-                reweighting = row_sums[:, None] * (hidden - row_share @ hidden)
-            else:
-                reweighting = torch.zeros_like(hidden)
-            num_columns = min(1024, (stop - start) // 1024 * 32)
-            for_hidden[:, start:stop] += _correction(part - rank_1, share, of_weight, num_columns, reweighting, usual)
+            part = dropped[:, start:stop]
+            if part.any():
+                filtered[:, start:stop] += part.sum(1, keepdim=True) * part.abs().sum(0) / part.abs().sum()
     exact = d_logits * slope
-    d_hidden = (for_hidden if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
-    d_weight = (for_weight if grad_filter.weight else exact).to(input.dtype).t() @ input
+    d_hidden = (filtered if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
+    d_weight = (filtered if grad_filter.weight else exact).to(input.dtype).t() @ input
     return d_hidden, d_weight, filtered.sum(0)
-
-
-def _correction(
-    difference: Tensor,
-    share: Tensor,
-    operand: Tensor,
-    size: int,
-    reweighting: Tensor | None = None,
-    usual: Tensor | None = None,
-) -> Tensor:
-    """Return a matrix whose product with ``operand`` estimates ``difference @ operand``, from ``size`` sampled columns.
-
-    The columns are sampled with probability ``share``. The rows of the result sum to 0. The estimate is shrunk by the fraction
-    of its square that is noise, and is 0 if less than a quarter would remain.
-
-    Args:
-        reweighting: Each row's mass times its centered hidden state. With it, 64 of 1,024 rows of ``operand`` give a control
-            variate that is linear in the operand, scaled to minimise the expected error. The sample estimates the remainder.
-        usual: Mean square of the product's rows relative to ``operand``'s rows. A correction below 4e-6 of it is left out.
-    """
-    center = share @ operand
-    columns = _sampled(share, size)
-    terms = difference[:, columns] / (size * share[columns])
-    centered = operand[columns] - center
-    squares = centered.square().sum(1)
-
-    def shrunk(terms: Tensor) -> tuple[float, float, float]:
-        signal, noise = (terms @ centered).square().sum().item(), (terms.square() * squares).sum().item()
-        part = 1 - noise / signal if signal > 0 else 0.0
-        return signal, noise, part if part > 0.25 else 0.0
-
-    if reweighting is None or usual is None or not reweighting.any():
-        return _at(columns, shrunk(terms)[2] * terms, share)
-    many = _sampled(share, min(len(share) // 1024 * 64, (1 << 25) // operand.shape[1]))
-    lines = reweighting @ centered.t() / size
-    own_noise = (lines.square() * squares).sum().item() * size / len(many)
-    found = []
-    for linear in torch.linspace(0, 1, 32).tolist():
-        signal, noise, part = shrunk(terms - linear * lines)
-        left = part * noise if part else max(0.0, signal - noise)
-        found.append((left + linear**2 * own_noise, linear, part))
-    least = 4e-6 * (usual * squares.mean()).item()
-    left, linear, part = min(found) if found[0][0] - min(found)[0] > least else found[0]
-    signal, noise, _ = shrunk(terms)
-    part = part if max(0.0, signal - noise) - left > least else 0.0
-    model = reweighting @ (operand[many] - center).t() / len(many)
-    return _at(columns, part * (terms - linear * lines), share) + linear * _at(many, model, share)
-
-
-def _sampled(share: Tensor, size: int) -> Tensor:
-    """Draw ``size`` indices with probability ``share`` by systematic sampling."""
-    end = (share * 2**40).long().cumsum(0)
-    places = (2 * torch.arange(size, device=share.device) + 1) * (end[-1] // (2 * size))
-    return torch.searchsorted(end, places, right=True).clamp(max=len(share) - 1)
-
-
-def _at(columns: Tensor, terms: Tensor, share: Tensor) -> Tensor:
-    """Scatter terms to their columns, and subtract ``share`` times their row sums."""
-    return (-terms.sum(1, keepdim=True) * share).index_add_(1, columns, terms)

@@ -41,6 +41,8 @@ trap 'rm -rf "$work"' EXIT
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCH_NCCL_HIGH_PRIORITY=${TORCH_NCCL_HIGH_PRIORITY:-1}  # collectives go before matrix products
 cce=("${PYTHON:-python3}" -m cce_dist)
+on_ranks=("${cce[0]}" -m torch.distributed.run --standalone --nproc-per-node "$ranks")
+heads=$root/benchmarks/heads.py
 rows=()
 failed=0
 : >"$out/log.txt"
@@ -71,12 +73,12 @@ on_gpus() {
     if [ "$device" = cuda ]; then step "$@"; else rows+=("| $1 | not run: it needs GPUs | 0 | |"); fi
 }
 
-# heads NAME LIMIT SHAPES OPTIONS...: what bench measures of some heads.
+# heads NAME LIMIT SHAPES OPTIONS...: what benchmarks/heads.py measures of some heads.
 heads() {
     local name=$1 limit=$2 shapes=$3
     shift 3
     # shellcheck disable=SC2086  # several shapes, several numbers of tokens
-    on_gpus "$name" "$limit" bench.json "${cce[@]}" bench --shapes $shapes --tokens ${TOKENS:-8192} \
+    on_gpus "$name" "$limit" bench.json "${on_ranks[@]}" "$heads" --shapes $shapes --tokens ${TOKENS:-8192} \
         --repeats "${REPEATS:-4}" --out "$work/$name" "$@"
 }
 
@@ -90,34 +92,27 @@ train() {
 }
 
 verify() {
-    step verify 230 none "${cce[0]}" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m cce_dist verify \
-        --device "$device" --only "${ONLY:-}"
+    step verify 230 none "${on_ranks[@]}" -m cce_dist verify --device "$device" --only "${ONLY:-}"
 }
 
 bench() {
-    local group=(cce-dist-default cce-dist-cached cce-dist-filtered torch-compile megatron megatron-fused)
-    local sizes=${SIZES:-$ranks} known
+    local group=(cce-dist-default cce-dist-cached cce-dist-filtered torch-compile) sizes=${SIZES:-$ranks}
     if [ "$ranks" -gt 1 ]; then
         sizes=${SIZES:-$ranks,1}
-        group+=(cce-dist-default-sp cce-dist-filtered-sp megatron-fused-sp deepspeed)
-    fi
-    # A name that bench does not know is an error: rows of libraries that are not installed are left out.
-    if [ "$device" = cuda ]; then
-        known=$("${cce[@]}" bench --methods list --tp "$sizes")
-        mapfile -t group < <(grep -Fx -f <(printf '%s\n' "${group[@]}") <<<"$known")
+        group+=(megatron megatron-fused cce-dist-default-sp cce-dist-filtered-sp megatron-fused-sp deepspeed)
     fi
     heads bench 220 "${SHAPES:-llama-3-8b gemma-2-2b}" --tp "$sizes" --methods "${group[@]}"
 }
 
 stages() {
-    local ours=(cce-dist-default cce-dist-cached cce-dist-filtered) split=() liger=()
+    local ours=(cce-dist-default cce-dist-cached cce-dist-filtered) split=()
     if [ "$ranks" -gt 1 ]; then
-        split=(megatron-sp megatron-fused-sp cce-dist-default-sp cce-dist-filtered-sp) liger=(deepspeed-liger)
+        split=(megatron-sp megatron-fused-sp cce-dist-default-sp cce-dist-filtered-sp)
     fi
-    heads stage-megatron 110 "${SHAPES:-llama-3-8b}" --stage megatron --tp "$ranks" \
+    heads stage-megatron 110 "${SHAPES:-llama-3-8b}" --stage megatron \
         --no-forward --methods megatron megatron-fused "${ours[@]}" cce-dist-main-grad "${split[@]}"
-    heads stage-deepspeed 110 "${SHAPES:-llama-3-8b}" --stage deepspeed --tp "$ranks" \
-        --no-forward --methods deepspeed "${liger[@]}" deepspeed-linear "${ours[@]}"
+    heads stage-deepspeed 110 "${SHAPES:-llama-3-8b}" --stage deepspeed \
+        --no-forward --methods deepspeed deepspeed-linear "${ours[@]}"
 }
 
 # The layout: from 4 ranks on two data-parallel halves for torch, and two pipeline stages for the others, which have halves from 8
@@ -153,8 +148,8 @@ done
     printf '\nT = %s, %s, %s s\n\n| step | outcome | s | last line |\n|---|---|---:|---|\n' "$ranks" "$device" "$SECONDS"
     printf '%s\n' "${rows[@]}"
     for name in bench stage-megatron stage-deepspeed; do
-        [ ! -f "$out/$name.json" ] || { echo && "${cce[@]}" bench --show "$out/$name.json" --columns total total/3 MiB; }
+        [ ! -f "$out/$name.json" ] || { echo && "${cce[0]}" "$heads" --show "$out/$name.json" --columns total total/3 MiB; }
     done
-    [ ! -f "$out/bench.json" ] || { echo && "${cce[@]}" bench --show "$out/bench.json" --tp "$ranks" --columns sends; }
+    [ ! -f "$out/bench.json" ] || { echo && "${cce[0]}" "$heads" --show "$out/bench.json" --tp "$ranks" --columns sends; }
 } 2>&1 | tee "$out/table.md"
 exit $failed

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from support.dense import assert_all_no_worse
 from torch import Tensor
 
+from cce_dist import reference
 from cce_dist.tools.verify.check import assert_no_worse
 
 HIDDEN, VOCAB, TOKENS = 16, 64, 12
@@ -24,12 +26,10 @@ def operands(batch: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dense_scores(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of labels and entropies, of labels' shape [...], from logits [..., V]."""
-    log_softmax = (
-        logits / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
-    ).log_softmax(-1)
-    picked = log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return picked, -(log_softmax.exp() * log_softmax).sum(-1)
+    """Return the reference's log-probabilities of labels and entropies, of labels' shape [...], from logits [..., V]."""
+    out = reference.log_probs(logits, labels, temperature)
+    assert out.entropy is not None
+    return out.log_probs, out.entropy
 
 
 def policy_loss(log_probs: Tensor, entropy: Tensor) -> Tensor:
@@ -39,14 +39,13 @@ def policy_loss(log_probs: Tensor, entropy: Tensor) -> Tensor:
     return -(advantages.to(log_probs.dtype) * log_probs.reshape(-1)).sum() - 0.1 * entropy.sum()
 
 
-def assert_same_curve(name: str, ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """Raise unless the losses of 50 steps are the same within rounding, and say how far apart they are."""
-    mine, stock = torch.stack(ours).detach(), torch.stack(theirs).detach()
-    difference = (mine - stock).abs().max().item()
-    said = f"{name}: {len(stock)} steps, loss {stock[0]:.4f} to {stock[-1]:.4f}, largest difference {difference:.1e}"
-    print(said)
-    assert len(stock) == 50 and stock.std() > 1e-2, said  # it learns
-    assert difference < 2e-5, said
+def assert_same_loss(ours: Tensor, theirs: Tensor, leaves: list[Tensor], rtol: float) -> None:
+    """Raise unless two losses and their gradients are equal in float64."""
+    mine, stock = ((loss, *torch.autograd.grad(loss, leaves)) for loss in (ours, theirs))
+    torch.testing.assert_close(mine, stock, rtol=rtol, atol=1e-3 * rtol)
+
+
+WAYS = (True, torch.float32), (False, torch.float32), (False, torch.float64)  # ours, the baseline, the truth
 
 
 def compare(
@@ -60,19 +59,29 @@ def compare(
         mine, rows: The part of hidden states and the rows of the weight that ``ours`` is given on this rank.
     """
     results = []
-    for function, parts, dtype in (
-        (ours, (mine, rows), torch.float32),
-        *((dense, (slice(None),) * 2, t) for t in DTYPES),
-    ):
+    for is_ours, dtype in WAYS:
+        parts = (mine, rows) if is_ours else (slice(None),) * 2
         leaves = [x.detach()[part].to(dtype).requires_grad_() for x, part in zip((hidden, weight), parts, strict=True)]
-        scores = function(*leaves)
-        results.append([*scores, *torch.autograd.grad(policy_loss(*scores), leaves)])
-    for which, part in ((2, mine), (3, rows)):
-        for result in results[1:]:
-            result[which] = result[which][part]
-    for name, *values in zip(("log_probs", "entropy", "d_hidden", "d_weight"), *results, strict=True):
-        assert values[0].shape == values[1].shape, f"{name}: {tuple(values[0].shape)}, not {tuple(values[1].shape)}"
-        assert_no_worse(*values, quantity=name)
+        scores = (ours if is_ours else dense)(*leaves)
+        d_hidden, d_weight = torch.autograd.grad(policy_loss(*scores), leaves)
+        results.append((*scores, d_hidden, d_weight) if is_ours else (*scores, d_hidden[mine], d_weight[rows]))
+    assert [x.shape for x in results[0]] == [x.shape for x in results[1]]
+    assert_all_no_worse(("log_probs", "entropy", "d_hidden", "d_weight"), *results)
 
 
-DTYPES = torch.float32, torch.float64  # of the baseline, and of the truth
+def compare_models(where: str, run: Callable[..., tuple[Any, Tensor, Tensor]], *given: Any) -> None:
+    """Raise unless scores and all gradients of a model are as right as those of dense arithmetic in fp32.
+
+    ``run`` is told whether to use our function, a dtype and what is ``given``. It makes a model, and returns it with
+    log-probabilities and entropies.
+    """
+    results = []
+    for is_ours, dtype in WAYS:
+        model, *scores = run(is_ours, dtype, *given)
+        policy_loss(*scores).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append(dict(zip(("log_probs", "entropy"), scores, strict=True)) | gradients)
+    ours, baseline, truth = results
+    assert ours.keys() == baseline.keys() == truth.keys() and len(ours) > 3
+    for name in ours:
+        assert_no_worse(ours[name], baseline[name], truth[name], quantity=f"{name}, {where}")

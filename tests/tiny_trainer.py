@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
-import cce_dist
 from cce_dist import groups
 
 VOCAB, LENGTH, STEPS = 67, 12, 4
@@ -200,42 +198,6 @@ def over_ranks() -> DeviceMesh:
     """Have Accelerate's FSDP2 leave the head alone, and return the mesh that ``convert`` splits it over."""
     os.environ["FSDP_IGNORED_MODULES"] = "lm_head"
     return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def with_accelerate(
-    ours: bool, wrapper: str, rows: bool = False, **of_accelerator: Any
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Train in the loop of Accelerate's documentation, in a model of class ``wrapper``, and gather predictions."""
-    from accelerate import Accelerator
-
-    forget()
-    mesh = over_ranks() if ours and rows else None
-    accelerator = Accelerator(gradient_accumulation_steps=2, **(of_accelerator or {"cpu": True}))
-    model: Any = tiny_model()
-    if ours:
-        cce_dist.convert(model, shard_over=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    loader = torch.utils.data.DataLoader(Sentences(8), batch_size=2)  # pyright: ignore[reportArgumentType]
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    assert type(model).__name__ == wrapper
-    losses = []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    model.eval()
-    for batch in loader:
-        with torch.no_grad():
-            outputs = model(**batch)
-        gathered = accelerator.gather_for_metrics((outputs.logits, outputs.logits.argmax(-1)))
-        losses += [outputs.loss.item(), gathered[0].abs().mean().item(), float(gathered[1].sum())]
-    if ours:
-        cce_dist.require(model)
-    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.named_parameters()}
-    return losses, {name: value.detach() for name, value in whole.items()}
 
 
 def metrics(prediction: Any) -> dict[str, float]:

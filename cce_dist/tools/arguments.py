@@ -74,14 +74,6 @@ def folder(value: str) -> Path:
     return path
 
 
-def file(value: str) -> Path:
-    """Read the name of a file that is there."""
-    path = _path(value)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"{path} is not a file")
-    return path
-
-
 def figure(value: str) -> Path:
     """Read the name of a figure to write, in a folder that is there."""
     path = _path(value)

@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 from tiny_trainer import LENGTH, VOCAB, compared, tiny_model
 
 import cce_dist
-from cce_dist import VocabParallelHead, VocabShard, groups, merge
+from cce_dist import VocabParallelHead, VocabShard, groups, merge, reference
 from cce_dist.integrations.fsdp import Rows
 
 REACH = 1e-6  # of the losses, relative, in fp32
@@ -66,7 +66,6 @@ REPLICATED = [
     Case(replicas=2, factor=3.0, count=True),
     Case("Headed", replicas=2, factor=3.0),
 ]
-LONG = [Case("Llama"), Case("Gemma2", tied=True), Case("Phi")]
 
 
 class Small(nn.Module):
@@ -136,9 +135,9 @@ def batch(case: Case, number: int = 0, rank: int | None = None) -> dict[str, Ten
     return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.3, -100)}
 
 
-def adam(model: Any, rate: float = 1e-2) -> Any:
+def adam(model: Any) -> Any:
     # A gradient that is 0 but for roundings, as of a bias of keys, must not step.
-    return torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-4, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True)
 
 
 def train(model: Any, case: Case, optimizer: Any, steps: range) -> tuple[list[float], list[float]]:
@@ -164,12 +163,10 @@ def whole(model: Any) -> dict[str, Tensor]:
     return {name: x.full_tensor().detach() for name, x in model.named_parameters()}
 
 
-def compare(case: Case, steps: int, rate: float = 1e-2) -> None:
+def compare(case: Case, steps: int = 3) -> None:
     models = [build(case, ours) for ours in (False, True)]
     with groups.of_rows(case.in_groups), compared() as differed:
-        (losses, norms), (our_losses, our_norms) = (
-            train(model, case, adam(model, rate), range(steps)) for model in models
-        )
+        (losses, norms), (our_losses, our_norms) = (train(model, case, adam(model), range(steps)) for model in models)
     # Each rank's tokens weigh as its own mean says; if they do not, the weight's gradient is made anew.
     assert differed == [case.scaled] * (steps * case.microbatches if case.in_groups else 0)
     torch.testing.assert_close(our_losses, losses, rtol=REACH, atol=0, msg=lambda m: f"{case}: {m}")
@@ -375,32 +372,16 @@ def check_arguments_of_the_loss() -> None:
     labels[2] = -100
     outputs = ("nll", "entropy", "label_is_max")
     head: Any = VocabParallelHead(16, VOCAB, shard_over=mesh_of(), ignore_index=None, return_aux=outputs)
-    logp = F.linear(hidden, head.weight.full_tensor().detach()).log_softmax(-1)
+    dense: Any = reference.linear_cross_entropy(hidden, head.weight.full_tensor().detach(), labels)
     found: Any = head(hidden, labels)
-    torch.testing.assert_close(found.loss, F.nll_loss(logp, labels))
-    torch.testing.assert_close(found.nll, F.nll_loss(logp, labels, reduction="none"))
-    entropy = -(logp.exp() * logp).sum(-1) * (labels >= 0)
-    torch.testing.assert_close((found.entropy, found.lse.shape), (entropy, labels.shape))
-    assert torch.equal(found.label_is_max, (logp.argmax(-1) == labels).float())
+    torch.testing.assert_close(found[:5], dense[:5])
+    assert torch.equal(found.label_is_max, dense.label_is_max)
     count = torch.tensor(7.0, requires_grad=True)
     (of_count,) = torch.autograd.grad(head(hidden, labels, num_tokens=count).loss, count)
-    torch.testing.assert_close(of_count, -F.nll_loss(logp, labels, reduction="sum") / 49)
+    torch.testing.assert_close(of_count, -dense.nll.sum() / 49)
     assert head(hidden, torch.full((6,), -100), num_tokens=torch.tensor(0)).loss == 0
-    bad: list[Any] = [
-        -5.0,
-        0,
-        float("nan"),
-        float("inf"),
-        True,
-        "7",
-        1j,
-        torch.ones(6),
-        torch.tensor(True),
-        torch.tensor(-1),
-    ]
-    for value in bad:
-        with pytest.raises((TypeError, ValueError), match="num_tokens must"):
-            head(hidden, labels, num_tokens=value)
+    with pytest.raises(ValueError, match="num_tokens must"):  # test_bad_input.py has what else it is not
+        head(hidden, labels, num_tokens=0)
     with pytest.raises(ValueError, match="target must be"):
         head(hidden, labels[:5])
     with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"):
@@ -485,7 +466,7 @@ def check_a_rank_that_skips_a_step() -> None:
 
 def two() -> None:
     for case in CASES:
-        compare(case, 3)
+        compare(case)
     check_a_rank_without_tokens()
     check_precision()
     check_evaluation()
@@ -504,22 +485,12 @@ def test_two_ranks(ranks2: Callable) -> None:
 
 def replicated() -> None:
     for case in REPLICATED:
-        compare(case, 3)
+        compare(case)
     check_that_replicas_do_not_drift()
 
 
 def test_replicas(ranks4: Callable) -> None:
     ranks4(replicated)
-
-
-def for_long(steps: int) -> None:
-    for case in LONG:
-        compare(case, steps, rate=1e-3)  # a larger one makes more of roundings
-
-
-@pytest.mark.sweep
-def test_fifty_steps_on_two_ranks(ranks2: Callable) -> None:
-    ranks2(for_long, 50)
 
 
 @pytest.mark.slow

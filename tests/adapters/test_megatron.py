@@ -30,7 +30,7 @@ from tiny_trainer import compared, counted
 
 from cce_dist import GradFilter, groups
 from cce_dist.integrations import megatron as cce
-from cce_dist.integrations.deferred.taken import Head
+from cce_dist.integrations.deferred.subclass import Head
 from cce_dist.integrations.megatron import flags, loss
 from cce_dist.tools.ranks import Pool, run_ranks
 
@@ -505,11 +505,12 @@ def test_on_four_ranks(megatron_ranks: Callable) -> None:
     megatron_ranks(on_layouts)
 
 
-def batch(model: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the arguments of a forward, and labels of which two are outside the vocabulary."""
+def batch(inside: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the arguments of a forward, and labels of which two are outside the vocabulary, unless all are to be inside."""
     generator = torch.Generator().manual_seed(1)
     ids, labels = torch.randint(VOCAB, (2, BATCH, SEQ), generator=generator).unbind()
-    labels[0, 3], labels[1, 0] = IGNORED, VOCAB + 7
+    if not inside:
+        labels[0, 3], labels[1, 0] = IGNORED, VOCAB + 7
     mask = torch.ones(SEQ, SEQ).tril()[None, None] < 0.5
     return {"input_ids": ids, "position_ids": torch.arange(SEQ).expand(BATCH, SEQ), "attention_mask": mask}, labels
 
@@ -580,7 +581,7 @@ def convert_can_be_undone_and_repeated() -> None:
 
 def labels_outside_the_vocabulary_cost_nothing() -> None:
     model = one_model()
-    inputs, labels = batch(model)
+    inputs, labels = batch()
     losses = model(**inputs, labels=labels)
     assert losses[0, 3] == losses[1, 0] == 0 and (losses > 0).sum() == BATCH * SEQ - 2
     losses[0, 3].backward()
@@ -589,7 +590,7 @@ def labels_outside_the_vocabulary_cost_nothing() -> None:
 
 def padding_rows_can_be_masked() -> None:
     model = one_model(cce.Options(vocab_size=60))
-    inputs, labels = batch(model)
+    inputs, labels = batch()
     labels = labels.where(labels < 60, IGNORED)
     losses = model(**inputs, labels=labels)
     logits = model(**inputs)[..., :60]
@@ -604,7 +605,7 @@ def padding_rows_can_be_masked() -> None:
 def the_weight_is_there_only_between_the_heads_hooks() -> None:
     """As under FSDP, which gathers a module's parameters before its call and frees them after it."""
     model = one_model().eval()
-    inputs, labels = batch(model)
+    inputs, labels = batch()
     weight = model.output_layer.weight
     whole = weight.detach().clone()
 
@@ -628,13 +629,13 @@ def the_end_of_a_model_can_be_called_alone() -> None:
     model = one_model()
     if not hasattr(model, "_postprocess"):
         return  # 0.12
-    _, labels = batch(model)
+    _, labels = batch(inside=True)
     hidden = torch.randn(SEQ, BATCH, 16, requires_grad=True)
     others = dict.fromkeys(("input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"))
     losses = []
     for calls_of_ours in (1, 0):
         with counted(loss) as calls:
-            losses.append(model._postprocess(hidden, labels=labels.clamp(0, VOCAB - 1), **others))
+            losses.append(model._postprocess(hidden, labels=labels, **others))
         assert calls == [calls_of_ours]
         cce.revert(model)
     torch.testing.assert_close(*losses)
@@ -644,8 +645,7 @@ def the_end_of_a_model_can_be_called_alone() -> None:
 def others_get_the_logits_that_they_want() -> None:
     """A loss of the instance's own, as distillation has, and one computed from logits, as in reinforcement learning."""
     model = one_model(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="cce")
-    inputs, labels = batch(model)
-    labels = labels.clamp(0, VOCAB - 1)
+    inputs, labels = batch(inside=True)
     losses = model(**inputs, labels=labels)
     logits = model(**inputs).transpose(0, 1).contiguous()
     torch.testing.assert_close(model.compute_language_model_loss(labels, logits.clone()), losses)
@@ -656,8 +656,7 @@ def others_get_the_logits_that_they_want() -> None:
 
 def a_loss_that_is_not_ours_is_told() -> None:
     """``require``: before a step by the head's class, after one by who computed the loss."""
-    inputs, labels = batch(build(Case())[0])
-    labels = labels.clamp(0, VOCAB - 1)
+    inputs, labels = batch(inside=True)
     with pytest.raises(RuntimeError, match="output_layer of this GPTModel was not converted"):
         cce.require(build(Case())[0])
     model = one_model()
@@ -692,9 +691,8 @@ def an_output_processor_gets_logits() -> None:
 
     if OLDEST:
         return  # its model has no end of its own, where 0.18 calls a processor
-    model = with_processor(build(Case())[0])
-    inputs, labels = batch(cce.convert(model))
-    labels = labels.clamp(0, VOCAB - 1)
+    model = cce.convert(with_processor(build(Case())[0]))
+    inputs, labels = batch(inside=True)
     with counted(loss) as calls:
         found = model(**inputs, labels=labels, output_processor=log_probs)
         assert calls == [0]
@@ -717,7 +715,7 @@ def deferred_logits_refuse_what_they_cannot_do() -> None:
 def logits_are_scaled_as_mup_does() -> None:
     """And capped: what the model does to the logits between its head and its loss is in the loss."""
     model = one_model()
-    labels = batch(model)[1].clamp(0, VOCAB - 1)
+    labels = batch(inside=True)[1]
     hidden = torch.randn(SEQ, BATCH, 16, requires_grad=True)
     results: list[Any] = []
     for _ in ("ours", "Megatron's"):
@@ -802,7 +800,7 @@ def heads_that_cannot_be_taken_over() -> None:
     wrapped = one_model()
     wrapped.output_layer = torch.nn.Sequential()
     with pytest.warns(UserWarning, match="wrapped in a Sequential; its logits are computed"), pytest.raises(TypeError):
-        wrapped(**batch(wrapped)[0], labels=batch(wrapped)[1])
+        wrapped(**batch()[0], labels=batch()[1])
 
 
 def the_flag_converts_what_is_built() -> None:
@@ -899,7 +897,7 @@ use_cpu()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
 model = build(Case())[0]
-inputs, labels = batch(model)
+inputs, labels = batch()
 options = model.output_layer.cce_task.options
 print(sys.argv[1:], __name__, options, model(**inputs, labels=labels).sum().item())
 print(megatron.core.__file__, options_from_args(add_arguments(argparse.ArgumentParser()).parse_args([])) == options)

@@ -17,13 +17,13 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core")
 
-from dense_scores import assert_same_curve, dense_scores, policy_loss
+from dense_scores import compare_models, dense_scores, policy_loss
 from test_megatron import (
     BATCH,
+    IGNORED,
     SEQ,
     VOCAB,
     Case,
-    Trainer,
     batch,
     build,
     hybrid,
@@ -47,9 +47,8 @@ def by_logits(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
     """Labels outside the vocabulary have no scores."""
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-    outside = (labels < 0) | (labels >= VOCAB)
     logits = gather_from_tensor_model_parallel_region(model(**inputs))
-    return [x.masked_fill(outside, 0) for x in dense_scores(logits, labels.clamp(0, VOCAB - 1), TEMPERATURE)]
+    return dense_scores(logits, labels.masked_fill(labels >= VOCAB, IGNORED), TEMPERATURE)
 
 
 def by_processor(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
@@ -74,7 +73,7 @@ def by_the_loss(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
 
 def step(model: Any, how: Callable) -> dict[str, Tensor]:
     """Return scores and all gradients."""
-    found = how(model, *batch(model))
+    found = how(model, *batch())
     if how is not by_logits:
         assert found.argmax.shape == found.lse.shape == (BATCH, SEQ) and found.log_probs.is_contiguous()
         found = found.log_probs, found.entropy
@@ -104,19 +103,17 @@ def with_two_predictions(case: Case) -> None:
         loss.backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    results = []
-    for ours, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
+    inputs, labels = batch(inside=True)
+
+    def run(ours: bool, dtype: torch.dtype) -> Any:
         model = build(case)[0].to(dtype)
-        inputs, labels = batch(model)
-        labels = labels.clamp(0, VOCAB - 1)
         with cce.log_probs_of(cce.convert(model)) if ours else contextlib.nullcontext() as found:
             losses = model(**inputs, labels=labels)
-        log_probs = found[-1].log_probs if found else -losses
-        results.append({"log_probs": log_probs, **gradients(model, policy_loss(log_probs, log_probs.new_zeros(())))})
         assert not found or len(found) == 1
-    for name in results[0]:
-        assert_no_worse(*(result[name] for result in results), quantity=f"{name}, {case}")
+        log_probs = found[-1].log_probs if found else -losses
+        return model, log_probs, log_probs.new_zeros(())
 
+    compare_models(f"{case}", run)
     alone = []
     for temperature in (1.0, 0.5):
         model = cce.convert(build(case)[0])
@@ -142,42 +139,6 @@ def over_two_ranks(sequence_parallel: bool) -> None:
         on_layout(Case(tp=2), what_is_not_served)
 
 
-def curves() -> None:
-    on_layout(Case(tp=2), curve_of_fifty_steps)
-    fast = Case(tp=2, sequence_parallel=True, ddp="distributed-optimizer")
-    on_layout(fast, curve_of_fifty_steps_of_training)
-
-
-def curve_of_fifty_steps(case: Case) -> None:
-    """A policy with a clipped loss and an entropy bonus: by our processor, and by the model's logits."""
-    advantages = torch.randn(BATCH, SEQ, generator=torch.Generator().manual_seed(4))
-    found = []
-    for how in (by_processor, by_logits):
-        model, losses, old = build(case)[0], [], None
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        for _ in range(50):
-            scores = how(model, *batch(model))
-            log_probs, entropy = (scores.log_probs, scores.entropy) if how is by_processor else scores
-            old = log_probs.detach() if old is None else old
-            ratio = (log_probs - old).exp()
-            clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-            losses.append(-clipped.mean() - 0.01 * entropy.mean())
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
-        found.append(losses)
-    assert_same_curve(f"Megatron's policy, {case}", *found)
-
-
-def curve_of_fifty_steps_of_training(case: Case) -> None:
-    """Megatron's own loop and optimizer: a converted model, and Megatron's loss."""
-    found = [
-        [torch.tensor(trainer.step(step)[0]).mean() for step in range(50)]
-        for trainer in (Trainer(case, ours=ours) for ours in (True, False))
-    ]
-    assert_same_curve(f"Megatron's training, {case}", *found)
-
-
 def packed_lengths(*lengths: int) -> Any:
     """Return Megatron's parameters of sequences that lie one behind the other."""
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -190,6 +151,15 @@ def of_this_rank(tokens: Tensor, rank: int, size: int) -> Tensor:
     """Return what Megatron gives a context-parallel rank of a sequence: two of 2 size pieces."""
     pieces = tokens.chunk(2 * size)
     return torch.cat([pieces[rank], pieces[-1 - rank]])
+
+
+def in_slices(ours: bool, dtype: torch.dtype, make: Callable, tokens: tuple, labels: Tensor, packed: Any) -> Any:
+    model = make().to(dtype)
+    if not ours:
+        return model, *dense_scores(model(*tokens), labels.masked_fill(labels < 0, IGNORED))
+    with cce.log_probs_of(cce.convert(model), entropy=True) as found:
+        model(*tokens, labels=labels, packed_seq_params=packed)
+    return model, found[0].log_probs, found[0].entropy
 
 
 def next_ids_in_slices(case: Case) -> None:
@@ -205,31 +175,16 @@ def next_ids_in_slices(case: Case) -> None:
         ids = torch.randint(VOCAB, (1, len(tokens)), generator=torch.Generator().manual_seed(2))
         labels = torch.cat([F.pad(each[1:], (0, 1), value=-1) for each in ids[0].split(lengths)])[None]
         ids, labels, positions = (each[:, mine] for each in (ids, labels, tokens[None] % SEQ))
-        found = cce.next_ids(ids, group, packed)
-        assert torch.equal(found, labels)
+        assert torch.equal(cce.next_ids(ids, group, packed), labels)
         for make in (lambda: build(case)[0], lambda: hybrid(case)):
-            results = []
-            for ours, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
-                model = make().to(dtype)
-                if ours:
-                    with cce.log_probs_of(cce.convert(model), entropy=True) as of_model:
-                        model(ids, positions, None, labels=found, packed_seq_params=packed)
-                    scores = of_model[0].log_probs, of_model[0].entropy
-                else:
-                    scores = dense_scores(model(ids, positions, None), labels.clamp(min=0))
-                    scores = [x.masked_fill(labels < 0, 0) for x in scores]
-                policy_loss(*scores).backward()
-                gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-                results.append({"log_probs": scores[0], "entropy": scores[1], **gradients})
-            for name in results[0]:
-                assert_no_worse(*(result[name] for result in results), quantity=f"{name} of {lengths}, {case}")
+            compare_models(f"{lengths}, {case}", in_slices, make, (ids, positions, None), labels, packed)
     with pytest.raises(ValueError, match=r"packed sequences of 4 tokens \(cu_seqlens_q\), ids of 10 on each of 2 "):
         cce.next_ids(ids, group, packed_lengths(4))
 
 
 def what_is_not_served(case: Case) -> None:
     model = with_processor(build(case)[0])
-    inputs, labels = batch(model)
+    inputs, labels = batch()
     for given, message in (
         ({}, "the call has no labels"),
         (

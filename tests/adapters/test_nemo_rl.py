@@ -17,7 +17,6 @@ from torch import Tensor
 pytest.importorskip("megatron.core")
 pytest.importorskip("nemo_rl.distributed.model_utils", reason="NeMo-RL itself: launch/rl_packages.sh")
 
-from dense_scores import assert_same_curve
 from megatron_on_cpu import use_cpu
 from nemo_rl_on_cpu import use_stand_ins
 from test_megatron import SEQ, VOCAB, Case, build, on_layout
@@ -139,25 +138,6 @@ def packed_sequences(case: Case) -> None:
             assert_no_worse(ours[name], baseline[name], truth[name], quantity=f"NeMo-RL's {name}, {case}")
 
 
-def curve_of_fifty_steps(case: Case) -> None:
-    """A policy whose old log-probabilities are those of its first weights."""
-    found = []
-    for fused in (True, False):
-        config, model = settings(False), model_of(case)
-        optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-3), []
-        with fused_forward():
-            batches = [microbatch(seed) for seed in range(5)]
-            for batch in batches:
-                batch.data_dict["prev_logprobs"] = scores_of(model, batch, config, fused)
-            for step in range(50):
-                optimizer.zero_grad()
-                losses.append(loss_of(model, batches[step % 5], config, fused))
-                losses[-1].backward()
-                optimizer.step()
-        found.append(losses)
-    assert_same_curve(f"NeMo-RL's policy, {case}", *found)
-
-
 def two_ranks() -> None:
     use_cpu()
     use_stand_ins()
@@ -169,14 +149,3 @@ def two_ranks() -> None:
 @pytest.mark.slow
 def test_packed_sequences_on_two_ranks() -> None:
     run_ranks(two_ranks, 2)
-
-
-def curve() -> None:
-    use_cpu()
-    use_stand_ins()
-    on_layout(Case(tp=2, sequence_parallel=True, own_tokens=True), curve_of_fifty_steps)
-
-
-@pytest.mark.sweep
-def test_the_curve_of_fifty_steps() -> None:
-    run_ranks(curve, 2)

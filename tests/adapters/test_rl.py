@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 pytest.importorskip("megatron.core")
 
 import test_megatron_scores
-from dense_scores import TOKENS, VOCAB, assert_same_curve, compare, dense_scores, operands, policy_loss
+from dense_scores import TOKENS, VOCAB, assert_same_loss, compare, compare_models, dense_scores, operands
 from megatron_on_cpu import use_cpu
 from nemo_rl_on_cpu import use_stand_ins
 from test_megatron_scores import of_this_rank, packed_lengths
@@ -36,7 +36,6 @@ from cce_dist.integrations import trl as cce_trl
 from cce_dist.integrations import verl as cce_verl
 from cce_dist.integrations.megatron import loss as megatron_loss
 from cce_dist.tools.ranks import run_ranks
-from cce_dist.tools.verify.check import assert_no_worse
 
 
 class LinearCrossEntropy:
@@ -238,10 +237,11 @@ def packed_by_verl(case: Any) -> None:
     cce_verl.install(mtp=True)
     fused = verl().fused_forward_model_engine()
     on_logits = importlib.import_module("verl.models.mcore.model_forward").gptmodel_forward_model_engine
-    generator, results = torch.Generator().manual_seed(5), []
+    generator = torch.Generator().manual_seed(5)
     ids = [torch.randint(1, VOCAB, (length,), generator=generator) for length in (5, 8, 3)]
     ids = torch.nested.nested_tensor(ids, layout=torch.jagged)
-    for ours, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
+
+    def run(ours: bool, dtype: torch.dtype) -> Any:
         model = build(case)[0].to(dtype)
         if case.mtp:
             patched.patch_postprocess(model)
@@ -251,13 +251,9 @@ def packed_by_verl(case: Any) -> None:
             out = fused(model, input_ids=ids, labels=ids.clone(), multi_modal_inputs={}, **how)
         else:
             out = on_logits(model, ids, {}, logits_processor=score, logits_processor_args={"label": ids.clone()})
-        scores = {name: out[name].values() for name in ("log_probs", "entropy")}
-        policy_loss(*scores.values()).backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        results.append({**scores, **gradients})
-    assert results[0].keys() == results[1].keys()  # nothing of the second prediction
-    for name in results[0]:
-        assert_no_worse(*(result[name] for result in results), quantity=f"verl's {name}, {case}")
+        return model, out["log_probs"].values(), out["entropy"].values()
+
+    compare_models(f"verl's packing, {case}", run)  # which finds no gradient of the second prediction
 
 
 class Alone:
@@ -399,10 +395,11 @@ def through_nemos_forward(case: Any) -> None:
     from test_megatron import batch, build
 
     kind: Any = GPTModel
-    results, forward = [], kind.forward
-    for dtype, ours in ((torch.float32, True), (torch.float32, False), (torch.float64, False)):
+    forward = kind.forward
+
+    def run(ours: bool, dtype: torch.dtype) -> Any:
         model = build(case)[0].to(dtype)
-        inputs, _ = batch(model)
+        inputs, _ = batch()
         ids = inputs["input_ids"]
         if ours:
             nemo().patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4)
@@ -412,11 +409,9 @@ def through_nemos_forward(case: Any) -> None:
         else:
             logits = gather_from_tensor_model_parallel_region(model(**inputs))
             log_probs, _ = dense_scores(logits[:, :-1], ids[:, 1:])
-        policy_loss(log_probs, log_probs.new_zeros(())).backward()
-        results.append({"log_probs": log_probs, **{name: p.grad for name, p in model.named_parameters()}})
-    for name, mine in results[0].items():
-        if mine is not None:
-            assert_no_worse(mine, results[1][name], results[2][name], quantity=f"through NeMo-RL's forward: {name}")
+        return model, log_probs, log_probs.new_zeros(())
+
+    compare_models("through NeMo-RL's forward", run)
 
 
 def two_ranks() -> None:
@@ -446,11 +441,6 @@ def test_two_tensor_parallel_ranks() -> None:
     run_ranks(two_ranks, 2)
 
 
-@pytest.mark.sweep
-def test_megatrons_curves_of_fifty_steps() -> None:
-    run_ranks(test_megatron_scores.curves, 2)
-
-
 def test_transformers_forward_of_verl() -> None:
     """verl's own forward of a transformers model, beside verl's own in plain torch."""
     theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
@@ -458,81 +448,34 @@ def test_transformers_forward_of_verl() -> None:
     from tiny_trainer import tiny_model
 
     cce_verl.install()
-    ids, results = torch.randint(1, size, (2, TOKENS), generator=torch.Generator().manual_seed(0)), []
-    for forward in (theirs.forward_with_triton_backend, theirs.forward_with_torch_backend, None):
-        model = tiny_model()
-        if forward is None:
-            log_probs, entropy = dense_scores(model.double()(ids).logits, ids.roll(-1, -1), 0.7)
-        else:
-            out = forward(model, input_ids=ids, temperature=0.7, return_dict=True)
-            log_probs, entropy = out.log_probs.view(ids.shape), out.entropy.view(ids.shape)
-        policy_loss(log_probs, entropy).backward()
-        results.append({"log_probs": log_probs, "entropy": entropy} | {n: p.grad for n, p in model.named_parameters()})
-    for name in results[0]:
-        ours, baseline, truth = (result[name] for result in results)
-        assert_no_worse(ours, baseline, truth, quantity=name)
+    ids = torch.randint(1, size, (2, TOKENS), generator=torch.Generator().manual_seed(0))
 
+    def run(ours: bool, dtype: torch.dtype) -> Any:
+        model = tiny_model().to(dtype)
+        if dtype == torch.float64:
+            return model, *dense_scores(model(ids).logits, ids.roll(-1, -1), 0.7)
+        forward = theirs.forward_with_triton_backend if ours else theirs.forward_with_torch_backend
+        out = forward(model, input_ids=ids, temperature=0.7, return_dict=True)
+        return model, out.log_probs.view(ids.shape), out.entropy.view(ids.shape)
 
-@pytest.mark.sweep
-def test_the_curve_of_fifty_steps_is_verls() -> None:
-    """verl's own forwards and clipped loss: of hidden states with ours inside, and of logits."""
-    theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
-    from tiny_trainer import VOCAB as size
-    from tiny_trainer import tiny_model
-
-    algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
-    cce_verl.install()
-    clip = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "global_batch_info": {}}
-    config = importlib.import_module("omegaconf").OmegaConf.create(clip)
-    generator = torch.Generator().manual_seed(0)
-    batches = torch.randint(1, size, (5, 2, TOKENS), generator=generator)
-    advantages = torch.randn(5, 2, TOKENS, generator=generator)
-    mask, found = torch.ones(2, TOKENS), []
-    for forward in (theirs.forward_with_triton_backend, theirs.forward_with_torch_backend):
-        model, old, losses = tiny_model(), {}, []
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        for step in range(50):
-            out = forward(model, input_ids=batches[step % 5], temperature=0.7, return_dict=True)
-            log_probs, entropy = out.log_probs.view_as(mask), out.entropy
-            old.setdefault(step % 5, log_probs.detach())
-            given = old[step % 5], log_probs, advantages[step % 5], mask
-            loss, _ = algorithms.compute_policy_loss_vanilla(*given, config=config)
-            losses.append(loss - 0.01 * entropy.mean())
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
-        found.append(losses)
-    assert_same_curve("verl's policy", *found)
-
-
-def compute_policy_loss(
-    old_log_prob, log_prob, advantages, response_mask, cliprange=None, cliprange_low=0.2, cliprange_high=0.2,
-    clip_ratio_c=3.0, loss_agg_mode="token-mean",
-):  # fmt: skip
-    """The dual clip, as verl's function of this name has it."""
-    ratio = (log_prob - old_log_prob).clamp(-20, 20).exp()
-    losses = -advantages * ratio
-    upper = torch.maximum(losses, -advantages * ratio.clamp(1 - cliprange_low, 1 + cliprange_high))
-    clipped = torch.where(advantages < 0, torch.minimum(-advantages * clip_ratio_c, upper), upper)
-    return (clipped * response_mask).sum() / response_mask.sum(), None, None, None
+    compare_models("verl's forward of transformers", run)
 
 
 def test_the_clipped_policy_is_verls() -> None:
-    """Catches: bounds that change places, a dual clip of advantages of the other sign."""
-    theirs = stand_in("verl.trainer.ppo.core_algos", compute_policy_loss=compute_policy_loss).compute_policy_loss
+    """Catches: bounds that change places, a dual clip of advantages of the other sign. test_token_loss.py has no verl."""
+    theirs = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl itself: launch/rl_packages.sh")
     hidden, weight, labels = operands(4)
     leaves = [x.double().requires_grad_() for x in (hidden, weight)]
     mask = torch.ones(labels.shape).index_fill_(1, torch.arange(9, TOKENS), 0.0)
     advantages, old = torch.randn(labels.shape), -4 * torch.rand(labels.shape)
     log_probs, _ = dense_scores(leaves[0] @ leaves[1].t(), labels)
-    stock = theirs(old, log_probs, advantages, mask, cliprange_low=0.1, cliprange_high=0.3, clip_ratio_c=2.0)[0]
+    clip = {"cliprange_low": 0.1, "cliprange_high": 0.3, "clip_ratio_c": 2.0}
+    stock = theirs.compute_policy_loss(old, log_probs, advantages, mask, **clip)[0]
     ours = linear_cross_entropy(
         leaves[0], leaves[1], labels.masked_fill(mask == 0, -100), token_inputs=(advantages, old),
         token_loss=objectives.clipped_policy(0.1, 0.3, dual=2.0),
     )  # fmt: skip
-    gradients = [torch.autograd.grad(loss, leaves) for loss in (ours, stock)]
-    for mine, right in zip((ours, *gradients[0]), (stock, *gradients[1]), strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-12)
+    assert_same_loss(ours, stock, leaves, 1e-9)
 
 
 @pytest.mark.parametrize("package", ADAPTERS)

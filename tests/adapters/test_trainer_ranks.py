@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,12 @@ from tiny_trainer import (
     prepare_rank,
     saved,
     tiny_model,
-    with_accelerate,
     zero,
 )
 
 import cce_dist
 from cce_dist.integrations import deepspeed as cce
-from cce_dist.tools.ranks import Pool
+from cce_dist.tools.ranks import run_ranks
 
 TOLERANCE = 2e-5
 WRAP = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
@@ -137,42 +135,6 @@ def two_ranks(folder: Path) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def accelerated(wrapper: str, rows: bool) -> None:
-    """Accelerate's own loop, without Trainer: its DDP on CPUs, and FSDP2."""
-    from accelerate import FullyShardedDataParallelPlugin
-
-    prepare_rank()
-
-    def run(ours: bool) -> Any:
-        given: dict[str, Any] = {}
-        if wrapper.startswith("FSDP"):
-            given["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                auto_wrap_policy="transformer_based_wrap",
-                ignored_modules="lm_head" if ours and rows else None,
-            )
-        return with_accelerate(ours, wrapper, rows, **given)
-
-    stock, ours = run(False), run(True)
-    torch.testing.assert_close(ours[0], stock[0], rtol=TOLERANCE, atol=TOLERANCE)
-    assert_same_parameters(ours[1], stock[1], TOLERANCE)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(2, timeout_seconds=240) as ranks:
-        yield ranks
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrapper, rows",
-    [("DistributedDataParallel", False), ("FSDPLlamaForCausalLM", False), ("FSDPLlamaForCausalLM", True)],
-)
-def test_accelerate(pool: Pool, wrapper: str, rows: bool) -> None:
-    pool.run(accelerated, wrapper, rows)
-
-
-@pytest.mark.slow
-def test_trainer(pool: Pool, tmp_path: Path) -> None:
-    pool.run(two_ranks, tmp_path)
+def test_trainer(tmp_path: Path) -> None:
+    run_ranks(two_ranks, 2, tmp_path, timeout_seconds=240)

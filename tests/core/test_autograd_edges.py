@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from support.dense import assert_all_no_worse, dense
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.swa_utils import AveragedModel
@@ -27,8 +27,8 @@ from cce_dist import (
     linear_cross_entropy,
     linear_kl_divergence,
     linear_log_probs,
+    reference,
 )
-from cce_dist.tools.verify.check import assert_no_worse
 
 N, D, V = 7, 8, 20
 any_call: Any = linear_cross_entropy  # options by name, and some that a type checker would refuse
@@ -127,21 +127,10 @@ def test_a_learnable_logit_scale_gets_its_gradient(data, options, backend, dtype
     expected = []
     for wide in (torch.float32, torch.float64):
         x, w, s = (t.detach().to(wide).requires_grad_() for t in (hidden, weight, scale))
-        dense = _dense_loss(s * (x @ w.t()), target, **options)
+        dense = reference.linear_cross_entropy(x, w, target, logit_scale=s, **options).loss
         expected.append(torch.autograd.grad(dense, (s, x, w), upstream.to(wide)))
     assert ours[0].dtype == dtype and ours[0].shape == ()
-    for name, got, baseline, truth in zip(("d_scale", "dE", "dC"), ours, *expected, strict=True):
-        assert_no_worse(got.float(), baseline, truth, quantity=name)
-
-
-def _dense_loss(
-    logits: Tensor, target: Tensor, label_smoothing: float = 0.0, softcap: float | None = None, z_loss_weight: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:  # fmt: skip
-    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    loss = F.cross_entropy(z, target, label_smoothing=label_smoothing, reduction="none")
-    loss = loss + (z_loss_weight * z.logsumexp(-1).square()).masked_fill(target == -100, 0.0)
-    return loss if reduction == "none" else loss.sum() / (target != -100).sum()
+    assert_all_no_worse(("d_scale", "dE", "dC"), (x.float() for x in ours), *expected)
 
 
 def test_a_scale_without_gradient_stays_a_number(data):
@@ -323,5 +312,5 @@ def test_a_buffer_gets_what_backward_was_asked_for(
         loss.backward(inputs=[hidden], retain_graph=True)
         assert not buffer.any()
         loss.backward()
-    right = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight), labels), (hidden, weight))
+    right = dense((hidden, weight), labels, torch.float32)[1:]
     torch.testing.assert_close((d_hidden, buffer, hidden.grad), (*right, 2 * right[0]))

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.refused import Bad, NoOperator, assert_refused
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy
 
 N, D, V = 6, 8, 20
 NAN, INF = float("nan"), float("inf")
-
-
-class NoOperator(TorchDispatchMode):
-    """Fails where an operator of the loss runs, and so where a kernel or a collective would."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.namespace != "cce_dist", f"{func} ran before the arguments were checked"
-        return func(*args, **(kwargs or {}))
 
 
 def operands() -> dict[str, Any]:
@@ -57,15 +48,6 @@ def empty(num_rows: int, hidden_size: int) -> dict[str, torch.Tensor]:
     return {"input": torch.zeros(N, hidden_size), "linear_weight": torch.zeros(num_rows, hidden_size)}
 
 
-class Bad(NamedTuple):
-    """A call with wrong arguments, the error that it raises, and what the error's one line says."""
-
-    name: str
-    call: Callable[[], Any]
-    error: type[Exception]
-    says: str
-
-
 def bad(name: str, error: type[Exception], says: str, **change: Any) -> Bad:
     """Return the row of a loss of which these arguments are wrong; those that are functions are called first."""
 
@@ -75,22 +57,6 @@ def bad(name: str, error: type[Exception], says: str, **change: Any) -> Bad:
         linear_cross_entropy(**(operands() | wrong))
 
     return Bad(name, call, error, says)
-
-
-def assert_refused(rows: Iterable[Bad]) -> None:
-    """Raise unless each row is refused by its error, in one line; name all rows that are not."""
-    wrong = []
-    for row in rows:
-        try:
-            with NoOperator():
-                row.call()
-        except Exception as raised:
-            if isinstance(raised, row.error) and re.search(row.says, str(raised)) and "\n" not in str(raised):
-                continue
-            wrong.append(f"{row.name}: {type(raised).__name__}: {raised}")
-        else:
-            wrong.append(f"{row.name}: no error")
-    assert not wrong, "\n".join(wrong)
 
 
 REQUIRED, OPTIONAL = ("input", "linear_weight", "target"), ("linear_bias", "grad_weight_out")

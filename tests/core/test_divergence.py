@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from shards import DEVICE, GPU, launch_nothing, nan_memory
+from support.refused import assert_changes_refused
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from cce_dist import VocabShard, linear_kl_divergence
-from cce_dist.call import flat
+from cce_dist.autograd import flat
 from cce_dist.decide import Where, decide_heads
 from cce_dist.divergence import op as divergence_op
 from cce_dist.divergence.op import DivergenceCall
@@ -468,39 +469,36 @@ def test_operators_are_well_formed() -> None:
 
 X, W, XT, WT = torch.zeros(3, 4), torch.zeros(8, 4), torch.zeros(3, 6), torch.zeros(8, 6)
 BAD = [
-    pytest.param(dict(kind="backward"), ValueError, "kind must be one of", id="kind"),
-    pytest.param(dict(beta=1.0), ValueError, r"beta must be in \(0, 1\)", id="beta"),
-    pytest.param(dict(teacher_input=torch.zeros(2, 6)), ValueError, "teacher_input must be .3, D_t", id="tokens"),
-    pytest.param(dict(teacher_input=torch.zeros(3, 5)), ValueError, "size 5, teacher_weight 6", id="size"),
-    pytest.param(dict(teacher_weight=torch.zeros(9, 6)), ValueError, "teacher_weight has 9 rows, linear_weight 8", id="rows"),
-    pytest.param(dict(teacher_weight=torch.zeros(8)), ValueError, "teacher_weight must be .V, D.", id="flat"),
-    pytest.param(dict(teacher_weight=WT.half()), TypeError, "input is torch.float32, teacher_weight torch.float16", id="dtype"),
-    pytest.param(dict(teacher_bias=torch.zeros(7)), ValueError, r"teacher_bias must be \[8\]", id="bias"),
-    pytest.param(dict(linear_bias=torch.zeros(7)), ValueError, r"linear_bias must be \[8\]", id="student-bias"),
-    pytest.param(dict(teacher_shard=VocabShard(0, 8, 7)), ValueError, "teacher_shard a vocabulary of 7", id="vocabulary"),
-    pytest.param(dict(teacher_shard="all"), TypeError, "teacher_shard must be a VocabShard", id="shard"),
-    pytest.param(dict(teacher_shard=VocabShard(0, 9, 8)), ValueError, "teacher_shard holds 9 rows", id="shard-rows"),
-    pytest.param(dict(mask=torch.ones(3)), TypeError, "mask must be bool", id="mask-of-weights"),
-    pytest.param(dict(mask=torch.ones(2, dtype=torch.bool)), ValueError, r"mask must be \(3,\)", id="mask-shape"),
-    pytest.param(dict(teacher_ids=torch.arange(7)), ValueError, r"teacher_ids must be a plain tensor \[8\]", id="ids-shape"),
-    pytest.param(dict(teacher_ids=torch.arange(1, 9)), IndexError, r"teacher_ids\[7\] is 8: not in \[0, 8\)", id="ids-range"),
-    pytest.param(dict(teacher_ids=torch.arange(8) // 2), ValueError, "is 0, which is there twice", id="ids-twice"),
-    pytest.param(dict(teacher_ids=torch.arange(8, device="meta")), ValueError, "teacher_ids is on meta", id="ids-device"),
-    pytest.param(dict(teacher_softcap=-1.0), ValueError, "teacher_softcap must be positive", id="softcap"),
-    pytest.param(dict(teacher_logit_scale="1"), TypeError, "teacher_logit_scale must be a number", id="scale"),
-    pytest.param(dict(logit_scale=torch.ones((), requires_grad=True)), TypeError, "logit_scale gets no", id="learnable"),
-    pytest.param(dict(teacher_weight=None), TypeError, "teacher_weight must be a tensor", id="none"),
-    pytest.param(dict(grad_weight_out=torch.zeros(8, 5)), ValueError, "grad_weight_out must be", id="buffer"),
-    pytest.param(dict(reduction="batchmean"), ValueError, "reduction must be one of", id="reduction"),
+    (dict(kind="backward"), ValueError, "kind must be one of"),
+    (dict(beta=1.0), ValueError, r"beta must be in \(0, 1\)"),
+    (dict(teacher_input=torch.zeros(2, 6)), ValueError, "teacher_input must be .3, D_t"),
+    (dict(teacher_input=torch.zeros(3, 5)), ValueError, "size 5, teacher_weight 6"),
+    (dict(teacher_weight=torch.zeros(9, 6)), ValueError, "teacher_weight has 9 rows, linear_weight 8"),
+    (dict(teacher_weight=torch.zeros(8)), ValueError, "teacher_weight must be .V, D."),
+    (dict(teacher_weight=WT.half()), TypeError, "input is torch.float32, teacher_weight torch.float16"),
+    (dict(teacher_bias=torch.zeros(7)), ValueError, r"teacher_bias must be \[8\]"),
+    (dict(linear_bias=torch.zeros(7)), ValueError, r"linear_bias must be \[8\]"),
+    (dict(teacher_shard=VocabShard(0, 8, 7)), ValueError, "teacher_shard a vocabulary of 7"),
+    (dict(teacher_shard="all"), TypeError, "teacher_shard must be a VocabShard"),
+    (dict(teacher_shard=VocabShard(0, 9, 8)), ValueError, "teacher_shard holds 9 rows"),
+    (dict(mask=torch.ones(3)), TypeError, "mask must be bool"),
+    (dict(mask=torch.ones(2, dtype=torch.bool)), ValueError, r"mask must be \(3,\)"),
+    (dict(teacher_ids=torch.arange(7)), ValueError, r"teacher_ids must be a plain tensor \[8\]"),
+    (dict(teacher_ids=torch.arange(1, 9)), IndexError, r"teacher_ids\[7\] is 8: not in \[0, 8\)"),
+    (dict(teacher_ids=torch.arange(8) // 2), ValueError, "is 0, which is there twice"),
+    (dict(teacher_ids=torch.arange(8, device="meta")), ValueError, "teacher_ids is on meta"),
+    (dict(teacher_softcap=-1.0), ValueError, "teacher_softcap must be positive"),
+    (dict(teacher_logit_scale="1"), TypeError, "teacher_logit_scale must be a number"),
+    (dict(logit_scale=torch.ones((), requires_grad=True)), TypeError, "logit_scale gets no"),
+    (dict(teacher_weight=None), TypeError, "teacher_weight must be a tensor"),
+    (dict(grad_weight_out=torch.zeros(8, 5)), ValueError, "grad_weight_out must be"),
+    (dict(reduction="batchmean"), ValueError, "reduction must be one of"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "error", "says"), BAD)
-def test_bad_input_is_one_line(change: dict, error: type, says: str) -> None:
-    arguments = dict(input=X, linear_weight=W, teacher_input=XT, teacher_weight=WT) | change
-    with pytest.raises(error, match=says) as caught:
-        any_call(**arguments)
-    assert "\n" not in str(caught.value)
+def test_bad_input_is_one_line() -> None:
+    heads = dict(input=X, linear_weight=W, teacher_input=XT, teacher_weight=WT)
+    assert_changes_refused(linear_kl_divergence, heads, BAD)
 
 
 @pytest.mark.parametrize("case", DIVERGENCE_CASES, ids=lambda case: case.name)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_measured import pairs
+from support.plan_pairs import pairs
 
 from cce_dist.kernels import tiles
 from cce_dist.tools import cli
@@ -31,7 +31,7 @@ from cce_dist.tools.pretrain.recipe import PRESETS, UsageError
 from cce_dist.tools.pretrain.stages import layers_of_stages
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "docs/results"
+RESULTS = ROOT / "benchmarks/results"
 # Files of losses on one GPU, two and four, with the budget that a loss chooses and with all exponentials kept; those of a time
 # before losses went group by group come last.
 IN_GROUPS = "default-2048 default-32768 default-small default-wide heads"
@@ -97,7 +97,7 @@ def test_the_table_of_the_paper_stands_beside_what_its_command_prints(capsys) ->
     parameters.
     """
     found = re.search(
-        r"<!-- columns of: cce-dist plan (.+) -->\n\n((?:\|.*\n)*)", (ROOT / "docs/results.md").read_text()
+        r"<!-- columns of: cce-dist plan (.+) -->\n\n((?:\|.*\n)*)", (RESULTS / "largest-batch.md").read_text()
     )
     assert found
     page, shown = (rows_of(text) for text in (found[2], printed(found[1].split(), capsys)))
@@ -493,3 +493,18 @@ def test_a_measured_gpu_takes_links_from_the_table() -> None:
     other = devices.like_the_table("AMD Instinct MI300X", 0, 304, 192 * GIB, 5e14, 4e12)
     assert other.bus == DEVICES["a100"].bus and tiles.table_tiles(other.major, 16) == tiles.table_tiles(-1, 16)
     assert cost(Head(8192, 4096, 128_256), "budget", other).seconds > 0
+
+
+def test_the_plan_adds_body_and_head(capsys: pytest.CaptureFixture) -> None:
+    """The column of one rank is all layers and the head, for every loss; a pipeline has no such sum."""
+    found = plan("qwen-3-0.6b", Layout(framework="torch"))
+    assert found.body == pytest.approx(28 * found.layer.seconds)
+    assert cli.main(["plan", "--model", "qwen-3-0.6b", "--framework", "torch"]) == 0
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")][
+        : 2 + len(LOSSES)
+    ]
+    column = [name.strip() for name in lines[0]].index("body + head ms")
+    for line, each in zip(lines[2:], found.losses, strict=True):
+        assert float(line[column]) == pytest.approx(1e3 * (found.body + each.cost.seconds), abs=0.051)
+    assert cli.main(["plan", "--model", "qwen-3-0.6b", "--pp", "2"]) == 0
+    assert "body + head" not in capsys.readouterr().out

@@ -16,7 +16,7 @@ from cce_dist.tools.pretrain.recipe import Recipe
 
 def build_model(recipe: Recipe, ranks: Ranks) -> GPT:
     """Return the model on its device, sharded; its weights depend on torch's CPU seed alone."""
-    model = GPT(recipe.shape, build_head(recipe, ranks, want_stats=True))
+    model = GPT(recipe.shape, build_head(recipe, ranks))
     if ranks.tp_mesh is not None:
         shard_model(model, ranks.tp_mesh, recipe.sequence_parallel)
     model.to(ranks.device)
@@ -30,14 +30,9 @@ def build_model(recipe: Recipe, ranks: Ranks) -> GPT:
     return model
 
 
-def build_head(
-    recipe: Recipe, ranks: Ranks, *, weight: nn.Parameter | None = None, want_stats: bool = False
-) -> nn.Module:
-    """Return the head that the recipe's loss names, over ``weight`` if there is one.
-
-    ``want_stats`` has a filtered head return what its filter did.
-    """
-    shape, grad_filter = recipe.shape, recipe.grad_filter
+def build_head(recipe: Recipe, ranks: Ranks, *, weight: nn.Parameter | None = None) -> nn.Module:
+    """Return the head that the recipe's loss names, over ``weight`` if there is one."""
+    shape = recipe.shape
     head = VocabParallelHead(
         shape.hidden_size,
         shape.vocab_size,
@@ -46,8 +41,7 @@ def build_head(
         init_std=0.02,
         device=ranks.device,
         sequence_parallel=recipe.sequence_parallel and ranks.tp > 1,
-        grad_filter=grad_filter,
-        return_aux=("filter_stats",) if want_stats and grad_filter is not None else False,
+        grad_filter=recipe.grad_filter,
     )
     return DenseHead(head, ranks.tp_mesh, recipe.sequence_parallel) if recipe.loss == "dense" else head
 

@@ -222,8 +222,6 @@ def check_engine(recipe: Recipe) -> None:
         "--pp needs --engine megatron or deepspeed": recipe.pp > 1 and engine == "torch",
         "--compile is for --engine torch": recipe.compile and engine != "torch",
         "--engine megatron needs GPUs": engine == "megatron" and recipe.device == "cpu",
-        "--capture is for --engine torch on one rank (--tp 1)": bool(recipe.capture)
-        and (engine != "torch" or recipe.num_ranks > 1),
         "--meet HOST:PORT is needed for several nodes": recipe.nodes > 1 and recipe.meet is None,
         f"--nodes {recipe.nodes} cannot share {recipe.num_ranks} ranks: --ranks-per-node says how many are here": uneven,
         "--sequence-parallel is not for --engine deepspeed": recipe.sequence_parallel and engine == "deepspeed",

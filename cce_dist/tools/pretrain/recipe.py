@@ -93,15 +93,6 @@ class Recipe:
         "run", None, "write the records to this project of Weights & Biases too (needs wandb)", metavar="PROJECT"
     )
 
-    capture: tuple[int, ...] = flag(
-        "run",
-        (),
-        "steps at which to write what the head gets, for 'cce-dist bench --workload' (--engine torch, one rank)",
-        type=whole(1),
-        nargs="+",
-        metavar="STEP",
-    )
-
     loss: str = flag(
         "loss",
         "exact",

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from cce_dist.tools.pretrain import checkpoint, folder, plot
-from cce_dist.tools.pretrain.capture import captured
 from cce_dist.tools.pretrain.data import Batches, Corpus
 from cce_dist.tools.pretrain.engines import Engine, Step
 from cce_dist.tools.pretrain.exits import Stopped, UsageError
@@ -79,8 +78,7 @@ class _Run:
                 self._stop(asked)
             ids, labels = batches.at(state["position"], recipe.batch_size)
             state["position"] += recipe.batch_size
-            with captured(engine, step):
-                done = engine.step(step, ids, labels)
+            done = engine.step(step, ids, labels)
             state["step"] = step
             tokens += labels.size
             self.unseen.append((step, done.loss + done.grad_norm))
@@ -202,11 +200,7 @@ class _Run:
         peak = peak_flops(self.recipe, self.ranks.device)
         if peak is not None:
             record["mfu"] = rate * flops_per_token(self.recipe.shape) / (peak * self.ranks.world_size)
-        if done.filter_stats is None:
-            return record
-        names = ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")
-        merged = engine.merge_stats(done.filter_stats)
-        return record | {name: value.item() for name, value in zip(names, merged, strict=True)}
+        return record
 
     def _finish(self, val_loss: float) -> None:
         """Close the log, draw the curves if this machine can, and say where everything is."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor  # "import torch" would bind a name that the submodule torch takes over
 
-from cce_dist import FilterStats
 from cce_dist.tools.pretrain.data import Batches
 from cce_dist.tools.pretrain.ranks import Ranks
 from cce_dist.tools.pretrain.recipe import Recipe
@@ -23,12 +22,10 @@ class Step(NamedTuple):
     Attributes:
         loss: 0-d, mean over those tokens of the whole batch that are not ignored.
         grad_norm: 0-d, of the whole gradient, before clipping.
-        filter_stats: What the filter did in the last microbatch, to be merged by ``merge_stats``; None where nobody says.
     """
 
     loss: Tensor
     grad_norm: Tensor
-    filter_stats: FilterStats | None
 
 
 class Engine(Protocol):
@@ -56,10 +53,6 @@ class Engine(Protocol):
     def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> Step:
         """Take optimizer step number ``step``, counted from 1, on a whole batch: ids and labels, [batch size, s] int64."""
         ...
-
-    def merge_stats(self, stats: FilterStats) -> FilterStats:
-        """Return what the filter did over all ranks; ``dropped_mass_max`` is the largest of a token's part on one shard."""
-        return stats
 
     def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
         """Return the mean loss of the first batches, ``eval_batches`` unless said, the same ones every time; on every rank."""

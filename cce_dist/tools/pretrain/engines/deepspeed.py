@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cce_dist import FilterStats
 from cce_dist.integrations import deepspeed as cce
 from cce_dist.merge import sum_over_ranks
 from cce_dist.tools.plan.cut import deepspeed_weights
@@ -72,7 +71,7 @@ class DeepSpeedEngine(Engine):
                 self.engine.step()
                 loss += part.detach()
             loss = self._mean(loss)
-        return Step(loss, torch.as_tensor(self.engine.get_global_grad_norm()), self._filter_stats())
+        return Step(loss, torch.as_tensor(self.engine.get_global_grad_norm()))
 
     def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
         batches = held_out.first(num_batches or self.recipe.eval_batches, self.recipe.batch_size)
@@ -99,13 +98,6 @@ class DeepSpeedEngine(Engine):
 
     def load_tensors(self, folder: Path) -> None:
         self.engine.load_checkpoint(str(folder), tag=TAG)
-
-    def _filter_stats(self) -> FilterStats | None:
-        """Return what the filter did, which DeepSpeed's report has merged over the ranks already."""
-        if self.recipe.grad_filter is None:
-            return None
-        report = self.engine.get_additional_losses()
-        return FilterStats(*(report[n] for n in ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")))
 
     def _microbatches(self, ids: np.ndarray, labels: np.ndarray, num_tokens: int) -> Iterator[tuple[Tensor, Any]]:
         """Yield what a step of DeepSpeed reads: ids, and labels with what their summed loss is multiplied by.

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from cce_dist import FilterStats
 from cce_dist.tools.pretrain import checkpoint
 from cce_dist.tools.pretrain.build import build_model, make_optimizer
 from cce_dist.tools.pretrain.data import Batches, num_valid
@@ -33,21 +32,11 @@ class TorchEngine(Engine):
 
     def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> Step:
         set_learning_rate(self.optimizer, self.recipe.learning_rate(step))
-        loss, stats = self._accumulate_gradients(ids, labels)
+        loss = self._accumulate_gradients(ids, labels)
         grad_norm = clip_gradients(self.model, self.recipe.clip, self.ranks)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return Step(loss, grad_norm, stats)
-
-    def merge_stats(self, stats: FilterStats) -> FilterStats:
-        if self.ranks.world_size == 1:
-            return stats
-        kept, mass, largest = torch.stack(stats).view(3, 1)
-        means = torch.cat([kept, mass])
-        dist.all_reduce(means)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        # A shard drops its own part of a token's mass, so shards add up.
-        return FilterStats(means[0] / self.ranks.world_size, means[1] / self.ranks.dp, largest)
+        return Step(loss, grad_norm)
 
     @torch.no_grad()
     def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
@@ -57,7 +46,7 @@ class TorchEngine(Engine):
         for ids, labels in batches:
             for part_ids, part_labels in self.ranks.microbatches(ids, labels, self.recipe.accumulate):
                 with self.recipe.autocast():
-                    total += self.model(part_ids, part_labels, num_tokens)[0]
+                    total += self.model(part_ids, part_labels, num_tokens)
         return self._sum_over_dp(total).item()
 
     def save_tensors(self, folder: Path) -> None:
@@ -69,20 +58,20 @@ class TorchEngine(Engine):
         checkpoint.read_tensors(folder, {"model": model, "optimizer": optimizer})
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
-    def _accumulate_gradients(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, FilterStats | None]:
-        """Add up the gradient of the batch's mean loss; return that loss and what the filter did, if there is one.
+    def _accumulate_gradients(self, ids: np.ndarray, labels: np.ndarray) -> Tensor:
+        """Add up the gradient of the batch's mean loss, and return that loss.
 
         Every rank divides by the valid tokens of the whole batch, which it holds, so the parts add up to the mean.
         """
-        num_tokens, stats = num_valid(labels), None
+        num_tokens = num_valid(labels)
         total = torch.zeros((), device=self.ranks.device)
         for part_ids, part_labels in self.ranks.microbatches(ids, labels, self.recipe.accumulate):
             with self.recipe.autocast():
-                loss, stats = self.model(part_ids, part_labels, num_tokens)
+                loss = self.model(part_ids, part_labels, num_tokens)
             # FSDP averages gradients over its ranks; ours are to be summed.
             (loss * self.ranks.dp).backward()
             total += loss.detach()
-        return self._sum_over_dp(total), stats
+        return self._sum_over_dp(total)
 
     def _sum_over_dp(self, value: Tensor) -> Tensor:
         if self.ranks.dp_mesh is not None:
