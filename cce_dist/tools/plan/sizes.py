@@ -20,7 +20,7 @@ MOST_SIZE, MOST_PARTS = 1 << 28, 1 << 12
 def check_size(name: str, value: object, most: int = MOST_SIZE) -> None:
     """Raise ValueError unless the value is a whole number that a model can have. A dense model has 0 experts."""
     is_expert = "expert" in name
-    least, most = int(not is_expert), MOST_PARTS if is_expert or "layers" in name else most
+    least, most = int(not is_expert), MOST_PARTS if is_expert or "layer" in name else most
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ValueError(f"{name} must be a whole number from {least} to {most:,}, got {value!r}")
 
