@@ -132,7 +132,7 @@ def finish(
         0 if tile_reference_BR is None else tile_reference_BR.shape[0], 0 if exp_RV is None else exp_RV.shape[1],
         first_program, 0 if part_2B is None else part_2B.shape[1],
         # tiles
-        WANT=Sums.of(want, sloped_N is not None), BLOCK_N=block, BLOCK_V=tile_cols, BLOCK_T=32,
+        WANT=Sums.of(want, sloped_N is not None), WANT_LOSSES=out is not None, BLOCK_N=block, BLOCK_V=tile_cols, BLOCK_T=32,
     )
     return programs
 
@@ -163,6 +163,7 @@ def _finish_kernel(
     first_program,
     num_programs,
     WANT: tl.constexpr,  # Sums
+    WANT_LOSSES: tl.constexpr,  # Triton 3.6 cannot compare a tuple that holds None with None
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -181,7 +182,7 @@ def _finish_kernel(
             _store_stats(stats_ptr + token, merged, live, in_n, num_tokens.to(tl.int64), num_valid, WANT)
         if WANT.sloped:
             tl.store(sloped_ptr + token, tl.where(live, merged[4], 0.0), mask=in_n)
-        if losses is not None:
+        if WANT_LOSSES:
             target = tl.zeros((BLOCK_N,), tl.float32)
             if target_ptr is not None:
                 target += tl.load(target_ptr + token, mask=in_n, other=0)

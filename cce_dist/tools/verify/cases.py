@@ -323,6 +323,8 @@ CASES = [
     trap("bias", "the bias of another shard", problem=small(bias=True)),
     trap("uneven-shards", "equal shards assumed", problem=small(bias=True), shards=uneven),
     trap("label-smoothing-one", "the label counted where it has no weight", {"label_smoothing": 1.0}),
+    trap("class-weights-uneven-shards", "smoothing without the weights of another rank's classes", {"label_smoothing": 0.2},
+         small(labels=ignore(slice(0, None, 4))), shards=uneven, classes=True, dtype=FP32),
     trap("softcap-and-scale", "the softcap's slope left out", {"softcap": 2.0, "logit_scale": 1.3}),
     trap("empty-shards", "a maximum over nothing", EVERYTHING, shards=with_empty),
     trap("padded-shards", "padding rows in the sum or with gradient", EVERYTHING, small(bias=True), shards=padded),
