@@ -2,10 +2,9 @@
 
 Public names are imported at their first use, so that ``import cce_dist`` and ``cce-dist --help`` do not wait for torch.
 
-Reading order: ``loss`` (the public function, from its checks to its result), ``log_probs`` (log-probabilities of given ids),
-``operands`` (checks of tensors), ``op`` (forward and backward), ``shard`` (which rank holds which rows), ``merge`` (the
-collectives), ``kernels`` (the arithmetic of one shard), ``filter``, ``reference`` (the dense specification). ``convert``,
-``require``, ``revert`` and ``VocabParallelHead`` are adapters, in ``integrations``.
+Reading order: ``loss`` (the public function), ``given`` (its checked arguments), ``op`` (forward and backward), ``shard`` (a
+rank's rows), ``merge`` (the collectives), ``kernels`` (the arithmetic of one shard), ``log_probs``, ``filter``, ``reference``
+(the dense specification). ``convert``, ``require``, ``revert`` and ``VocabParallelHead`` are adapters, in ``integrations``.
 """
 
 from importlib import import_module
@@ -18,7 +17,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from cce_dist.divergence import linear_kl_divergence
     from cce_dist.divergence.topk import topk_kl_divergence
-    from cce_dist.filter import FilterStats, GradFilter
+    from cce_dist.filter import GradFilter
     from cce_dist.integrations.convert import convert, require, revert
     from cce_dist.integrations.head import VocabParallelHead
     from cce_dist.kept_ids import KeptIds
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from cce_dist.token_loss import TokenLossOutput
 
 __all__ = [
-    "FilterStats",
     "GradFilter",
     "KeptIds",
     "LinearCrossEntropyOutput",
@@ -47,7 +45,6 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "FilterStats": "filter",
     "GradFilter": "filter",
     "KeptIds": "kept_ids",
     "LinearCrossEntropyOutput": "loss",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
-from cce_dist.call import build, flat, schema
 from cce_dist.kernels.precision import accumulator
 
 
@@ -167,6 +167,34 @@ class Operator(NamedTuple):
         if any(want[2:]):
             d_head_KV = weight.new_empty((sum(want[2:]), weight.shape[0]), dtype=accumulator(weight.dtype))
         return d_hidden, d_weight, d_head_KV
+
+
+# A record such as ``Call`` passes through an operator as the flat list of its values.
+
+
+@cache
+def _fields(record: type) -> tuple[tuple[str, type, bool], ...]:
+    """Return name and type of each field, and whether the field is a record itself."""
+    return tuple((name, hint, issubclass(hint, tuple)) for name, hint in get_type_hints(record).items())
+
+
+def flat(record: tuple) -> tuple[Any, ...]:
+    """Return the values of all fields in order, with nested records flattened."""
+    return tuple(value for field in record for value in (flat(field) if isinstance(field, tuple) else (field,)))
+
+
+def build(record: type, values: Iterator[Any]) -> Any:
+    """Rebuild a record from its flat values."""
+    return record(*[build(hint, values) if nested else next(values) for _, hint, nested in _fields(record)])
+
+
+def schema(record: type, prefix: str = "") -> Iterator[str]:
+    """Yield type and name of each flat value, as in a schema of torch.library."""
+    for name, hint, nested in _fields(record):
+        if nested:
+            yield from schema(hint, f"{prefix}{name}_")
+        else:
+            yield f"{hint.__name__} {prefix}{name}"
 
 
 def call_of_flat(record: type, values: Sequence[Any]) -> Any:

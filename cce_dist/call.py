@@ -5,22 +5,23 @@ A ``Call`` consists of plain values (numbers, strings, bools), so that an operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache, lru_cache
-from typing import Any, NamedTuple, TypedDict, TypeVar, get_type_hints
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
 from cce_dist.checks import boolean, choice, integer, kind, number
-from cce_dist.decide import BACKENDS, Way
+from cce_dist.decide import BACKENDS, Way, Where, decide, sizes_of_even_shard
 from cce_dist.filter import GradFilter
 from cce_dist.kernels import Spec
+from cce_dist.merge import Layout
 from cce_dist.shard import VocabShard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_TOP_K = 1024
-AUX = ("nll", "lse", "target_logit", "entropy", "z_loss", "filter_stats", "max_logit", "label_is_max")
+AUX = ("nll", "lse", "target_logit", "entropy", "z_loss", "max_logit", "label_is_max")
 
 
 class LossOptions(TypedDict, total=False):
@@ -111,7 +112,7 @@ def _softcap(name: str, value: Any) -> float | None:
     return value
 
 
-def _num_tokens(name: str, value: Any) -> float | Tensor | None:
+def checked_num_tokens(name: str, value: Any) -> float | Tensor | None:
     """Check a divisor: a positive number, or a 0-d tensor that may hold 0. A tensor on a GPU is not read."""
     if value is None:
         return None
@@ -158,26 +159,42 @@ def _top_k(name: str, value: Any) -> int:
     return int(value)
 
 
+def _one_of(*allowed: str) -> Callable[[str, Any], str]:
+    return lambda name, value: choice(name, value, allowed)
+
+
+def _filter(name: str, value: Any) -> GradFilter | None:
+    return kind(name, value, GradFilter)
+
+
+def _workspace(name: str, value: Any) -> int:
+    return 0 if value is None else integer(name, value, 1)
+
+
 class Options(NamedTuple):
-    """The options of ``linear_cross_entropy`` that are neither tensors nor a shard, under their public names."""
+    """The options of ``linear_cross_entropy`` that are neither tensors nor a shard, under their public names.
+
+    Each annotation holds the type of the checked value, and the function that checks and converts what the caller passed.
+    """
 
     function, labels = "linear_cross_entropy", "target"  # names of the function and its labels in messages
 
-    ignore_index: int = -100
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    z_loss_weight: float | Tensor = 0.0
-    num_tokens: float | Tensor | None = None
-    sequence_parallel: bool = False
-    input_grad: str = "summed"
-    reduce_dtype: torch.dtype | None = None
-    grad_filter: GradFilter | None = None
-    return_aux: tuple[str, ...] = ()
-    backend: str = "auto"
-    workspace_bytes: int = 0  # 0: chosen from the shapes
-    expected_weights: bool = True  # whether forward may assume proportions of the upstream gradients
+    ignore_index: Annotated[int, _ignore_index] = -100
+    reduction: Annotated[str, _one_of("none", "mean", "sum")] = "mean"
+    label_smoothing: Annotated[float, _smoothing] = 0.0
+    logit_scale: Annotated[float, _scale] = 1.0
+    softcap: Annotated[float | None, _softcap] = None
+    z_loss_weight: Annotated[float | Tensor, _z_loss_weight] = 0.0
+    num_tokens: Annotated[float | Tensor | None, checked_num_tokens] = None
+    sequence_parallel: Annotated[bool, boolean] = False
+    input_grad: Annotated[str, _one_of("summed", "partial")] = "summed"
+    reduce_dtype: Annotated[torch.dtype | None, _reduce_dtype] = None
+    grad_filter: Annotated[GradFilter | None, _filter] = None
+    return_aux: Annotated[tuple[str, ...], _return_aux] = ()
+    backend: Annotated[str, _one_of(*BACKENDS)] = "auto"
+    workspace_bytes: Annotated[int, _workspace] = 0  # 0: chosen from the shapes
+    # Whether forward may assume proportions of the upstream gradients
+    expected_weights: Annotated[bool, boolean] = True
 
     @property
     def has_z_loss(self) -> bool:
@@ -185,23 +202,23 @@ class Options(NamedTuple):
 
 
 class LogProbOptions(NamedTuple):
-    """The options of ``linear_log_probs`` that are neither tensors nor a shard, under their public names."""
+    """The options of ``linear_log_probs`` that are neither tensors nor a shard, annotated as in ``Options``."""
 
     function, labels = "linear_log_probs", "ids"
 
-    ignore_index: int = -100
-    softcap: float | None = None
-    entropy: bool = False
-    sum_p_squared: bool = False
-    argmax: bool = False
-    top_k: int = 0
-    kept_mass: bool = False
-    sequence_parallel: bool = False
-    input_grad: str = "summed"
-    reduce_dtype: torch.dtype | None = None
-    backend: str = "auto"
-    workspace_bytes: int = 0
-    batch_invariant: bool = False
+    ignore_index: Annotated[int, _ignore_index] = -100
+    softcap: Annotated[float | None, _softcap] = None
+    entropy: Annotated[bool, boolean] = False
+    sum_p_squared: Annotated[bool, boolean] = False
+    argmax: Annotated[bool, boolean] = False
+    top_k: Annotated[int, _top_k] = 0
+    kept_mass: Annotated[bool, boolean] = False
+    sequence_parallel: Annotated[bool, boolean] = False
+    input_grad: Annotated[str, _one_of("summed", "partial")] = "summed"
+    reduce_dtype: Annotated[torch.dtype | None, _reduce_dtype] = None
+    backend: Annotated[str, _one_of(*BACKENDS)] = "auto"
+    workspace_bytes: Annotated[int, _workspace] = 0
+    batch_invariant: Annotated[bool, boolean] = False
 
 
 _Either = TypeVar("_Either", Options, LogProbOptions)
@@ -209,9 +226,14 @@ _Either = TypeVar("_Either", Options, LogProbOptions)
 _CACHEABLE = frozenset({bool, int, float, str, type(None), torch.dtype, GradFilter})
 
 
+def are_plain(values: Any) -> bool:
+    """Whether arguments are plain values, whose type and value decide the result of their checks."""
+    return _CACHEABLE.issuperset(map(type, values))
+
+
 def checked(record: type[_Either], **given: Any) -> _Either:
     """Check each option and the combinations that exclude each other. Raise ValueError or TypeError naming the option."""
-    if torch.compiler.is_compiling() or not _CACHEABLE.issuperset(map(type, given.values())):
+    if torch.compiler.is_compiling() or not are_plain(given.values()):
         return _check(record, **given)
     return _check_once(record, **given)
 
@@ -227,46 +249,16 @@ def _check(record: type[_Either], **given: Any) -> _Either:
 
 _check_once = lru_cache(maxsize=256, typed=True)(_check)
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "ignore_index": _ignore_index,
-    "reduction": lambda name, value: choice(name, value, ("none", "mean", "sum")),
-    "label_smoothing": _smoothing,
-    "logit_scale": _scale,
-    "softcap": _softcap,
-    "z_loss_weight": _z_loss_weight,
-    "num_tokens": _num_tokens,
-    "sequence_parallel": boolean,
-    "input_grad": lambda name, value: choice(name, value, ("summed", "partial")),
-    "reduce_dtype": _reduce_dtype,
-    "grad_filter": lambda name, value: kind(name, value, GradFilter),
-    "return_aux": _return_aux,
-    "entropy": boolean,
-    "sum_p_squared": boolean,
-    "argmax": boolean,
-    "top_k": _top_k,
-    "kept_mass": boolean,
-    "batch_invariant": boolean,
-    "backend": lambda name, value: choice(name, value, BACKENDS),
-    "expected_weights": boolean,
-    "workspace_bytes": lambda name, value: 0 if value is None else integer(name, value, 1),
+    name: hint.__metadata__[0]
+    for record in (Options, LogProbOptions)
+    for name, hint in get_type_hints(record, include_extras=True).items()
 }
 
 
-class Layout(NamedTuple):
-    """How the tensors are distributed over ranks."""
-
-    group_name: str = ""  # the vocabulary-parallel group; empty: the vocabulary is not split
-    sequence_parallel: bool = False  # hidden states are this rank's slice of dim 0
-    partial: bool = False  # d_hidden is not summed over the group
-    reduce_dtype: str = ""  # dtype of the sum of d_hidden over the group; empty: the dtype of d_hidden
-
-    @classmethod
-    def of(cls, shard: VocabShard, options: Options | LogProbOptions) -> Layout:
-        name = "" if options.reduce_dtype is None else str(options.reduce_dtype).removeprefix("torch.")
-        return cls(shard.group_name, options.sequence_parallel, options.input_grad == "partial", name)
-
-    def sums(self, num_ranks: int) -> bool:
-        """Whether d_hidden is summed over the group. With sequence parallelism even one rank counts as a sum."""
-        return bool(self.group_name) and not self.partial and (num_ranks > 1 or self.sequence_parallel)
+def layout_of(shard: VocabShard, options: Options | LogProbOptions) -> Layout:
+    """Return how the tensors of a call with these options are distributed over the shard's group."""
+    name = "" if options.reduce_dtype is None else str(options.reduce_dtype).removeprefix("torch.")
+    return Layout(shard.group_name, options.sequence_parallel, options.input_grad == "partial", name)
 
 
 class Call(NamedTuple):
@@ -279,33 +271,29 @@ class Call(NamedTuple):
     argument: str = "target"  # the labels' name in messages
     way: Way = Way()  # once it is decided, spec has the memory budget
 
+    def where(self, hidden: Tensor, num_ranks: int, upstream: str = "unknown", has_buffer: bool = False) -> Where:
+        return Where(self.backend, str(hidden.dtype), self.layout.sums(num_ranks), upstream, has_buffer)
+
+    def taking(self, way: Way, num_ranks: int) -> Call:
+        """Return the call with a way, its memory budget, and ``Spec.alone``."""
+        spec = self.spec._replace(workspace_bytes=way.workspace_bytes, alone=not self.layout.sums(num_ranks))
+        return self._replace(spec=spec, way=way)
+
+    def decided(self, hidden: Tensor, num_tokens: int, num_ranks: int) -> Call:
+        """Return the call with a way of two passes, unless it has a way.
+
+        Args:
+            hidden: Hidden states; under sequence parallelism this rank's slice.
+            num_tokens: Number of tokens of all slices.
+            num_ranks: Size of the vocabulary-parallel group.
+        """
+        if self.way.backend:
+            return self
+        sizes = sizes_of_even_shard(hidden, num_tokens, self.spec.vocab_size, num_ranks)
+        return self.taking(decide(sizes, self.spec, self.where(hidden, num_ranks)), num_ranks)
+
     def with_numbers(self, numbers: Tensor) -> Call:
         """Return the call with the values of ``numbers_of(logit_scale, softcap)`` in place of placeholders."""
         scale, softcap = numbers.tolist()
         logits = self.spec.logits._replace(logit_scale=scale, softcap=softcap)
         return self._replace(spec=self.spec._replace(logits=logits))
-
-
-@cache
-def _fields(record: type) -> tuple[tuple[str, type, bool], ...]:
-    """Return name and type of each field, and whether the field is a record itself."""
-    return tuple((name, hint, issubclass(hint, tuple)) for name, hint in get_type_hints(record).items())
-
-
-def flat(record: tuple) -> tuple[Any, ...]:
-    """Return the values of all fields in order, with nested records flattened."""
-    return tuple(value for field in record for value in (flat(field) if isinstance(field, tuple) else (field,)))
-
-
-def build(record: type, values: Iterator[Any]) -> Any:
-    """Rebuild a record from its flat values."""
-    return record(*[build(hint, values) if nested else next(values) for _, hint, nested in _fields(record)])
-
-
-def schema(record: type, prefix: str = "") -> Iterator[str]:
-    """Yield type and name of each flat value, as in a schema of torch.library."""
-    for name, hint, nested in _fields(record):
-        if nested:
-            yield from schema(hint, f"{prefix}{name}_")
-        else:
-            yield f"{hint.__name__} {prefix}{name}"

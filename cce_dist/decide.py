@@ -3,17 +3,21 @@
 No other file decides. ``decide`` is a function of integers and strings, so its test is a table. All ranks of a group must
 decide alike, so it takes the sizes of an even shard and, on every device, the throughput of an H200 and waves of 132 programs.
 
-A public function decides once and passes the ``Way`` down in its ``Call``. An operator inside a graph of ``torch.compile``
-decides when it runs, because sizes may be symbols while the graph is traced. ``cce_dist.explain`` describes a way in words.
+A public function decides once and passes the ``Way`` down in its ``Call``. An operator inside a graph of
+``torch.compile`` decides when it runs, because sizes may be symbols while the graph is traced. ``cce_dist.explain`` describes a
+way in words.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cce_dist import checks
 from cce_dist.kernels import Spec, memory
@@ -52,6 +56,7 @@ class Way(NamedTuple):
     Attributes:
         backend: The module of ``cce_dist.kernels`` that computes: "dense", "exact" or "filter". Empty: not decided yet.
         passes: "two": forward, then backward. "one": forward computes the gradients too, group by group (``groups.py``).
+            "operator": an operator inside a graph of ``torch.compile`` computes loss and gradients, and decides when it runs.
         groups: The groups of tokens if ``passes`` is "one".
         workspace_bytes: The memory budget.
         ready_rows: Tokens per chunk of the overlapped all-reduce of d_hidden; 0: one all-reduce of all tokens.
@@ -64,6 +69,38 @@ class Way(NamedTuple):
     workspace_bytes: int = 0
     ready_rows: int = 0
     reason: str = ""
+
+
+_FORCED: Groups | None = None
+
+
+@contextmanager
+def of_rows(rows: int | None, low: bool = False) -> Iterator[None]:
+    """Test hook: force groups of ``rows`` tokens, on any backend and at any size. None restores the default."""
+    global _FORCED
+    before, _FORCED = _FORCED, None if rows is None else Groups(checks.integer("rows", rows, 1), low)
+    try:
+        yield
+    finally:
+        _FORCED = before
+
+
+def forced_groups() -> Groups | None:
+    """Return the groups that a test has forced, or None."""
+    return _FORCED
+
+
+def way_now(sizes: Sizes, spec: Spec, where: Where) -> Way:
+    """Return the way of a loss, as ``decide`` does. A test may have forced groups."""
+    way = decide(sizes, spec, where)
+    if _FORCED is None or not may_take_one_pass(way.backend, spec, where):
+        return way
+    return way._replace(passes="one", groups=_FORCED)
+
+
+def sizes_of_even_shard(hidden: Tensor, num_tokens: int, vocab_size: int, num_ranks: int) -> Sizes:
+    """Return the sizes of the largest shard of an even split. ``hidden`` may be a slice of the ``num_tokens`` tokens."""
+    return Sizes(num_tokens, hidden.shape[1], -(-vocab_size // num_ranks), hidden.itemsize)
 
 
 def choose_backend(backend: str, forced: str, device_type: str, dtype: torch.dtype) -> str:
@@ -109,8 +146,7 @@ def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
     way = Way(backend, workspace_bytes=workspace_bytes)
     # The outer loop of "dense" is over the vocabulary, so that all rows of d_hidden become final together.
     if where.summed and backend != "dense":
-        available = memory.beside_lists(sizes, spec.want.top_k, workspace_bytes)
-        way = way._replace(ready_rows=_ready_rows(sizes, available if can_keep else 0, workspace_bytes))
+        way = way._replace(ready_rows=_ready_rows(sizes, workspace_bytes if can_keep else 0, workspace_bytes))
     why_two = ""
     if can_keep:
         groups, why_two = _groups_of(sizes, spec, where, workspace_bytes)
@@ -164,16 +200,15 @@ def may_take_one_pass(backend: str, spec: Spec, where: Where) -> bool:
     return not (where.upstream == "tokens" and where.dtype == "torch.float16")
 
 
-def takes_operator_of_both(spec: Spec, where: Where, forced: bool) -> bool:
+def takes_operator(spec: Spec, where: Where) -> bool:
     """Whether ``torch.compile`` takes the call as one operator that computes loss and gradients in its forward.
 
-    Sizes do not matter: if all exponentials fit, the operator runs forward and backward one after the other. ``forced`` says
-    that a test has forced groups.
+    Sizes do not matter: if all exponentials fit, the operator runs forward and backward one after the other.
     """
     if where.upstream != "number" or where.has_buffer or spec.filter.eps > 0 or not spec.want.grad:
         return False
     # Gradients in fp16 may underflow before a loss scale multiplies them. In fp32 no exponentials are kept.
-    return forced or (where.backend == "triton" and where.dtype == "torch.bfloat16")
+    return _FORCED is not None or (where.backend == "triton" and where.dtype == "torch.bfloat16")
 
 
 def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:
@@ -183,10 +218,13 @@ def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:
     kept = spec.filter
     if kept.eps == 0 or not (kept.hidden or kept.weight):
         return "exact", ""
-    if spec.want.uniform and spec.logits.softcap > 0:
-        return "exact", "the filter is off because label smoothing under a softcap has no control variate"
-    if not set(spec.logits.tensors.split()) <= {"bias"}:
-        return "exact", "the filter is off because its samples of columns support no tensor of the head except a bias"
+    unserved = {
+        "label smoothing": spec.want.uniform, "fp16": where.dtype == "torch.float16", "a bias": "bias" in spec.logits.tensors,
+        "factors per token": spec.factors,
+    }  # fmt: skip
+    for name, is_there in unserved.items():
+        if is_there:
+            return "exact", f"the filter is off because it does not support {name} on Triton"
     if kept.always or _filter_pays(sizes, spec, where):
         return "filter", ""
     return "exact", "the filter is off because exact is faster at these sizes"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-from torch import Tensor
 
 from cce_dist.checks import boolean, number
 
@@ -25,10 +22,9 @@ class GradFilter:
     the weight a gradient. For large enough sizes, sampled columns and tokens correct this matrix; docs/filter.md has the
     formulas.
 
-    The filter has a cost of its own, so the Triton backend computes exact gradients for a small head. ``filter_stats`` then
-    reports that everything is kept. The decision depends only on the number of tokens, D, the size of an even shard, the dtype
-    and ``workspace_bytes``, so it is the same on every rank and in every step. The torch backend always filters, as a reference
-    that saves no time.
+    The filter has a cost of its own, so the Triton backend computes exact gradients for a small head. The decision depends on
+    the number of tokens, D, the size of an even shard, the dtype and ``workspace_bytes`` alone, so it is the same on every rank
+    and in every step. The torch backend always filters, as a reference that saves no time.
 
     Args:
         eps: Threshold in [0, 1), in units of a probability. 0 keeps everything.
@@ -57,17 +53,3 @@ class GradFilter:
             boolean(f"GradFilter.{flag}", getattr(self, flag))
         if not 0.0 <= number("GradFilter.eps", self.eps) < 1.0:
             raise ValueError(f"GradFilter.eps must be in [0, 1), got {self.eps}")
-
-
-class FilterStats(NamedTuple):
-    """Statistics of the filter on this rank's shard: 0-d fp32 tensors, computed by forward.
-
-    Attributes:
-        kept: Fraction of the logits of tokens that are not ignored whose gradient is kept.
-        dropped_mass_mean: Softmax probability of a token's dropped logits, averaged over the tokens that are not ignored.
-        dropped_mass_max: Largest softmax probability of a token's dropped logits.
-    """
-
-    kept: Tensor
-    dropped_mass_mean: Tensor
-    dropped_mass_max: Tensor

@@ -14,116 +14,67 @@ early if there is a common factor. A second backward recomputes everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
-from torch.autograd import forward_ad
 
-from cce_dist import checks, decide, merge
-from cce_dist.agree import label_error
-from cce_dist.autograd import differentiable_once, is_unobserved, is_wanted, refuse_transforms, without_autocast
-from cce_dist.call import Call
-from cce_dist.decide import Where
+from cce_dist import decide
+from cce_dist.autograd import (
+    build,
+    differentiable_once,
+    flat,
+    head_gradients,
+    is_wanted,
+    refuse_transforms,
+    schema,
+    without_autocast,
+)
+from cce_dist.call import Call, concrete, numbers_of
+from cce_dist.debug_ranks import check_labels
+from cce_dist.decide import Way, of_rows
+from cce_dist.given import Found, Given
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
 from cce_dist.kernels.backends import named
 from cce_dist.kernels.dry_run import compile_ahead
-from cce_dist.kernels.memory import Groups
+from cce_dist.kernels.extras import NUM_LOSSES
 from cce_dist.kernels.precision import accumulator, widened
-from cce_dist.op import decided, operands_of, sum_group_of
-from cce_dist.token_loss import TokenLoss
+from cce_dist.merge import Distributed
+from cce_dist.op import operands_of, run_backward, run_forward
+from cce_dist.terms import Terms
+
+__all__ = ["of_rows", "one_pass"]
 
 # The minimum of expected weights, relative to the largest; it stands for 0.
 MIN_WEIGHT = 2.0**-40
-_FORCED: Groups | None = None
 
 
-@contextmanager
-def of_rows(rows: int | None, low: bool = False) -> Iterator[None]:
-    """Test hook: force groups of ``rows`` tokens, on any backend and at any size. None restores the default."""
-    global _FORCED
-    before, _FORCED = _FORCED, None if rows is None else Groups(checks.integer("rows", rows, 1), low)
-    try:
-        yield
-    finally:
-        _FORCED = before
+def one_pass(given: Given) -> Found:
+    """Compute a loss whose forward computes its gradients, too. Differentiable once."""
+    x, options = given.x, given.options
+    divides = isinstance(options.num_tokens, Tensor) and options.num_tokens.requires_grad and torch.is_grad_enabled()
+    number = divisor = None
+    if options.reduction != "none":
+        number = given.divisor()
+        # Autograd divides by a learned number of tokens, which then gets its gradient.
+        divisor = on_device(1.0 if divides else number, x.hidden)
+    if given.call.way.passes == "operator":
+        assert divisor is not None
+        loss = _by_operator(given, divisor)
+    else:
+        task = Task(given.terms, divisor, given.expected_N, given.call)
+        loss = _InGroups.apply(task, x.ids, given.grad_weight_out, x.hidden, x.weight, *x.head.tensors.values())
+    return Found(loss / number if divides else loss)  # type: ignore[arg-type, operator]
 
 
-def are_forced() -> bool:
-    """Whether a test has forced groups."""
-    return _FORCED is not None
+class Task(NamedTuple):
+    """What one pass computes, besides its operands."""
 
-
-def decided_now(call: Call, x: Operands, num_ranks: int, where: Where) -> Call:
-    """Decide the way of a call by ``op.decided`` and by the state of the process.
-
-    A transform of torch.func, a dispatch mode and tensor subclasses need two passes. A test may force groups.
-    """
-    in_transform = maybe_current_level() is not None or forward_ad._current_level >= 0
-    if in_transform or not is_unobserved(x.hidden, x.weight):
-        where = where._replace(upstream="unknown")
-    call = decided(call, x.hidden, x.num_tokens, num_ranks, where)
-    if _FORCED is None or not decide.may_take_one_pass(call.way.backend, call.spec, where):
-        return call
-    return call._replace(way=call.way._replace(passes="one", groups=_FORCED))
-
-
-class Terms(NamedTuple):
-    """How a token's loss is built from its negative log-likelihood.
-
-    A token's loss is ``weight_N * ((1 - label_smoothing) * nll + label_smoothing * uniform_nll + z_loss_weight * lse^2)``. A
-    reduced loss is the sum of the tokens' losses, divided by the divisor. With ``token`` the caller's function computes the
-    tokens' losses.
-    """
-
-    divisor: float | Tensor | None  # None: losses are per token
-    z_loss_weight: float | Tensor = 0.0  # no gradient
-    label_smoothing: float = 0.0
-    weight_N: Tensor | None = None  # fp32 class weights of the labels, 0 for ignored labels; None: 1
-    token: TokenLoss | None = None
-
-    def of_tokens(self, part: slice) -> Terms:
-        weight_N = None if self.weight_N is None else self.weight_N[part]
-        return self._replace(weight_N=weight_N, token=None if self.token is None else self.token.of_tokens(part))
-
-    def losses(self, nll_N: Tensor, lse_N: Tensor, uniform_nll_N: Tensor) -> Tensor:
-        """Return the tokens' losses before the division."""
-        if self.label_smoothing:
-            nll_N = (1 - self.label_smoothing) * nll_N + self.label_smoothing * uniform_nll_N
-        if isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight:
-            nll_N = nll_N + self.z_loss_weight * lse_N.square()
-        return nll_N if self.weight_N is None else nll_N * self.weight_N
-
-    def gradients(self, upstream_N: Tensor, lse_N: Tensor) -> list[Tensor | None]:
-        """Turn the gradients of per-token losses into gradients of nll, lse, target logit, uniform nll and entropy."""
-        d_loss_N = upstream_N if self.weight_N is None else upstream_N * self.weight_N
-        d_lse_N = d_uniform_N = None
-        if isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight:
-            d_lse_N = d_loss_N * (2.0 * self.z_loss_weight * lse_N)
-        d_nll_N = d_loss_N
-        if self.label_smoothing:
-            d_nll_N, d_uniform_N = (1 - self.label_smoothing) * d_loss_N, self.label_smoothing * d_loss_N
-        return [d_nll_N, d_lse_N, None, d_uniform_N, None]
-
-
-def loss(x: Operands, terms: Terms, call: Call, expected_N: Tensor | None = None,
-         grad_weight_out: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Return the reduced loss, 0-d fp32, or without a divisor the per-token losses, [N]. Differentiable once.
-
-    Args:
-        x: The operands, with the labels as its ids. Under sequence parallelism hidden states are this rank's slice.
-        terms: How the loss is built from negative log-likelihoods.
-        call: The call. Its way takes one pass.
-        expected_N: [N] weights that the upstream gradients are expected to be proportional to; None: equal weights.
-        grad_weight_out: Buffer that backward adds d_weight to.
-    """
-    if terms.divisor is not None:
-        terms = terms._replace(divisor=on_device(terms.divisor, x.hidden))
-    given = x.ids, grad_weight_out, terms, expected_N, call
-    return _InGroups.apply(given, x.hidden, x.weight, *x.head.tensors.values())  # type: ignore[return-value]
+    terms: Terms
+    divisor: Tensor | None  # 0-d, on the operands' device; None: losses are per token
+    expected_N: Tensor | None  # weights that the upstream gradients are expected to be proportional to; None: equal
+    call: Call  # its way takes one pass
 
 
 def on_device(divisor: float | Tensor, hidden: Tensor) -> Tensor:
@@ -148,25 +99,27 @@ class _InGroups(torch.autograd.Function):
     """The autograd function of one pass. Autograd does not look into lists, so the head's tensors come last."""
 
     @staticmethod
-    def forward(ctx, given: tuple[Any, ...], hidden: Tensor, weight: Tensor, *head: Tensor) -> Tensor:
-        labels, ctx.grad_weight_out, terms, expected_N, call = given
+    def forward(
+        ctx, task: Task, labels: Tensor, grad_weight_out: Tensor | None, hidden: Tensor, weight: Tensor, *head: Tensor
+    ) -> Tensor:
+        token = task.terms.token
         # A second backward reads the token inputs again, so autograd watches them, too.
-        inputs = () if terms.token is None else terms.token.inputs
+        inputs = () if token is None else token.inputs
         ctx.save_for_backward(labels, hidden, weight, *head, *inputs)
-        ctx.run_args = terms, expected_N, call, ctx.needs_input_grad[1:]
+        ctx.task, ctx.grad_weight_out, ctx.wanted = task, grad_weight_out, ctx.needs_input_grad[3:]
         # The gradients are no saved tensors: the first backward scales them in place and returns them to autograd.
-        loss, ctx.gradients = run(hidden, weight, [*head], labels, *ctx.run_args)
+        loss, ctx.gradients = run(hidden, weight, [*head], labels, task, ctx.wanted)
         return loss
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> Any:
         # Read saved_tensors first and only once: a checkpoint recomputes its forward here, and returns each tensor once.
         labels, hidden, weight, *others = ctx.saved_tensors
-        head = others[: len(ctx.needs_input_grad) - 3]
+        head = others[: len(ctx.wanted) - 2]
         refuse_transforms("linear_cross_entropy", grads[0])
         with torch.no_grad():
             if ctx.gradients is None:
-                ctx.gradients = run(hidden, weight, head, labels, *ctx.run_args)[1]
+                ctx.gradients = run(hidden, weight, head, labels, ctx.task, ctx.wanted)[1]
             if ctx.grad_weight_out is not None and ctx.gradients.weight is not None and not is_wanted(weight):
                 ctx.gradients = ctx.gradients._replace(weight=None)
             found = _times_upstream(ctx, (hidden, weight, head), widened(grads[0]))
@@ -175,7 +128,7 @@ class _InGroups(torch.autograd.Function):
             dense = [nothing if tensor is None else tensor for tensor in found]
             once = differentiable_once("linear_cross_entropy", dense, (hidden, weight, *head, grads[0]))
             found = [None if tensor is None else grad for tensor, grad in zip(found, once, strict=True)]
-        return None, *found
+        return None, None, None, *found
 
 
 def _times_upstream(
@@ -183,15 +136,12 @@ def _times_upstream(
 ) -> tuple[Tensor | None, ...]:
     """Scale forward's gradients in place by the upstream gradient, return them, and remove them from ``ctx``."""
     gradients, ctx.gradients = ctx.gradients, None
-    (terms, _, call, *_), out = ctx.run_args, ctx.grad_weight_out
+    task, out, call = ctx.task, ctx.grad_weight_out, ctx.task.call
     ids_N, factor_N, factor, may_differ = gradients.ids_N, upstream, upstream, False
-    if terms.divisor is None and len(ids_N) == 0:
+    if task.divisor is None and len(ids_N) == 0:
         factor_N = factor = torch.ones((), device=upstream.device)  # all gradients are 0
-    elif terms.divisor is None:
-        factor_N = upstream / gradients.expected_N
-        group = merge.resolve(call.layout.group_name)
-        if call.layout.sequence_parallel and group is not None:
-            factor_N = factor_N.chunk(group.size())[group.rank()]
+    elif task.divisor is None:
+        factor_N = Distributed(call.layout).own(upstream / gradients.expected_N)
         may_differ = gradients.weight is not None or gradients.bias is not None
     if may_differ:
         factor, differs = _common_factor(upstream, gradients)
@@ -202,7 +152,7 @@ def _times_upstream(
     if out is not None:
         gradients = gradients._replace(weight=None if gradients.weight is None else out)  # frees forward's d_weight
     if may_differ:
-        _recompute_weight_gradients(operands, gradients._replace(ids_N=ids_N), upstream, terms, call)
+        _recompute_weight_gradients(operands, gradients._replace(ids_N=ids_N), upstream, task)
     return gradients.hidden, gradients.weight if out is None else None, *call.spec.logits.listed(bias=gradients.bias)
 
 
@@ -224,27 +174,23 @@ def _recompute_weight_gradients(
     operands: tuple[Tensor, Tensor, list[Tensor]],
     gradients: _ForwardGradients,
     upstream_N: Tensor,
-    terms: Terms,
-    call: Call,
+    task: Task,
 ) -> None:
     """Recompute the gradients of weight and bias and add them. Launches return early if no token has a label."""
     hidden, weight, head = operands
-    group = merge.resolve(call.layout.group_name)
-    backend, spec = named(call.way.backend), call.spec
+    backend, spec = named(task.call.way.backend), task.call.spec
     with without_autocast(hidden.device.type):
-        if call.layout.sequence_parallel and group is not None:
-            hidden = merge.SequenceGather(hidden, group).wait()
+        hidden = Distributed(task.call.layout).whole(hidden)
         x = operands_of(hidden, weight, head, gradients.ids_N, spec)
         # Logits of a token without a label count as 0, so its maximum must not be far below 0.
         softmax = Softmax(*(torch.where(x.ids >= 0, numbers_N, 0.0) for numbers_N in gradients.softmax[:2]))
-        d_losses = terms.gradients(upstream_N, softmax.max + softmax.log_sum)
-        coef_4N = backend.coefficients(d_losses, x.ids, spec.vocab_size)
+        upstream = task.terms.gradients(upstream_N, softmax.max + softmax.log_sum)
         # A pass without gradients keeps no exponentials.
         saved = backend.saved_of_slices(x, spec._replace(want=spec.want._replace(grad=False)))
         grads = Grads(
             False, gradients.weight is not None, gradients.bias is not None, gradients.weight, often_empty=True
         )
-        d_bias = backend.gradients(x, softmax, coef_4N, saved or [], grads, spec)[2]
+        d_bias = backend.gradients(x, softmax, upstream, saved or [], grads, spec)[2]
         if gradients.bias is not None and d_bias is not None:
             gradients.bias.add_(d_bias)
 
@@ -284,41 +230,32 @@ def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tenso
 
 
 def run(
-    hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, terms: Terms, expected_N: Tensor | None,
-    call: Call, wanted: tuple[bool, ...],
-) -> tuple[Tensor, _ForwardGradients]:  # fmt: skip
+    hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, task: Task, wanted: Sequence[bool]
+) -> tuple[Tensor, _ForwardGradients]:
     """Compute the loss and its gradients. ``wanted``: which of hidden states, weight and head's tensors get a gradient."""
-    layout, group, rows = call.layout, merge.resolve(call.layout.group_name), call.way.groups.rows
+    terms, divisor, expected_N, call = task
+    ranks, rows = Distributed(call.layout), call.way.groups.rows
     # A group is computed as if this rank were alone, because d_hidden is summed over ranks only after the whole group.
-    backend, spec = named(call.way.backend), call.spec._replace(alone=True)
+    backend, spec = named(call.way.backend), call.spec._replace(alone=True, want=call.spec.want._replace(mean=False))
+    call = call._replace(spec=spec)
     x = operands_of(hidden, weight, head, labels, spec)
-    call_of_group = call._replace(spec=spec)
     with without_autocast(hidden.device.type):
         ids = backend.label_ids(labels, spec.ignore_index, spec.vocab_size)
-        if call.debug or not labels.is_cuda:
-            error = label_error(call.argument, labels, ids, spec.vocab_size, spec.ignore_index)
-            if error:
-                raise IndexError(error)
-        if layout.sequence_parallel and group is not None:
-            hidden = merge.SequenceGather(hidden, group).wait()
-        compile_ahead(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None)
+        check_labels(call, labels, ids)
+        hidden = ranks.whole(hidden)
+        compile_ahead(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None, ranks.size)
         x = x._replace(hidden=hidden, ids=ids)
         loss_N = torch.empty(x.num_tokens, dtype=accumulator(hidden.dtype), device=hidden.device)
         softmax = Softmax(torch.empty_like(loss_N), torch.empty_like(loss_N))
         d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
         has_low = call.way.groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
         low = weight.new_empty(weight.shape, dtype=torch.int8) if has_low else None
-        gradients = _ForwardGradients(
-            d_hidden, None, None, ids, expectation(expected_N, ids, terms.divisor, hidden), softmax
-        )
-        sum_group = sum_group_of(layout, group)
-        hidden_sum = None
-        if sum_group is not None and gradients.hidden is not None:
-            dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
-            hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, dtype, x.num_tokens, rows)
+        upstream_N = expectation(expected_N, ids, divisor, hidden)
+        gradients = _ForwardGradients(d_hidden, None, None, ids, upstream_N, softmax)
+        hidden_sum = ranks.hidden_sum(x.num_tokens, rows) if d_hidden is not None else None
         for first in range(0, max(x.num_tokens, 1), rows):
             part = slice(first, min(first + rows, x.num_tokens))
-            numbers = (gradients.expected_N, *softmax[:2], loss_N)
+            numbers = (upstream_N, *softmax[:2], loss_N)
             d_weight, d_bias = _finish(
                 x._replace(hidden=hidden[part], ids=ids[part]),
                 terms.of_tokens(part),
@@ -328,22 +265,23 @@ def run(
                     wanted[1],
                     spec.logits.named(wanted[2:]).get("bias", False),
                     gradients.weight,
-                    hidden_out=None if gradients.hidden is None else gradients.hidden[part],
+                    hidden_out=None if d_hidden is None else d_hidden[part],
                     weight_low=low,
                 ),
-                call_of_group,
+                call,
+                ranks,
             )
             if gradients.weight is None:  # later groups add to this tensor
                 gradients = gradients._replace(weight=d_weight)
             if d_bias is not None:
                 gradients = gradients._replace(bias=d_bias if gradients.bias is None else gradients.bias + d_bias)
-            if hidden_sum is not None and gradients.hidden is not None:
-                hidden_sum.start(gradients.hidden[: part.stop])
+            if hidden_sum is not None and d_hidden is not None:
+                hidden_sum.start(d_hidden[: part.stop])
         if hidden_sum is not None:
             gradients = gradients._replace(hidden=hidden_sum.wait())
         if gradients.bias is not None and x.head.bias is not None:
             gradients = gradients._replace(bias=gradients.bias.to(x.head.bias.dtype))
-        return loss_N if terms.divisor is None else loss_N.sum() / terms.divisor, gradients
+        return loss_N if divisor is None else loss_N.sum() / divisor, gradients
 
 
 def _finish(
@@ -355,6 +293,7 @@ def _finish(
     loss_N: Tensor,
     grads: Grads,
     call: Call,
+    ranks: Distributed,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute one group: write its softmax, losses and d_hidden, and add its part to d_weight if there is one.
 
@@ -369,19 +308,103 @@ def _finish(
     Returns:
         A new d_weight, and d_bias; None for what is not wanted or not new.
     """
-    backend, spec, group = named(call.way.backend), call.spec, merge.resolve(call.layout.group_name)
+    backend, spec = named(call.way.backend), call.spec
     # Only the filter merges a bound over ranks, and it takes two passes.
-    stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
-    stats_TKN = merge.gather_stats(stats_KN, group)
-    nll_N, lse_N, _, uniform_nll_N, entropy_N, merged = backend.token_losses(stats_TKN, x.ids, spec)
-    if terms.token is None:
-        losses_N, d_losses = terms.losses(nll_N, lse_N, uniform_nll_N), terms.gradients(expected_N, lse_N)
+    if ranks.size == 1:
+        found, merged, _, saved = backend.losses_alone(x, spec, lambda stats_3N: stats_3N[0])
     else:
-        losses_N, d_losses = terms.token.differentiated(nll_N, entropy_N, x.ids, expected_N)
+        stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
+        found, merged = backend.token_losses(ranks.gather(stats_KN), x, spec)
+    if terms.token is None:
+        losses_N, upstream = terms.losses(found.nll, found.lse, found.uniform), terms.gradients(expected_N, found.lse)
+    else:
+        losses_N, upstream = terms.token.differentiated(found.nll, found.entropy, x.ids, expected_N)
     loss_N.copy_(losses_N)
     max_N.copy_(merged.max)
     log_sum_N.copy_(merged.log_sum)
-    coef_4N = backend.coefficients(d_losses, x.ids, spec.vocab_size)
-    softmax = Softmax(max_N, log_sum_N, None if d_losses[-1] is None else merged.entropy)
-    _, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+    softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else merged.entropy)
+    _, d_weight, d_bias = backend.gradients(x, softmax, upstream, saved, grads, spec)
     return d_weight, d_bias
+
+
+# A graph of torch.compile takes the loss and its gradients as one operator. Its forward computes the gradients: group by group
+# if the exponentials do not fit the budget, else by running forward and backward one after the other. Its backward multiplies
+# the gradients by the upstream gradient.
+
+
+def _by_operator(given: Given, divisor: Tensor) -> Tensor:
+    """Return a reduced loss by an operator that torch.compile takes into its graph."""
+    x, terms, options, call = given.x, given.terms, given.options, given.call
+    call = call._replace(way=Way())
+    assert not isinstance(terms.z_loss_weight, Tensor)
+    numbers = numbers_of(options.logit_scale, options.softcap, terms.z_loss_weight, terms.label_smoothing)
+    head = [*x.head.tensors.values()]
+    want = [tensor.requires_grad for tensor in (x.hidden, x.weight, *head)]
+    return torch.ops.cce_dist.loss_and_gradients(
+        x.hidden, x.weight, head, x.ids, divisor, terms.weight_N, concrete(terms.z_loss_weight),
+        concrete(terms.label_smoothing), want, *flat(call), numbers,
+    )[0]  # fmt: skip
+
+
+def _loss_and_gradients(
+    hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, divisor: Tensor, weight_N: Tensor | None,
+    z_loss_weight: float, label_smoothing: float, want: list[bool], *given: Any,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Compute the loss, 0-d fp32, and its wanted gradients for an upstream gradient of 1."""
+    *flat_call, numbers = given
+    call = build(Call, iter(flat_call))
+    if numbers is not None:
+        call, (z_loss_weight, label_smoothing) = call.with_numbers(numbers[:2]), numbers[2:].tolist()
+    terms, num_ranks = Terms(z_loss_weight, label_smoothing, weight_N), Distributed(call.layout).size
+    sizes = decide.sizes_of_even_shard(hidden, labels.shape[0], call.spec.vocab_size, num_ranks)
+    call = call.taking(decide.way_now(sizes, call.spec, call.where(hidden, num_ranks, "number")), num_ranks)
+    if call.way.passes == "one":
+        loss, gradients = run(hidden, weight, head, labels, Task(terms, divisor, None, call), want)
+        d_hidden, d_weight, d_head = gradients.hidden, gradients.weight, call.spec.logits.listed(bias=gradients.bias)
+    else:
+        call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False)))
+        nll_N, lse_N, _, uniform_nll_N, *_, saved = run_forward(hidden, weight, head, labels, None, call)
+        loss = terms.losses(nll_N, lse_N, uniform_nll_N).sum() / divisor
+        d_losses = [*terms.gradients(expectation(None, labels, divisor, hidden), lse_N)][:NUM_LOSSES]
+        d_hidden, d_weight, d_head_KV = run_backward(d_losses, hidden, weight, head, saved, None, want, call)
+        d_head = head_gradients(d_head_KV, head, want[2:])
+    d_hidden, d_weight, *d_head = (hidden.new_empty(0) if x is None else x for x in (d_hidden, d_weight, *d_head))
+    return loss, d_hidden, d_weight, d_head
+
+
+def _loss_and_gradients_fake(hidden: Tensor, weight: Tensor, head: list[Tensor], *others: Any) -> Any:
+    want = next(value for value in others if isinstance(value, list))
+    d_hidden, d_weight, *d_head = (
+        torch.empty_like(x) if wanted else hidden.new_empty(0)
+        for x, wanted in zip((hidden, weight, *head), want, strict=True)
+    )
+    return hidden.new_empty((), dtype=accumulator(hidden.dtype)), d_hidden, d_weight, d_head
+
+
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, d_hidden, d_weight, d_head = output
+    ctx.save_for_backward(d_hidden, d_weight, *d_head)
+    ctx.mark_non_differentiable(d_hidden, d_weight, *d_head)
+    ctx.num_inputs = len(inputs)
+
+
+def _gradients_times(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
+    want_hidden, want_weight, want_head = ctx.needs_input_grad[:3]
+    d_hidden, d_weight, *d_head = (
+        times(grad, upstream).to(grad.dtype) if wanted else None
+        for grad, wanted in zip(ctx.saved_tensors, (want_hidden, want_weight, *want_head), strict=True)
+    )
+    return d_hidden, d_weight, d_head, *(None,) * (ctx.num_inputs - 3)
+
+
+_LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")  # the operator exists as long as this object
+_LIBRARY.define(
+    "loss_and_gradients(Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor divisor, Tensor? class_weight, "
+    f"float z_loss_weight, float label_smoothing, bool[] want, {', '.join(schema(Call))}, Tensor? numbers) "
+    "-> (Tensor, Tensor, Tensor, Tensor[])"
+)
+_LIBRARY.impl("loss_and_gradients", _loss_and_gradients, "CompositeExplicitAutograd")
+torch.library.register_fake("cce_dist::loss_and_gradients", _loss_and_gradients_fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "cce_dist::loss_and_gradients", _gradients_times, setup_context=_save_gradients, lib=_LIBRARY
+)

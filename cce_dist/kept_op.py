@@ -8,15 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist import kept_ids, merge
-from cce_dist.agree import label_error
-from cce_dist.autograd import Operator, head_rows
-from cce_dist.call import Call, build
+from cce_dist import kept_ids
+from cce_dist.autograd import Operator, build, head_rows
+from cce_dist.call import Call
+from cce_dist.debug_ranks import label_error
 from cce_dist.kept_ids import KeptIds
-from cce_dist.kernels import IGNORED, OUTSIDE, Grads, Operands, Softmax, dense
+from cce_dist.kernels import IGNORED, OUTSIDE, Grads, Operands, Softmax, Upstream, dense
 from cce_dist.kernels import kept_ids as dense_lists
 from cce_dist.kernels.kept_ids import KeptLists, entry_gradients, lists_of, rising, token_of_entries
-from cce_dist.op import operands_of, sum_group_of
+from cce_dist.merge import Distributed
+from cce_dist.op import operands_of
 
 
 class Saved(NamedTuple):
@@ -41,28 +42,23 @@ def _backend(call: Call) -> ModuleType:
     return kept_rows
 
 
-def _gathered(hidden: Tensor, call: Call) -> Tensor:
-    group = merge.resolve(call.layout.group_name)
-    return merge.gather_sequence(hidden, group) if call.layout.sequence_parallel and group is not None else hidden
-
-
 def _run_forward(
     hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, offsets: Tensor, kept: Tensor,
     grad_weight_out: Tensor | None, call: Call,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
     """Return negative log-probability, log-sum-exp and entropy over the lists, [N] fp32, and ``Saved`` as a list."""
-    spec, group = call.spec, merge.resolve(call.layout.group_name)
+    spec, ranks = call.spec, Distributed(call.layout)
     with torch.autocast(hidden.device.type, enabled=False):
         kept = kept.long()
         begin = rising(offsets, kept.shape[0])
         token_L = token_of_entries(begin, kept.shape[0])
         ids = _ids_of_tokens(labels, KeptIds(offsets, kept), token_L, call)
-        x = operands_of(_gathered(hidden, call), weight, head, ids, spec)
+        x = operands_of(ranks.whole(hidden), weight, head, ids, spec)
         lists = lists_of(begin, token_L, kept, ids, spec.logits)
         stats_KN, z_M = _backend(call).statistics(x, lists, spec)
-        nll, lse, _, _, entropy, softmax = dense.token_losses(merge.gather_stats(stats_KN, group), ids, spec)
+        losses, softmax = dense.token_losses(ranks.gather(stats_KN), x, spec)
         merged = torch.stack([numbers_N for numbers_N in softmax if numbers_N is not None])
-        return nll, lse, entropy, [*Saved(merged, ids, *lists, z_M)]
+        return losses.nll, losses.lse, losses.entropy, [*Saved(merged, ids, *lists, z_M)]
 
 
 def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -> Tensor:
@@ -86,28 +82,24 @@ def _run_backward(
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return d_hidden, d_weight, and the head's gradients as rows; None if not wanted, or added to ``grad_weight_out``."""
-    layout, spec, group = call.layout, call.spec, merge.resolve(call.layout.group_name)
+    spec, ranks = call.spec, Distributed(call.layout)
     merged, ids, *of_lists, z_M = Saved(*saved)
     want_hidden, want_weight, *want_head = want
     d_nll, d_lse, d_entropy = d_losses
     with torch.autocast(hidden.device.type, enabled=False):
-        x = operands_of(_gathered(hidden, call), weight, head, ids, spec)
-        coef_4N = dense.coefficients([d_nll, d_lse, None, None, d_entropy], ids, spec.vocab_size)
+        x = operands_of(ranks.whole(hidden), weight, head, ids, spec)
+        coef_4N = dense.coefficients(Upstream(nll=d_nll, lse=d_lse, entropy=d_entropy), ids, spec.vocab_size)
         softmax = Softmax(merged[0], merged[1], None if d_entropy is None else merged[2])
         lists = KeptLists(*of_lists)
         grad_M = entry_gradients(x, lists, z_M, softmax, coef_4N)
-        dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
-        hidden_sum = merge.HiddenGradSum(
-            sum_group_of(layout, group), layout.sequence_parallel, dtype, x.num_tokens, None
-        )
+        hidden_sum = ranks.hidden_sum(x.num_tokens, None)
+        start_sum = None if hidden_sum is None else hidden_sum.start
         want_bias = spec.logits.named(want_head).get("bias", False)
-        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, hidden_sum.start)
-        _, d_weight, d_bias = _backend(call).gradients(x, lists, grad_M, grads, spec)
-        return (
-            hidden_sum.wait() if want_hidden else None,
-            d_weight,
-            head_rows(spec.logits.listed(bias=d_bias), want_head),
-        )
+        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum)
+        d_hidden, d_weight, d_bias = _backend(call).gradients(x, lists, grad_M, grads, spec)
+        if hidden_sum is not None and want_hidden:
+            d_hidden = hidden_sum.wait()
+        return d_hidden, d_weight, head_rows(spec.logits.listed(bias=d_bias), want_head)
 
 
 def _forward_fake(hidden, weight, head, labels, offsets, kept, _, *flat):

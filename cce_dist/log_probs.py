@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cce_dist import agree, checks, kept_ids, kept_op, op, operands, terms
+from cce_dist import checks, debug_ranks, kept_ids, kept_op, op, operands, terms
 from cce_dist.call import Call, LogProbOptions, checked, is_symbol, numbers_of
 from cce_dist.kept_ids import KeptIds
-from cce_dist.kernels import Operands, Spec, Want
+from cce_dist.kernels import Operands, ShardLogits, Spec, Want
 from cce_dist.kernels.kept_ids import rising
 from cce_dist.shard import VocabShard
 
@@ -50,7 +50,7 @@ class LogProbs(NamedTuple):
     kept_mass: Tensor | None = None
 
 
-@agree.errors_reach_all_ranks
+@debug_ranks.errors_reach_all_ranks
 def linear_log_probs(
     input: Tensor,
     linear_weight: Tensor,
@@ -102,7 +102,8 @@ def linear_log_probs(
         entropy: Whether to return the entropy.
         sum_p_squared: Whether to return the sum of the squared probabilities, without gradient.
         argmax: Whether to return the largest logit and its id, without gradient. A greedy match is ``argmax == ids``.
-        top_k: Number of largest logits whose log-probabilities and ids are returned, without gradient. At most 1,024 and V.
+        top_k: Number of largest logits whose log-probabilities and ids are returned, without gradient. At most 1,024 and V. The
+            logits are then computed once more.
         kept: The ids that a sampler kept for each token. The softmax is then over the token's list in place of the vocabulary:
             ``log_probs`` is ``z[id] - logsumexp(z[kept])``, whether the id is in the list or not. A token with an empty list
             has outputs 0 and gradients 0. Only the listed rows of the weight are read, so the time does not grow with the
@@ -144,7 +145,7 @@ def linear_log_probs(
     scale = _one_scale(logit_scale, temperature, options.softcap)
     if kept is not None:
         scale = None  # with lists the kernels take per-token factors
-    x, shard = operands.prepare(
+    x, shard, logits = operands.prepare(
         input, linear_weight, ids, linear_bias, grad_weight_out, shard, 1.0 if scale is None else scale, options
     )
     if kept is not None:
@@ -156,7 +157,7 @@ def linear_log_probs(
     tokens = ids.shape[: input.dim() - 1]
     if scale is None:
         x = terms.with_factors(x, logit_scale, temperature, tokens, options.ignore_index)
-    call = operands.call_of(x, _spec(x, 1.0 if scale is None else scale, shard, options), shard, options)
+    call = operands.call_of(x, _spec(x, logits, shard, options), shard, options)
     if options.batch_invariant and call.backend == "torch":
         raise ValueError("batch_invariant needs the Triton backend: sums of the torch backend depend on the batch")
     numbers = numbers_of(*((1.0, 1.0) if scale is None else (logit_scale, temperature)), options.softcap)
@@ -164,13 +165,13 @@ def linear_log_probs(
         # Divided here: before 2.13, torch compiles anew for each value of a symbol that no operator takes by itself.
         numbers = torch.stack((numbers[0] / numbers[1], numbers[2]))
     lists = {} if kept is None else {"kept.offsets": kept.offsets, "kept.ids": kept.ids}
-    agree.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature} | lists, shard, options, call)
+    debug_ranks.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature} | lists, shard, options, call)
     if kept is not None:
         nll, lse, entropies = kept_op.forward(x, kept, grad_weight_out, call, numbers)
         out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
         return _with_mass(out, x, kept, call, numbers) if kept_mass else out
     if not torch.compiler.is_compiling():
-        call = op.decided(call, x.hidden, x.num_tokens, shard.group_size)
+        call = call.decided(x.hidden, x.num_tokens, shard.group_size)
     found = op.forward(x, grad_weight_out, call, numbers)
     statistics = (found.sum_p_squared, found.max_logit, found.argmax)
     squares, max_logit, best = (None if values is None else values.view(tokens) for values in statistics)
@@ -192,7 +193,7 @@ def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, call: Call, numbers: T
     return out._replace(full_log_probs=full, kept_mass=mass.view(out.lse.shape))
 
 
-def _spec(x: Operands, scale: float, shard: VocabShard, options: LogProbOptions) -> Spec:
+def _spec(x: Operands, logits: ShardLogits, shard: VocabShard, options: LogProbOptions) -> Spec:
     want = Want(
         grad=torch.is_grad_enabled() and x.requires_grad,
         entropy=options.entropy,
@@ -201,10 +202,10 @@ def _spec(x: Operands, scale: float, shard: VocabShard, options: LogProbOptions)
         best=options.argmax,
         top_k=options.top_k,
     )
-    logits = operands.logits_of(shard, scale, options.softcap, x.head.tensors)
     return Spec(
-        logits, shard.vocab_size, options.ignore_index, want=want, workspace_bytes=options.workspace_bytes,
-        num_ids=x.ids.shape[1] if x.ids.dim() == 2 else 1, invariant=options.batch_invariant,
+        logits._replace(tensors=" ".join(x.head.tensors)), shard.vocab_size, options.ignore_index, want=want,
+        workspace_bytes=options.workspace_bytes, num_ids=x.ids.shape[1] if x.ids.dim() == 2 else 1,
+        invariant=options.batch_invariant,
     )  # fmt: skip
 
 

@@ -1,65 +1,30 @@
-"""linear_cross_entropy: the call, its checks, and the algebra of the loss.
+"""linear_cross_entropy: the public call.
 
-hidden, labels ──► op.forward:  statistics of the shard (kernels) ─► one all-gather ─► merge (log-add-exp)
-                                   ──► nll, lse, ... per token, [N] fp32, differentiable
-loss            =  plain algebra on these [N] numbers, below
-d_loss          ──► op.backward: gradients (kernels) ─► dC stays on its rank, dE is summed over the group
+checked_call    arguments -> Given: checks, and how the call runs (given.py, decide.py)
+two_passes      forward: statistics of the shard (kernels), one all-gather, merge (log-add-exp), plain algebra on [N] numbers
+                backward: gradients (kernels); dC stays on its rank, dE is summed over the group (op.py)
+one_pass        forward computes the gradients, too, group by group (groups.py)
+shaped          the loss in target's shape, or a record with further outputs
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from cce_dist import agree, checks, decide, groups, in_graph, op, operands, terms
-from cce_dist.call import DTYPES, Call, LossOptions, Options, checked, numbers_of
-from cce_dist.decide import Where
-from cce_dist.filter import FilterStats, GradFilter
-from cce_dist.kernels import Filter, Operands, Spec, Want
-from cce_dist.kernels.dense import label_ids
-from cce_dist.kernels.extras import Outputs
-from cce_dist.kernels.precision import accumulator
+from cce_dist import debug_ranks, decide, groups, op
+from cce_dist.call import LossOptions
+from cce_dist.filter import GradFilter
+from cce_dist.given import LinearCrossEntropyOutput, check_all, checked_call
 from cce_dist.shard import VocabShard
-from cce_dist.token_loss import TokenLoss, TokenLossOutput, checked_token_loss
+from cce_dist.token_loss import TokenLossOutput
 
-
-class LinearCrossEntropyOutput(NamedTuple):
-    """The loss and its parts. Per-token tensors are fp32, have target's shape, and hold 0 for ignored tokens.
-
-    Gradients flow through ``loss``, ``nll``, ``lse``, ``target_logit``, ``entropy`` and ``z_loss``. An optional output is None
-    unless ``return_aux`` is True or names it.
-
-    Attributes:
-        loss: The loss that ``linear_cross_entropy`` returns without ``return_aux``.
-        nll: Negative log-likelihood of the label, in nats, without label smoothing and z-loss.
-        lse: Log-sum-exp of the logits over the whole vocabulary.
-        target_logit: Logit of the label.
-        entropy: Entropy of the softmax, in nats. Optional.
-        z_loss: ``z_loss_weight * lse**2``.
-        filter_stats: What the filter dropped on this shard. Optional, and None without a filter.
-        max_logit: The largest logit. Optional.
-        label_is_max: 1 where the label's logit is the largest one, else 0. Its mean over tokens with a label is the token
-            accuracy. The two logits are summed in different orders, so a relative difference below ``TIE`` counts as a tie.
-            Optional.
-    """
-
-    loss: Tensor
-    nll: Tensor
-    lse: Tensor
-    target_logit: Tensor
-    entropy: Tensor | None
-    z_loss: Tensor
-    filter_stats: FilterStats | None
-    max_logit: Tensor | None = None
-    label_is_max: Tensor | None = None
-
-
-TIE = 2.0**-17  # for label_is_max, relative to max(1, |largest logit|)
+__all__ = ["LinearCrossEntropyOutput", "explain", "linear_cross_entropy"]
 
 
 @overload
@@ -99,7 +64,7 @@ def linear_cross_entropy(
 ) -> LinearCrossEntropyOutput: ...
 
 
-@agree.errors_reach_all_ranks
+@debug_ranks.errors_reach_all_ranks
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -171,7 +136,7 @@ def linear_cross_entropy(
             sends twice the bytes of bf16 and avoids roundings of the sum; each rank's part is rounded to input's dtype first.
         grad_filter: A ``GradFilter`` that skips negligible elements of the gradient, or None for exact gradients.
         return_aux: True returns a ``LinearCrossEntropyOutput`` with all outputs in place of the loss; a sequence of names, such
-            as ``("nll", "label_is_max")``, returns one with these outputs. "entropy" and "filter_stats" take time, and
+            as ``("nll", "label_is_max")``, returns one with these outputs. "entropy" takes time, and
             "entropy" with a softcap keeps no exponentials for backward. The other outputs are nearly free.
         backend: "triton", "torch", or "auto": Triton on an NVIDIA GPU, else torch. The environment variable
             CCE_DIST_BACKEND overrides "auto".
@@ -229,7 +194,7 @@ def linear_cross_entropy(
         Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al.); Online normalizer calculation for softmax
         (Milakov & Gimelshein); Megatron-LM's vocab-parallel cross-entropy for the sharding.
     """
-    x, shard, chosen, call, where, scale, expected, token = _prepare(
+    given = checked_call(
         input, linear_weight, target, linear_bias=linear_bias, weight=weight, ignore_index=ignore_index,
         reduction=reduction, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap,
         z_loss_weight=z_loss_weight, num_tokens=num_tokens, shard=shard, sequence_parallel=sequence_parallel,
@@ -237,54 +202,9 @@ def linear_cross_entropy(
         workspace_bytes=workspace_bytes, expected_weights=expected_weights, grad_weight_out=grad_weight_out,
         token_loss=token_loss, token_inputs=token_inputs,
     )  # fmt: skip
-    facts = {"weight": weight, "token_loss": token is not None}
-    if token is not None and call.debug:  # ignored tokens may hold anything
-        ignored = x.ids == chosen.ignore_index
-        facts |= {f"token_inputs[{i}]": values.masked_fill(ignored, 0) for i, values in enumerate(token.inputs)}
-    agree.check_ranks(x, facts, shard, chosen, call)
-    class_weights = None if weight is None else terms.ClassWeights(weight, x, shard, chosen.ignore_index)
-    as_operator = False
-    if torch.compiler.is_compiling():
-        as_operator = decide.takes_operator_of_both(call.spec, where, groups.are_forced())
-    else:
-        call = groups.decided_now(call, x, shard.group_size, where)
-    if as_operator or call.way.passes == "one":
-        is_learned = isinstance(num_tokens, Tensor) and num_tokens.requires_grad and torch.is_grad_enabled()
-        divisor = None if reduction == "none" else 1.0 if is_learned else _divisor(x, chosen, class_weights)
-        weight_N = None if class_weights is None else class_weights.of_labels
-        terms_of_loss = groups.Terms(divisor, chosen.z_loss_weight, chosen.label_smoothing, weight_N, token)
-        if as_operator:
-            loss = in_graph.loss(x, terms_of_loss, call, chosen)
-        else:
-            loss = groups.loss(x, terms_of_loss, call, expected, grad_weight_out)
-        if is_learned:  # autograd divides, and num_tokens gets its gradient
-            loss = loss / _divisor(x, chosen, class_weights)
-        loss = loss.view(target.shape) if reduction == "none" else loss
-        return token.output(loss, target.shape) if token is not None and return_aux else loss
-    found = op.forward(x, grad_weight_out, call, numbers_of(chosen.logit_scale, chosen.softcap))
-    loss = found.nll if chosen.label_smoothing == 0 else (1 - chosen.label_smoothing) * found.nll
-    if token is not None:
-        counts = label_ids(x.ids, chosen.ignore_index, shard.vocab_size) >= 0
-        loss = token.losses(found.nll, found.entropy if token.needs_entropy else None, counts)
-    if call.spec.want.uniform:
-        loss = loss + chosen.label_smoothing * found.uniform_nll
-    if chosen.has_z_loss:
-        loss = loss + chosen.z_loss_weight * found.lse.square()
-    if class_weights is not None:
-        loss = class_weights.weigh(loss, found.lse, chosen.label_smoothing, scale)
-    if reduction == "none":
-        loss = loss.view(target.shape)
-    elif call.spec.want.mean:
-        loss = found.mean
-    else:
-        loss = loss.sum()
-        if reduction == "mean":
-            loss = loss / _divisor(x, chosen, class_weights)
-    if not return_aux:
-        return loss
-    if token is not None:
-        return token.output(loss, target.shape)
-    return _output(loss, found, chosen.z_loss_weight * found.lse.square(), target, call.spec)
+    debug_ranks.check_loss(given)
+    found = op.two_passes(given) if given.call.way.passes == "two" else groups.one_pass(given)
+    return given.shaped(found)
 
 
 def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> str:
@@ -306,183 +226,11 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
     Raises:
         ValueError, TypeError: Arguments that ``linear_cross_entropy`` would refuse.
     """
-    given = inspect.signature(linear_cross_entropy).bind(input, linear_weight, target, **options)
-    given.apply_defaults()
-    del given.arguments["options"]
-    x, shard, _, call, where, *_ = _prepare(on_meta=True, **given.arguments)
-    way = op.decided(call, x.hidden, x.num_tokens, shard.group_size, where).way
-    sizes = op.sizes_of_even_shard(x.hidden, x.num_tokens, shard.vocab_size, shard.group_size)
-    return decide.in_words(way, sizes, call.spec, where)
-
-
-class _Prepared(NamedTuple):
-    """The checked arguments of a call."""
-
-    x: Operands  # with the labels as its ids
-    shard: VocabShard
-    options: Options
-    call: Call  # its way is not decided yet
-    where: Where
-    scale: float | Tensor  # logit_scale; a tensor inside a compiled graph, which does not read it
-    expected: Tensor | None  # [N] expected weights
-    token: TokenLoss | None
-
-
-def _prepare(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None, weight: Tensor | None,
-    shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None,
-    on_meta: bool = False, **given: Any,
-) -> _Prepared:  # fmt: skip
-    """Check the arguments of ``linear_cross_entropy``. With ``on_meta`` all tensors may be on "meta"."""
-    # A compiled graph reads no tensor, so the scale becomes a per-token factor. The filter supports no such factors.
-    logit_scale, unread = given["logit_scale"], None
-    if isinstance(logit_scale, Tensor) and logit_scale.dim() == 0 and given["grad_filter"] is None:
-        unread = logit_scale.detach() if torch.compiler.is_compiling() else None
-    given["logit_scale"] = logit_scale if unread is None else 1.0
-    given["expected_weights"] = isinstance(expected_weights, Tensor) or expected_weights
-    of_token_loss = given.pop("token_loss"), given.pop("token_inputs")
-    chosen = checked(Options, **given)
-    x, shard = operands.prepare(
-        input, linear_weight, target, linear_bias, grad_weight_out, shard, chosen.logit_scale, chosen, on_meta
+    bound = inspect.signature(linear_cross_entropy).bind(input, linear_weight, target, **options)
+    bound.apply_defaults()
+    del bound.arguments["options"]
+    given = check_all(on_meta=True, **bound.arguments)
+    sizes = decide.sizes_of_even_shard(
+        given.x.hidden, given.x.num_tokens, given.shard.vocab_size, given.shard.group_size
     )
-    if weight is not None:
-        check_class_weights("weight", weight, shard.vocab_size, on_meta)
-        _check_weighted(weight, input, chosen, grad_weight_out)
-    if isinstance(chosen.num_tokens, Tensor) and chosen.num_tokens.device not in (input.device, torch.device("cpu")):
-        raise ValueError(f"input is on {input.device}, num_tokens on {chosen.num_tokens.device}")
-    _check_no_tokens(chosen, x)
-    scale = chosen.logit_scale if unread is None else unread
-    if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
-        part = chosen.sequence_parallel or chosen.input_grad == "partial"
-        hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.head.bias, shard.group, part)
-        x = x._replace(hidden=hidden, head=x.head._replace(bias=bias))
-    if unread is not None:
-        x = terms.with_factors(x, unread, 1.0, target.shape, chosen.ignore_index)
-    excluded = {
-        "weight": weight is not None,
-        "label_smoothing": chosen.label_smoothing != 0,
-        "z_loss_weight": chosen.has_z_loss,
-        "grad_filter": chosen.grad_filter is not None,
-        "expected_weights": isinstance(expected_weights, Tensor),
-    }
-    debug = operands.environment()[1]
-    token = checked_token_loss(*of_token_loss, target, excluded, given["return_aux"], debug)
-    if token is not None:  # TokenLossOutput has other outputs, without gradients
-        chosen = chosen._replace(return_aux=())
-    call = operands.call_of(x, _spec(x, weight, shard, chosen, token), shard, chosen)
-    expected = _checked_expectation(expected_weights, target, chosen)
-    # These terms of the loss are computed outside of the operator, by autograd.
-    outside = unread is not None or isinstance(chosen.z_loss_weight, Tensor)
-    outside = outside or (weight is not None and chosen.label_smoothing != 0)
-    # A graph of torch.compile contains the function of a token_loss, which is no part of an operator.
-    outside = outside or (token is not None and torch.compiler.is_compiling())
-    returns_more = bool(chosen.return_aux) or outside
-    upstream = decide.upstream_of(chosen.reduction, chosen.expected_weights and token is None, returns_more)
-    where = op.where_of(call, x.hidden, shard.group_size, upstream, grad_weight_out is not None)
-    return _Prepared(x, shard, chosen, call, where, scale, expected, token)
-
-
-def _check_no_tokens(options: Options, x: Operands) -> None:
-    """Raise ValueError if num_tokens is a tensor that holds 0, but not all labels are ignored.
-
-    Skipped inside a compiled graph and on a GPU, where reading a value would wait for the device.
-    """
-    divisor = options.num_tokens
-    if not isinstance(divisor, Tensor) or torch.compiler.is_compiling() or not (divisor.is_cpu and x.ids.is_cpu):
-        return
-    if divisor == 0 and (x.ids != options.ignore_index).any():
-        raise ValueError(f"num_tokens is 0, and {options.labels} has labels that are not ignored")
-
-
-def _spec(
-    x: Operands, class_weights: Tensor | None, shard: VocabShard, options: Options, token: TokenLoss | None
-) -> Spec:
-    # The operator computes a plain mean itself, in one launch.
-    plain = options.label_smoothing == 0 and not options.has_z_loss and class_weights is None and token is None
-    want = Want(
-        grad=torch.is_grad_enabled() and x.requires_grad,
-        uniform=options.label_smoothing > 0 and class_weights is None,
-        entropy="entropy" in options.return_aux or (token is not None and token.needs_entropy),
-        filter_stats="filter_stats" in options.return_aux and options.grad_filter is not None,
-        largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
-        mean=plain and options.reduction == "mean" and options.num_tokens is None,
-    )
-    f = options.grad_filter
-    kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)
-    logits = operands.logits_of(shard, options.logit_scale, options.softcap, x.head.tensors)
-    return Spec(logits, shard.vocab_size, options.ignore_index, kept, want, options.workspace_bytes)
-
-
-def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Options) -> Tensor | None:
-    """Return the expected weights as [N], or None if they are no tensor."""
-    if not isinstance(expected, Tensor):
-        return None
-    checks.like_target("expected_weights", expected, target)
-    if expected.is_complex():
-        raise TypeError(f"expected_weights must be real numbers, got {expected.dtype}")
-    if options.reduction != "none":
-        raise ValueError(f'expected_weights needs reduction="none"; reduction is "{options.reduction}"')
-    return expected.detach().reshape(-1)
-
-
-def _output(loss: Tensor, found: Outputs, z_loss: Tensor, target: Tensor, spec: Spec) -> LinearCrossEntropyOutput:
-    """Return the requested outputs in target's shape, with ``label_is_max`` computed from the two logits."""
-
-    def shaped(values: Tensor) -> Tensor:
-        return values.view(target.shape)
-
-    max_logit = label_is_max = None
-    target_logit = shaped(found.target_logit)
-    if found.max_logit is not None:
-        max_logit = shaped(found.max_logit)
-        reached = target_logit.detach() + TIE * max_logit.abs().clamp(min=1) >= max_logit
-        label_is_max = (reached & (target != spec.ignore_index)).float()
-    return LinearCrossEntropyOutput(
-        loss,
-        shaped(found.nll),
-        shaped(found.lse),
-        target_logit,
-        shaped(found.entropy) if spec.want.entropy else None,
-        shaped(z_loss),
-        None if found.filter_stats is None else FilterStats(*found.filter_stats.unbind()),
-        max_logit,
-        label_is_max,
-    )
-
-
-def _divisor(x: Operands, options: Options, class_weights: terms.ClassWeights | None) -> float | Tensor:
-    """Return the divisor of a reduced loss. A tensor that holds 0 counts as 1, so that the mean of no tokens is 0."""
-    divisor = options.num_tokens
-    if options.reduction == "sum":
-        return 1.0
-    if divisor is None:
-        if class_weights is None:
-            return (x.ids != options.ignore_index).sum().clamp(min=1)
-        divisor = class_weights.of_labels.sum()
-    return (divisor + (divisor == 0)).to(accumulator(x.hidden.dtype)) if isinstance(divisor, Tensor) else divisor
-
-
-def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: bool = False) -> None:
-    """Raise unless ``weight`` is a [vocab_size] tensor of floats that requires no gradient."""
-    checks.tensors({name: weight}, on_meta)
-    if weight.requires_grad:
-        raise TypeError(f"{name} gets no gradient: pass class weights that do not require one")
-    if weight.dtype not in (*DTYPES, torch.float64):
-        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {weight.dtype}")
-    if weight.shape != (vocab_size,):
-        raise ValueError(f"{name} must be [{vocab_size}], one for each class, got {tuple(weight.shape)}")
-
-
-def _check_weighted(weight: Tensor, input: Tensor, options: Options, buffer: Tensor | None) -> None:
-    """Raise if class weights are on another device than input, or exclude another argument."""
-    if weight.device != input.device:
-        raise ValueError(f"input is on {input.device}, weight on {weight.device}")
-    others = {
-        "softcap": options.softcap is not None,
-        "sequence_parallel": options.sequence_parallel,
-        'input_grad="partial"': options.input_grad == "partial",
-        "grad_weight_out": buffer is not None,
-    }
-    refused = [name for name, given in others.items() if given and options.label_smoothing != 0]
-    if refused:
-        raise ValueError(f"weight with label_smoothing cannot be combined with {', '.join(refused)}")
+    return decide.in_words(given.call.way, sizes, given.call.spec, given.where)

@@ -5,7 +5,9 @@ Dimensions: T ranks of the group, K statistics, N tokens, D hidden size.
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,14 +19,110 @@ _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+# Groups by the names that operators know them by.
+_named: dict[str, weakref.ref[dist.ProcessGroup]] = {}
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """Return the name by which ``resolve`` finds a group: torch's name, unless a destroyed group had this name before."""
+    name = group.group_name
+    if torch.compiler.is_compiling():  # which cannot trace what follows
+        return name
+    while _named.setdefault(name, weakref.ref(group))() is not group:
+        name += "'"
+    return name
+
+
 def resolve(group_name: Any) -> dist.ProcessGroup | None:
     """Return the process group of a name, or None for the empty name, which means that nothing is split."""
-    return _resolve_process_group(group_name) if group_name else None
+    if group_name not in _named:
+        return _resolve_process_group(group_name) if group_name else None
+    group = _named[group_name]()
+    check_alive(group)
+    return group
+
+
+def check_alive(group: dist.ProcessGroup | None) -> None:
+    """Raise RuntimeError if a group was destroyed. The next ``init_process_group`` gives its name to another group."""
+    if not is_alive(group):
+        raise RuntimeError(
+            "the process group that the vocabulary is split over was destroyed (destroy_process_group): make the group anew, "
+            "and with it the VocabShard (shard.with_group(group)), or the module that holds it"
+        )
+
+
+def is_alive(group: dist.ProcessGroup | None) -> bool:
+    """Whether torch still knows a group. Under torch.compile only the operator asks, when it runs."""
+    if group is None:
+        return False
+    with contextlib.suppress(RuntimeError):
+        return torch.compiler.is_compiling() or _resolve_process_group(group.group_name) is group
+    return False
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
     """Return the number of ranks of a group; 1 for None."""
     return 1 if group is None else group.size()
+
+
+class Layout(NamedTuple):
+    """How the tensors of a call are distributed over ranks, as plain values."""
+
+    group_name: str = ""  # the vocabulary-parallel group; empty: the vocabulary is not split
+    sequence_parallel: bool = False  # hidden states are this rank's slice of dim 0
+    partial: bool = False  # d_hidden is not summed over the group
+    reduce_dtype: str = ""  # dtype of the sum of d_hidden over the group; empty: the dtype of d_hidden
+
+    def sums(self, num_ranks: int) -> bool:
+        """Whether d_hidden is summed over the group. With sequence parallelism even one rank counts as a sum."""
+        return bool(self.group_name) and not self.partial and (num_ranks > 1 or self.sequence_parallel)
+
+
+class Distributed:
+    """The communication of one call: its layout, with the group that its name stands for.
+
+    Attributes:
+        group: The vocabulary-parallel process group, or None.
+        size: The number of ranks of the group; 1 without a group.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.group = layout, resolve(layout.group_name)
+        self.size = size_of(self.group)
+
+    @property
+    def merges(self) -> bool:
+        """Whether statistics come from several ranks."""
+        return self.size > 1
+
+    def gather(self, stats_KN: Tensor) -> Tensor:
+        """All-gather every rank's statistics. [K, N] -> [T, K, N]."""
+        return gather_stats(stats_KN, self.group)
+
+    def arriving(self, *hidden: Tensor) -> list[SequenceGather]:
+        """With sequence parallelism, start to all-gather the ranks' slices of each tensor; else return an empty list."""
+        if self.group is None or not self.layout.sequence_parallel:
+            return []
+        return [SequenceGather(slice_, self.group) for slice_ in hidden]
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of all tokens: with sequence parallelism gathered from the ranks' slices."""
+        arriving = self.arriving(hidden)
+        return arriving[0].wait() if arriving else hidden
+
+    def own(self, numbers_N: Tensor) -> Tensor:
+        """Return the numbers of this rank's tokens: with sequence parallelism its slice, else all."""
+        if self.group is None or not self.layout.sequence_parallel:
+            return numbers_N
+        return numbers_N.chunk(self.group.size())[self.group.rank()]
+
+    def hidden_sum(self, num_tokens: int, rows: int | None) -> HiddenGradSum | None:
+        """Return the sum of d_hidden over the group for ``num_tokens`` tokens, or None if nothing is summed."""
+        layout = self.layout
+        if self.group is None or not layout.sums(self.size):
+            return None
+        dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
+        return HiddenGradSum(self.group, layout.sequence_parallel, dtype, num_tokens, rows)
 
 
 def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -111,7 +209,7 @@ class HiddenGradSum:
     host, wait, and returns the result in d_hidden's dtype. Tensors that the communication stream reads are held until then.
 
     Args:
-        group: The ranks; None: nothing is summed.
+        group: The ranks.
         scatter: Whether to return this rank's slice only.
         dtype: Dtype of the sum; None: d_hidden's dtype.
         num_tokens: N.
@@ -120,20 +218,20 @@ class HiddenGradSum:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         scatter: bool,
         dtype: torch.dtype | None,
         num_tokens: int,
         rows: int | None,
     ) -> None:
         self.group, self.dtype = group, dtype
-        self.scatter = scatter and group is not None and num_tokens > 0
+        self.scatter = scatter and num_tokens > 0
         self.at_once = rows is None or rows >= num_tokens
         if rows is None or self.at_once:
             rows = num_tokens
-        elif self.scatter and group is not None:
+        elif self.scatter:
             rows = num_tokens // group.size()
-        starts = range(0, num_tokens, max(1, rows)) if group is not None else ()
+        starts = range(0, num_tokens, max(1, rows))
         self.ranges = [slice(start, min(start + rows, num_tokens)) for start in starts]
         self.under_way: list[tuple[Any, Tensor, Tensor, Tensor]] = []
         self.result: Tensor | None = None
@@ -147,7 +245,6 @@ class HiddenGradSum:
             self._start(d_hidden[rows], rows.start)
 
     def _start(self, rows: Tensor, first: int) -> None:
-        assert self.group is not None
         target = rows
         part = summed = rows.to(self.dtype or rows.dtype)
         if not self.scatter:

@@ -1,7 +1,7 @@
 """The two torch.library operators behind loss and log-probabilities: one shard's arithmetic, merged over the group.
 
 They are opaque to torch.compile (fakes give the shapes) and differentiable once. A ``Call`` passes all options as plain values.
-``_run_forward`` and ``_run_backward`` are the algorithm: a backend (``kernels/backends.py``) does the shard's arithmetic, and
+``run_forward`` and ``run_backward`` are the algorithm: a backend (``kernels/backends.py``) does the shard's arithmetic, and
 ``merge`` the communication.
 """
 
@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist import decide, merge
-from cce_dist.agree import label_error
-from cce_dist.autograd import Operator, head_rows, without_autocast
-from cce_dist.call import Call, Layout, build
-from cce_dist.decide import Where
-from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec
+from cce_dist import merge
+from cce_dist.autograd import Operator, build, head_rows, without_autocast
+from cce_dist.call import Call
+from cce_dist.debug_ranks import check_labels
+from cce_dist.given import Found, Given
+from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec, Upstream
 from cce_dist.kernels.backends import Backend, named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.extras import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
-from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.precision import accumulator
-from cce_dist.shard import even_rows
+from cce_dist.merge import Distributed
 
 
 class Saved(NamedTuple):
@@ -50,7 +49,7 @@ class Saved(NamedTuple):
         return cls(*(next(rest) if present else None for present in exists), list(rest))  # type: ignore[arg-type]
 
 
-def _run_forward(
+def run_forward(
     hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, grad_weight_out: Tensor | None, call: Call
 ) -> tuple[Any, ...]:
     """Compute per-token statistics over the whole vocabulary: 0 for ignored labels, NaN for labels outside the vocabulary.
@@ -62,53 +61,45 @@ def _run_forward(
     Returns:
         The losses of ``Outputs`` (None if not wanted), a list of its other wanted tensors, and ``Saved`` as a list.
     """
-    layout, group = call.layout, merge.resolve(call.layout.group_name)
-    call = decided(call, hidden, labels.shape[0], merge.size_of(group))
+    ranks = Distributed(call.layout)
+    call = call.decided(hidden, labels.shape[0], ranks.size)
     backend, spec = named(call.way.backend), call.spec
     x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
-    compile_ahead(backend, spec, x, grad_weight_out)
+    compile_ahead(backend, spec, x, grad_weight_out, ranks.size)
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
-        return backend.merged_lse(merge.gather_stats(stats_3N, group))
+        return backend.merged_lse(ranks.gather(stats_3N))
 
     with without_autocast(hidden.device.type):
-        arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
+        arriving = ranks.arriving(hidden)
         flat_labels, order, cells = labels if labels.dim() == 1 else labels.view(-1), None, None
         if spec.several:
             ids = backend.label_ids(flat_labels, spec.ignore_index, spec.vocab_size)
         else:
             ids, order = backend.ordered_ids(flat_labels, spec.ignore_index, spec.vocab_size)
-        # Reading labels would wait for a GPU. There the token's loss is NaN instead.
-        if call.debug or not labels.is_cuda:
-            error = label_error(call.argument, flat_labels, ids, spec.vocab_size, spec.ignore_index)
-            if error:
-                raise IndexError(error)
+        check_labels(call, flat_labels, ids)
         if spec.several:
             cells = Cells(ids.view(-1, spec.num_ids))
             ids = any_id(cells.ids_NI)
         x = _with_ids(x, ids)._replace(cells=cells, order=order)
-        if arriving is None:
-            stats_KN, saved = backend.statistics(x, spec, merge_bound)
+        if ranks.size == 1 and not arriving:
+            found, softmax, stats_TKN, saved = backend.losses_alone(x, spec, merge_bound)
         else:
-            x, stats_KN, saved = _statistics_on_arrival(arriving, backend, x, spec, merge_bound)
-        stats_TKN = merge.gather_stats(stats_KN, group)
-        *losses, softmax = backend.token_losses(stats_TKN, x.ids, spec)
-        ids_NI = target_NI = mean = count = None
-        if x.cells is not None:
+            if arriving:
+                x, stats_KN, saved = _statistics_on_arrival(arriving[0], backend, x, spec, merge_bound)
+            else:
+                stats_KN, saved = backend.statistics(x, spec, merge_bound)
+            stats_TKN = ranks.gather(stats_KN)
+            found, softmax = backend.token_losses(stats_TKN, x, spec)
+        *losses, count = found
+        ids_NI = target_NI = None
+        if x.cells is not None and stats_TKN is not None:
             ids_NI = x.cells.ids_NI
             losses[0], target_NI = merge_cells(stats_TKN, softmax, ids_NI, spec)
-        if spec.want.mean:
-            mean, count = backend.mean(losses[0], labels, spec.ignore_index)
-        found = merge_listed(stats_TKN, softmax, x.ids, spec)
-        if spec.want.filter_stats:
-            found["filter_stats"] = backend.filter_stats(x, softmax, saved, spec)
-        others = [found[name] for name in listed(spec.want, 0)]
+        further = merge_listed(stats_TKN, softmax, x.ids, spec)
+        others = [further[name] for name in listed(spec.want, 0)]
         kept = Saved(softmax.max, softmax.log_sum, softmax.entropy, x.ids, count, ids_NI, target_NI, saved)
-        return *losses, mean, others, kept.listed()
-
-
-def _start_gather(hidden: Tensor, group: Any) -> merge.SequenceGather | None:
-    return None if group is None else merge.SequenceGather(hidden, group)
+        return *losses, others, kept.listed()
 
 
 def operands_of(hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec) -> Operands:
@@ -149,76 +140,37 @@ def _statistics_on_arrival(
     return x._replace(hidden=hidden), stats_KN, saved
 
 
-def _run_backward(
+def run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, head: list[Tensor], saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return d_hidden, d_weight, and the head's gradients as rows; None if not wanted, or added to ``grad_weight_out``."""
-    layout, group = call.layout, merge.resolve(call.layout.group_name)
+    ranks = Distributed(call.layout)
     max_N, log_sum_N, entropy_N, ids, count, ids_NI, target_NI, saved = Saved.of(saved, call.spec)
-    call = decided(call, hidden, ids.shape[0], merge.size_of(group))
+    call = call.decided(hidden, ids.shape[0], ranks.size)
     backend, spec = named(call.way.backend), call.spec
-    *d_losses, d_mean = d_losses
-    of_mean = None if count is None or d_mean is None else (d_mean, count)
-    cells = None
+    upstream, cells = Upstream(*d_losses, count), None
     if ids_NI is not None and target_NI is not None:
         # A token's log-sum-exp gets the sum of the gradients of its ids. Cells hold the gradient of each id.
-        cells, d_sum = cell_gradients(d_losses[0], target_NI, ids_NI)
-        d_losses = [None, d_sum if d_losses[1] is None else d_sum + d_losses[1], *d_losses[2:]]
+        cells, d_sum = cell_gradients(upstream.nll, target_NI, ids_NI)
+        upstream = upstream._replace(nll=None, lse=d_sum if upstream.lse is None else d_sum + upstream.lse)
     want_hidden, want_weight, *want_head = want
     with without_autocast(hidden.device.type):
-        arriving = _start_gather(hidden, group) if layout.sequence_parallel else None
-        coef_4N = backend.coefficients(d_losses, ids, spec.vocab_size, of_mean)
+        arriving = ranks.arriving(hidden)
         x = operands_of(hidden, weight, head, ids, spec)._replace(cells=cells)
-        sum_group = sum_group_of(layout, group)
         rows = call.way.ready_rows or None
-        reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
-        hidden_sum = start_sum = None
-        if sum_group is not None:
-            sequence = layout.sequence_parallel
-            hidden_sum = merge.HiddenGradSum(sum_group, sequence, reduce_dtype, ids.numel(), rows)
-            start_sum = hidden_sum.start
-        if arriving is not None:
-            x = x._replace(hidden=arriving.wait())
+        hidden_sum = ranks.hidden_sum(ids.numel(), rows)
+        start_sum = None if hidden_sum is None else hidden_sum.start
+        if arriving:
+            x = x._replace(hidden=arriving[0].wait())
 
-        softmax = Softmax(max_N, log_sum_N, None if d_losses[-1] is None else entropy_N)
+        softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else entropy_N)
         want_bias = spec.logits.named(want_head).get("bias", False)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
-        d_hidden, d_weight, d_bias = backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+        d_hidden, d_weight, d_bias = backend.gradients(x, softmax, upstream, saved, grads, spec)
         if hidden_sum is not None and want_hidden:
             d_hidden = hidden_sum.wait()
         return d_hidden, d_weight, head_rows(spec.logits.listed(bias=d_bias), want_head)
-
-
-def sum_group_of(layout: Layout, group: Any) -> Any:
-    """Return the group that d_hidden is summed over, or None."""
-    return group if group is not None and layout.sums(group.size()) else None
-
-
-def decided(call: Call, hidden: Tensor, num_tokens: int, num_ranks: int, where: Where | None = None) -> Call:
-    """Decide the way of a call, unless it has one, and return the call with way, memory budget and ``alone``.
-
-    Args:
-        call: The call.
-        hidden: Hidden states; under sequence parallelism this rank's slice.
-        num_tokens: Number of tokens of all slices.
-        num_ranks: Size of the vocabulary-parallel group.
-        where: Further facts for the decision. None: forward knows nothing about the upstream gradient.
-    """
-    if call.way.backend:
-        return call
-    where = where or where_of(call, hidden, num_ranks)
-    way = decide.decide(sizes_of_even_shard(hidden, num_tokens, call.spec.vocab_size, num_ranks), call.spec, where)
-    spec = call.spec._replace(workspace_bytes=way.workspace_bytes, alone=not where.summed)
-    return call._replace(spec=spec, way=way)
-
-
-def where_of(call: Call, hidden: Tensor, num_ranks: int, upstream: str = "unknown", has_buffer: bool = False) -> Where:
-    return Where(call.backend, str(hidden.dtype), call.layout.sums(num_ranks), upstream, has_buffer)
-
-
-def sizes_of_even_shard(hidden: Tensor, num_tokens: int, vocab_size: int, num_ranks: int) -> Sizes:
-    return Sizes(num_tokens, hidden.shape[1], even_rows(vocab_size, 0, num_ranks)[1], hidden.itemsize)
 
 
 def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
@@ -231,7 +183,7 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     nll = empty(*labels.shape)
     losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
     ids = labels.new_empty(num_tokens)
-    call = decided(call, hidden, num_tokens, merge.size_of(merge.resolve(call.layout.group_name)))
+    call = call.decided(hidden, num_tokens, Distributed(call.layout).size)
     x = Operands.of(hidden, weight, ids, call.spec.logits, **call.spec.logits.named(head))
     others = [hidden.new_empty(shape, dtype=dtype) for shape, dtype in listed(want, num_tokens).values()]
     saved = Saved(
@@ -249,8 +201,8 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
 
 _OPERATOR = Operator(
     "linear_cross_entropy (or linear_log_probs)",
-    _run_forward,
-    _run_backward,
+    run_forward,
+    run_backward,
     "forward",
     "backward",
     "Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor? grad_weight_out",
@@ -263,7 +215,13 @@ _forward, _backward = _OPERATOR.register(_forward_fake)
 
 
 def forward(x: Operands, grad_weight_out: Tensor | None, call: Call, numbers: Tensor | None = None) -> Outputs:
-    """Call the operator. ``x.ids`` are the labels; ``numbers`` comes from ``numbers_of``. See ``_run_forward``."""
+    """Call the operator. ``x.ids`` are the labels; ``numbers`` comes from ``numbers_of``. See ``run_forward``."""
     tensors = (x.hidden, x.weight, [*x.head.tensors.values()], x.ids, grad_weight_out)
     found = _OPERATOR.apply(*tensors, call=call, needs_grad=call.spec.want.grad, numbers=numbers)
     return Outputs.of(found, call.spec.want)
+
+
+def two_passes(given: Given) -> Found:
+    """Compute a loss whose backward is a pass of its own. Autograd differentiates the algebra on [N] numbers."""
+    found = forward(given.x, given.grad_weight_out, given.call, given.numbers)
+    return Found(given.loss(found), found)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import checks
-from cce_dist.call import DTYPES, Call, Layout, LogProbOptions, Options, concrete
+from cce_dist.call import DTYPES, Call, LogProbOptions, Options, concrete, layout_of
 from cce_dist.decide import choose_backend
 from cce_dist.kernels import Operands, ShardLogits, Spec
 from cce_dist.shard import VocabShard, local_rows
@@ -21,8 +21,8 @@ from cce_dist.shard import VocabShard, local_rows
 def prepare(
     input: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, buffer: Tensor | None, shard: VocabShard | None,
     logit_scale: float, options: Options | LogProbOptions, on_meta: bool = False,
-) -> tuple[Operands, VocabShard]:  # fmt: skip
-    """Check the tensors, apply autocast, and return the operands of the kernels and the shard.
+) -> tuple[Operands, VocabShard, ShardLogits]:  # fmt: skip
+    """Check the tensors, apply autocast, and return the operands of the kernels, the shard, and how it makes logits.
 
     Args:
         labels: One id per token; ``linear_log_probs`` also takes several.
@@ -38,12 +38,17 @@ def prepare(
     if buffer is not None:
         check_buffer(buffer, head.weight)
     several = labels.dim() >= max(1, input.dim()) and labels.shape[-1] > 1
-    ids = labels.long()
-    if ids.dim() != 1 + several:  # a view takes the host as long as all of these checks, and autograd one more node
-        ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
     hidden, weight, tensors = head.operands()
     logits = logits_of(head.shard, logit_scale, options.softcap, tensors)
-    return Operands.of(hidden, weight, ids.contiguous(), logits, **tensors), head.shard
+    return Operands.of(hidden, weight, flat_ids(labels, several), logits, **tensors), head.shard, logits
+
+
+def flat_ids(labels: Tensor, several: bool = False) -> Tensor:
+    """Return labels as contiguous int64 ids, [N], or with ``several`` [N, I]."""
+    ids = labels if labels.dtype == torch.int64 else labels.long()
+    if ids.dim() != 1 + several:  # a view takes the host as long as all checks of a call, and autograd one more node
+        ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
+    return ids if ids.is_contiguous() else ids.contiguous()
 
 
 def logits_of(shard: VocabShard, logit_scale: float, softcap: float | None, tensors: Iterable[str]) -> ShardLogits:
@@ -109,7 +114,7 @@ def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options | LogPr
     """Return the ``Call`` of a public function, with the backend chosen."""
     forced, debug = environment()
     backend = choose_backend(options.backend, forced, device_type(x.hidden), x.hidden.dtype)
-    return Call(spec, Layout.of(shard, options), backend, debug, options.labels)
+    return Call(spec, layout_of(shard, options), backend, debug, options.labels)
 
 
 def device_type(tensor: Tensor) -> str:

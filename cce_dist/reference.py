@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cce_dist.filter import GradFilter
+from cce_dist.given import LinearCrossEntropyOutput
 from cce_dist.kept_ids import KeptIds
 from cce_dist.log_probs import LogProbs
-from cce_dist.loss import LinearCrossEntropyOutput
 
 IGNORE_INDEX = -100  # ignored label, unless another one is given
 
@@ -80,7 +80,7 @@ def cross_entropy(
         loss = loss / (divisor if num_tokens is None else num_tokens)
     max_logit = torch.where(valid, z.amax(-1), 0.0).detach()
     is_max = (valid & (target_logit == max_logit)).to(z.dtype)
-    return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, None, max_logit, is_max)
+    return LinearCrossEntropyOutput(loss, nll, lse, target_logit, entropy, z_loss, max_logit, is_max)
 
 
 def linear_log_probs(
@@ -190,89 +190,12 @@ def filtered_gradients(
     kept = (softmax_part.abs() >= grad_filter.eps * size) | is_label
     dropped = softmax_part.masked_fill(kept, 0.0) * slope
     filtered = d_logits * slope - dropped
-    for_hidden, for_weight = filtered.clone(), filtered.clone()
-    usual = softmax_part.sum(1).square().sum()  # the norm of d_hidden is about the coefficient times a row's norm
     if grad_filter.compensate:
-        hidden, weight = (x.detach().to(dropped.dtype) for x in (input.masked_fill(~valid, 0.0), linear_weight))
         for start, stop in zip(starts, [*starts[1:], z.shape[1]], strict=True):
-            part, row_sums = dropped[:, start:stop], dropped[:, start:stop].sum(1)
-            if not part.any():
-                continue
-            share, row_share = part.abs().sum(0) / part.abs().sum(), row_sums.abs() / row_sums.abs().sum()
-            rank_1 = row_sums[:, None] * share
-            filtered[:, start:stop] += rank_1
-            for_hidden[:, start:stop] += rank_1
-            for_weight[:, start:stop] += rank_1
-            if stop - start < 1024:
-                continue
-            of_weight = weight[start:stop]
-            if len(input) > 256:
-                for_weight[:, start:stop] += _correction((part - rank_1).t(), row_share, hidden, 256).t()
-                reweighting = row_sums[:, None] * (hidden - row_share @ hidden)
-            else:
-                reweighting = torch.zeros_like(hidden)
-            num_columns = min(1024, (stop - start) // 1024 * 32)
-            for_hidden[:, start:stop] += _correction(part - rank_1, share, of_weight, num_columns, reweighting, usual)
+            part = dropped[:, start:stop]
+            if part.any():
+                filtered[:, start:stop] += part.sum(1, keepdim=True) * part.abs().sum(0) / part.abs().sum()
     exact = d_logits * slope
-    d_hidden = (for_hidden if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
-    d_weight = (for_weight if grad_filter.weight else exact).to(input.dtype).t() @ input
+    d_hidden = (filtered if grad_filter.hidden else exact).to(linear_weight.dtype) @ linear_weight
+    d_weight = (filtered if grad_filter.weight else exact).to(input.dtype).t() @ input
     return d_hidden, d_weight, filtered.sum(0)
-
-
-def _correction(
-    difference: Tensor,
-    share: Tensor,
-    operand: Tensor,
-    size: int,
-    reweighting: Tensor | None = None,
-    usual: Tensor | None = None,
-) -> Tensor:
-    """Return a matrix whose product with ``operand`` estimates ``difference @ operand``, from ``size`` sampled columns.
-
-    The columns are sampled with probability ``share``. The rows of the result sum to 0. The estimate is shrunk by the fraction
-    of its square that is noise, and is 0 if less than a quarter would remain.
-
-    Args:
-        reweighting: Each row's mass times its centered hidden state. With it, 64 of 1,024 rows of ``operand`` give a control
-            variate that is linear in the operand, scaled to minimise the expected error. The sample estimates the remainder.
-        usual: Mean square of the product's rows relative to ``operand``'s rows. A correction below 4e-6 of it is left out.
-    """
-    center = share @ operand
-    columns = _sampled(share, size)
-    terms = difference[:, columns] / (size * share[columns])
-    centered = operand[columns] - center
-    squares = centered.square().sum(1)
-
-    def shrunk(terms: Tensor) -> tuple[float, float, float]:
-        signal, noise = (terms @ centered).square().sum().item(), (terms.square() * squares).sum().item()
-        part = 1 - noise / signal if signal > 0 else 0.0
-        return signal, noise, part if part > 0.25 else 0.0
-
-    if reweighting is None or usual is None or not reweighting.any():
-        return _at(columns, shrunk(terms)[2] * terms, share)
-    many = _sampled(share, min(len(share) // 1024 * 64, (1 << 25) // operand.shape[1]))
-    lines = reweighting @ centered.t() / size
-    own_noise = (lines.square() * squares).sum().item() * size / len(many)
-    found = []
-    for linear in torch.linspace(0, 1, 32).tolist():
-        signal, noise, part = shrunk(terms - linear * lines)
-        left = part * noise if part else max(0.0, signal - noise)
-        found.append((left + linear**2 * own_noise, linear, part))
-    least = 4e-6 * (usual * squares.mean()).item()
-    left, linear, part = min(found) if found[0][0] - min(found)[0] > least else found[0]
-    signal, noise, _ = shrunk(terms)
-    part = part if max(0.0, signal - noise) - left > least else 0.0
-    model = reweighting @ (operand[many] - center).t() / len(many)
-    return _at(columns, part * (terms - linear * lines), share) + linear * _at(many, model, share)
-
-
-def _sampled(share: Tensor, size: int) -> Tensor:
-    """Draw ``size`` indices with probability ``share`` by systematic sampling."""
-    end = (share * 2**40).long().cumsum(0)
-    places = (2 * torch.arange(size, device=share.device) + 1) * (end[-1] // (2 * size))
-    return torch.searchsorted(end, places, right=True).clamp(max=len(share) - 1)
-
-
-def _at(columns: Tensor, terms: Tensor, share: Tensor) -> Tensor:
-    """Scatter terms to their columns, and subtract ``share`` times their row sums."""
-    return (-terms.sum(1, keepdim=True) * share).index_add_(1, columns, terms)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from cce_dist import merge
 from cce_dist.checks import integer, kind
 
 
@@ -60,12 +63,12 @@ class VocabShard:
         if self.group is None:
             if self.start != 0 or self.stop < self.vocab_size:
                 raise ValueError(
-                    f"rows [{self.start}, {self.stop}) of a vocabulary of {self.vocab_size} without a group: "
-                    "pass the process group that holds the other rows"
+                    f"rows [{self.start}, {self.stop}) of a vocabulary of {self.vocab_size} without a group: pass the process "
+                    "group that holds the other rows (dist.group.WORLD is None before init_process_group)"
                 )
             return
         _check_member(self.group)
-        object.__setattr__(self, "group_name", self.group.group_name)
+        object.__setattr__(self, "group_name", merge.name_of(self.group))
         object.__setattr__(self, "group_size", self.group.size())
 
     def __copy__(self) -> VocabShard:
@@ -92,12 +95,14 @@ class VocabShard:
         return max(0, min(self.stop, self.vocab_size) - self.start)
 
     def check_group(self) -> None:
-        """Raise RuntimeError if the shard was unpickled without its process group."""
+        """Raise RuntimeError if the shard was unpickled without its process group, or the group was destroyed."""
         if self.group is None and self.group_size > 1:
             raise RuntimeError(
                 f"this VocabShard, one of {self.group_size}, was loaded without its process group: "
                 "give it one, shard = shard.with_group(group)"
             )
+        if self.group is not None:
+            merge.check_alive(self.group)
 
     def check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Raise unless weight [V_r, D] and bias [V_r] have ``num_rows`` rows and the group is there."""
@@ -120,10 +125,16 @@ class VocabShard:
             vocab_size: Size of the whole vocabulary, without padding.
             group: The vocabulary-parallel process group, or None for a vocabulary that is not split.
             multiple_of: Number that divides every shard's number of rows.
+
+        Raises:
+            RuntimeError: group is None in a run of several ranks (WORLD_SIZE) before ``init_process_group``, where
+                ``dist.group.WORLD`` is None, too.
         """
         integer("vocab_size", vocab_size, 1)
         integer("multiple_of", multiple_of, 1)
-        if group is not None:
+        if group is None:
+            check_alone()
+        else:
             _check_member(group)
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         return cls(*even_rows(vocab_size, rank, size, multiple_of), vocab_size, group)
@@ -153,7 +164,17 @@ class VocabShard:
             )
         if placements[sharded[0]] != Shard(0):
             raise ValueError(f"linear_weight's DTensor must be sharded on dim 0, the vocabulary, got {placements}")
-        return cls.even(weight.shape[0], weight.device_mesh.get_group(sharded[0]))
+        return cls.even(weight.shape[0], _group_of_dim(weight.device_mesh, sharded[0]))
+
+
+def check_alone() -> None:
+    """Raise RuntimeError if a group of None may be ``dist.group.WORLD`` before ``init_process_group``."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if not dist.is_initialized() and num_ranks not in ("", "0", "1"):
+        raise RuntimeError(
+            f"group is None, as dist.group.WORLD is before init_process_group, and WORLD_SIZE is {num_ranks}: call "
+            "init_process_group first; if each rank shall have the whole vocabulary, leave the group out"
+        )
 
 
 def _check_member(group: Any) -> None:
@@ -161,6 +182,7 @@ def _check_member(group: Any) -> None:
     member = group is not dist.GroupMember.NON_GROUP_MEMBER
     if member:
         kind("group", group, dist.ProcessGroup)
+        merge.check_alive(group)
     if not member or dist.get_group_rank(group, dist.get_rank()) < 0:  # type: ignore[arg-type]
         raise ValueError("this rank is not a member of the shard's process group")
 
@@ -169,7 +191,18 @@ def group_of(name: str, mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group of a mesh's last dimension. Raise ValueError on a rank outside the mesh."""
     if mesh.get_coordinate() is None:
         raise ValueError(f"this rank ({dist.get_rank()}) is not a member of {name}, {mesh}")
-    return mesh.get_group(mesh.ndim - 1)
+    return _group_of_dim(mesh, mesh.ndim - 1)
+
+
+def _group_of_dim(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
+    """Return the process group of a mesh dimension. Raise RuntimeError if the mesh is of an earlier ``init_process_group``."""
+    if torch.compiler.is_compiling():
+        return mesh.get_group(dim)
+    with contextlib.suppress(RuntimeError):
+        group = mesh.get_group(dim)  # torch finds it by its name
+        if group.size() == mesh.size(dim):
+            return group
+    raise RuntimeError(f"the process groups of {mesh} were destroyed, or not made: make the mesh anew")
 
 
 def local_rows(

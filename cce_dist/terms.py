@@ -1,6 +1,8 @@
-"""Parts of the loss outside of the operator: gradient of a learnable scale, per-token scales, class weights."""
+"""The algebra of the loss on a few numbers per token: its terms, a learnable scale, per-token scales, class weights."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -8,10 +10,62 @@ from torch import Tensor
 
 from cce_dist import merge
 from cce_dist.call import is_symbol
-from cce_dist.kernels import Operands
+from cce_dist.kernels import Operands, Upstream
 from cce_dist.kernels.precision import accumulator, widened
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
+from cce_dist.token_loss import TokenLoss
+
+
+class Terms(NamedTuple):
+    """How a token's loss is built from its negative log-likelihood.
+
+    A token's loss is ``weight_N * ((1 - label_smoothing) * nll + label_smoothing * uniform_nll + z_loss_weight * lse^2)``; with
+    class weights ``uniform_nll`` is weighted by itself, see ``ClassWeights``. With ``token`` the caller's function computes the
+    tokens' losses.
+    """
+
+    z_loss_weight: float | Tensor = 0.0  # no gradient
+    label_smoothing: float = 0.0
+    weight_N: Tensor | None = None  # fp32 class weights of the labels, 0 for ignored labels; None: 1
+    token: TokenLoss | None = None
+
+    @property
+    def has_z_loss(self) -> bool:
+        return isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight != 0
+
+    def of_tokens(self, part: slice) -> Terms:
+        weight_N = None if self.weight_N is None else self.weight_N[part]
+        return self._replace(weight_N=weight_N, token=None if self.token is None else self.token.of_tokens(part))
+
+    def losses(self, nll_N: Tensor, lse_N: Tensor, uniform_nll_N: Tensor | None) -> Tensor:
+        """Return the tokens' losses, without a ``token`` function. Differentiable by autograd."""
+        loss_N, smoothing = nll_N, self.label_smoothing
+        if smoothing:
+            loss_N = (1 - smoothing) * loss_N
+        if smoothing and self.weight_N is None:
+            loss_N = loss_N + smoothing * uniform_nll_N
+        if self.has_z_loss:
+            loss_N = loss_N + self.z_loss_weight * lse_N.square()
+        if self.weight_N is not None:
+            loss_N = loss_N * self.weight_N
+            if smoothing:
+                loss_N = loss_N + smoothing * uniform_nll_N
+        return loss_N
+
+    def gradients(self, upstream_N: Tensor, lse_N: Tensor) -> Upstream:
+        """Turn the gradients of per-token losses into gradients of nll, lse and uniform nll.
+
+        Class weights with label smoothing are left to autograd (``losses``).
+        """
+        d_loss_N = upstream_N if self.weight_N is None else upstream_N * self.weight_N
+        d_lse_N = d_uniform_N = None
+        if self.has_z_loss:
+            d_lse_N = d_loss_N * (2.0 * self.z_loss_weight * lse_N)
+        d_nll_N = d_loss_N
+        if self.label_smoothing:
+            d_nll_N, d_uniform_N = (1 - self.label_smoothing) * d_loss_N, self.label_smoothing * d_loss_N
+        return Upstream(nll=d_nll_N, lse=d_lse_N, uniform=d_uniform_N)
 
 
 def learn_scale(
@@ -119,13 +173,10 @@ class ClassWeights:
         self.counted = x.ids != ignore_index
         self.of_labels = torch.where(self.counted, self.weight[x.ids.clamp(0, shard.vocab_size - 1)], 0.0)
 
-    def weigh(self, loss: Tensor, lse: Tensor, smoothing: float, scale: float | Tensor) -> Tensor:
-        """Multiply the losses by the labels' weights, and add the weighted uniform term of label smoothing. [N] -> [N]."""
-        loss = loss * self.of_labels
-        if smoothing == 0:
-            return loss
+    def uniform_nll(self, lse: Tensor, scale: float | Tensor) -> Tensor:
+        """Return the mean over the vocabulary of ``weight_j * (lse - logit_j)``, 0 for ignored tokens. [N] -> [N]."""
         uniform_nll = (self.weight.sum() * lse - scale * self._sum_of_products()) / self.shard.vocab_size
-        return loss + smoothing * torch.where(self.counted, uniform_nll, 0.0)
+        return torch.where(self.counted, uniform_nll, 0.0)
 
     def _sum_of_products(self) -> Tensor:
         """Return each token's sum of products times class weights, before scale and softcap. -> [N] fp32.

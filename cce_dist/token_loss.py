@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from cce_dist import checks
 from cce_dist.autograd import leaves_of
+from cce_dist.kernels import Upstream
 
 
 class TokenLossOutput(NamedTuple):
@@ -73,8 +74,8 @@ class TokenLoss(NamedTuple):
 
     def differentiated(
         self, nll_N: Tensor, entropy_N: Tensor | None, ids_N: Tensor, upstream_N: Tensor
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the losses, and the gradients of nll, lse, target logit, uniform nll and entropy."""
+    ) -> tuple[Tensor, Upstream]:
+        """Return the losses, and the gradients of nll and entropy."""
         leaves = [x.detach().requires_grad_() for x in (nll_N, entropy_N) if x is not None]
         # The hooks replace a checkpoint's, which would compute the whole forward again for each group.
         with torch.enable_grad(), saved_tensors_hooks(_packed, _unpacked):
@@ -82,7 +83,7 @@ class TokenLoss(NamedTuple):
             gradients = torch.autograd.grad(losses_N, leaves, upstream_N, allow_unused=True)
         if all(gradient is None for gradient in gradients):
             raise _no_gradient()
-        return losses_N.detach(), [gradients[0], None, None, None, gradients[1] if self.needs_entropy else None]
+        return losses_N.detach(), Upstream(nll=gradients[0], entropy=gradients[1] if self.needs_entropy else None)
 
     def output(self, loss: Tensor, shape: torch.Size) -> TokenLossOutput:
         """Return the loss, and the outputs of all groups in ``shape``."""

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cce_dist.integrations import fsdp, peft, transformers
-from cce_dist.integrations.deferred.find import find_head, innermost
-from cce_dist.integrations.deferred.taken import Head, Watched, give_back, take, watch
+from cce_dist.integrations.deferred.find_head import find_head, innermost
+from cce_dist.integrations.deferred.subclass import Head, Watched, give_back, take, watch
 from cce_dist.integrations.options import SECTION, ModelOptions
 from cce_dist.shard import VocabShard
 

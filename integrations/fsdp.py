@@ -146,6 +146,7 @@ class Rows:
         """Return this rank's rows [V_r, ...] of a parameter from ``split``; dtype None: FSDP2's dtype of the computation."""
         if DistributedDataParallel._active_ddp_module is not None:
             raise ValueError(BESIDE_DDP)
+        self.shard.check_group()
         dtype = dtype or self.precision.param_dtype or parameter.dtype
         return _Averaged.apply(parameter.to_local(), self, dtype)  # type: ignore[return-value]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from cce_dist import merge
 from cce_dist.call import Options, checked
 from cce_dist.checks import integer, kind, number, tensors
+from cce_dist.given import LinearCrossEntropyOutput, check_class_weights
 from cce_dist.integrations import fsdp
-from cce_dist.loss import LinearCrossEntropyOutput, check_class_weights, linear_cross_entropy
+from cce_dist.loss import linear_cross_entropy
 from cce_dist.operands import check_buffer
-from cce_dist.shard import VocabShard, group_of
+from cce_dist.shard import VocabShard, check_alone, group_of
 
 INIT_ROWS = 1024  # rows of the weight that one generator draws, whatever the sharding
 
@@ -40,7 +42,8 @@ class VocabParallelHead(nn.Module):
         mesh: 1-D device mesh of the vocabulary-parallel ranks. The parameters are DTensors sharded on dim 0, as FSDP2 and
             torch.distributed.checkpoint need them.
         group: The vocabulary-parallel group, instead of mesh. The parameters are local tensors, and DTensors only in the
-            state_dict. Without mesh and group the whole vocabulary is on this rank.
+            state_dict. If mesh and group are left out, the whole vocabulary is on this rank. None has the same meaning, but is
+            refused where ``VocabShard.even`` refuses it.
         shard_over: FSDP2's data-parallel mesh instead, [ranks] or [replicas, ranks]. Hidden states and labels are this rank's
             own, and ranks gather hidden states in place of the weight. FSDP2 must ignore the head:
             ``fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))``. Gradients are averaged over all ranks.
@@ -69,7 +72,7 @@ class VocabParallelHead(nn.Module):
         vocab_size: int,
         *,
         mesh: DeviceMesh | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | EllipsisType | None = ...,
         shard_over: DeviceMesh | None = None,
         equal_tokens: bool = False,
         bias: bool = False,
@@ -82,6 +85,10 @@ class VocabParallelHead(nn.Module):
     ) -> None:
         super().__init__()
         _check_kinds(mesh, weight, init_std)
+        if group is None:
+            check_alone()
+        elif group is ...:
+            group = None
         if mesh is not None and (group is not None or mesh.ndim != 1):
             raise ValueError("mesh must be 1-D, and comes instead of group")
         if shard_over is not None:
@@ -89,13 +96,15 @@ class VocabParallelHead(nn.Module):
             _check_tied(weight, shard_over)
             mesh, group = shard_over, group_of("shard_over", shard_over)
         integer("hidden_size", hidden_size, 1)
+        integer("vocab_size", vocab_size, 1)
         _check_options(loss_options)
         if class_weights is not None:
-            check_class_weights("class_weights", class_weights, integer("vocab_size", vocab_size, 1))
+            check_class_weights("class_weights", class_weights, vocab_size)
         self.hidden_size, self.vocab_size, self.init_std = hidden_size, vocab_size, init_std
         if mesh is not None and group is None:
             group = group_of("mesh", mesh)
-        self.shard, self.rows = VocabShard.even(vocab_size, group), None
+        self.shard = VocabShard.even(vocab_size, group) if group else VocabShard(0, vocab_size, vocab_size)
+        self.rows = None
         if shard_over is not None:
             self.rows = fsdp.Rows(shard_over, self.shard, equal_tokens)
         self.mesh, self.loss_options = mesh, loss_options
@@ -246,9 +255,11 @@ def _local(parameter: Tensor) -> Tensor:
 
 def _distribute_entries(head: VocabParallelHead, state_dict: dict, prefix: str, local_metadata: dict) -> None:
     """Make DTensors of the state_dict's rows, so that a distributed checkpoint can split them in another way."""
+    if head.mesh is not None:
+        return
     head.shard.check_group()
     group = head.shard.group
-    if group is None or head.mesh is not None:
+    if group is None:
         return
     mesh = DeviceMesh.from_group(group, head.weight.device.type)
     for key in (prefix + "weight", prefix + "bias"):

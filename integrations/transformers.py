@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cce_dist.given import LinearCrossEntropyOutput
 from cce_dist.integrations.deferred import task
 from cce_dist.integrations.options import SECTION
-from cce_dist.loss import LinearCrossEntropyOutput
 
 FUSED = "fused_lm_head"  # the argument by which TRL asks for log-probabilities
 SERVED = {"log_probs", "entropy", "is_top1"}  # the outputs that SFTTrainer needs

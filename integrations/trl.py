@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from cce_dist import VocabShard, linear_cross_entropy, linear_log_probs
 from cce_dist.integrations import peft, trl_distillation
-from cce_dist.integrations.deferred.find import checked
-from cce_dist.integrations.deferred.taken import Head, give_back, take
+from cce_dist.integrations.deferred.find_head import checked
+from cce_dist.integrations.deferred.subclass import Head, give_back, take
 from cce_dist.integrations.deferred.task import Task
 from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.options import ScoreOptions

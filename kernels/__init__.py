@@ -45,7 +45,7 @@ last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wante
 
 ``linear_log_probs`` appends up to four kinds of rows (``extras.py`` merges them), in this order: SUM_SQUARE, the sum of
 exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows with the logits of each token's ids,
-0 where the id is no valid row of this shard; and 2 k rows of bits, the keys of the k largest logits.
+0 where the id is no valid row of this shard; and 2 k rows, the k largest logits and the bits of their ids, int32.
 
 **Gradient of a logit** comes from four coefficients per token (rows of ``coef_4N``: ``P``, ``LABEL``, ``UNIFORM``,
 ``ENTROPY``), the merged maximum M and the logarithm L of the merged sum. M and L stay separate, so that
@@ -150,7 +150,6 @@ class Want(NamedTuple):
     grad: bool = True  # A backward pass may follow
     uniform: bool = False  # Nll of the uniform distribution, for label smoothing
     entropy: bool = False  # Entropy of the softmax
-    filter_stats: bool = False  # Share of logits and mass of the softmax that the filter keeps and drops
     largest: bool = False  # Largest logit
     sum_p_squared: bool = False  # Sum of the squared probabilities
     best: bool = False  # Id of the largest logit
@@ -214,7 +213,7 @@ class Spec(NamedTuple):
 
     @property
     def first_top(self) -> int:
-        """Index of the first row of statistics that holds keys of the largest logits."""
+        """Index of the first row of statistics that holds the largest logits."""
         return self.first_target + (self.num_ids if self.several else 0)
 
     @property
@@ -227,7 +226,7 @@ class Rows(NamedTuple):
     """A group of tokens in compact order: labelled tokens first."""
 
     index: torch.Tensor  # [R] int32: indices of the tokens
-    num_kept: torch.Tensor  # [1] int32: how many of these tokens have a label, on the device
+    num_kept: torch.Tensor  # int32: its first element is how many of these tokens have a label, on the device
     hidden: torch.Tensor  # [R, D]: buffer for the hidden states of these tokens
 
 
@@ -288,6 +287,30 @@ class Softmax(NamedTuple):
     max: torch.Tensor
     log_sum: torch.Tensor
     entropy: torch.Tensor | None = None
+
+
+class Losses(NamedTuple):
+    """What forward computes of each token, [N] fp32: 0 where a label is IGNORED, NaN where it is OUTSIDE. None: not wanted."""
+
+    nll: torch.Tensor  # Negative log-likelihood of the label
+    lse: torch.Tensor  # Log-sum-exp
+    target: torch.Tensor  # Logit of the label; 0 with several ids a token
+    uniform: torch.Tensor | None = None  # Nll of the uniform distribution
+    entropy: torch.Tensor | None = None  # Entropy of the softmax
+    mean: torch.Tensor | None = None  # [] fp32: mean of nll over the labels that are not IGNORED
+    count: torch.Tensor | None = None  # [] int64: number of these labels, at least 1; with the mean
+
+
+class Upstream(NamedTuple):
+    """Gradients of the fields of ``Losses``, fp32, of any stride; None: 0. Those of ignored tokens do not matter."""
+
+    nll: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+    uniform: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    mean: torch.Tensor | None = None  # [] fp32
+    count: torch.Tensor | None = None  # As in ``Losses``: the divisor of the mean
 
 
 class Grads(NamedTuple):

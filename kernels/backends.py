@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
-from cce_dist.kernels import Gradients, Grads, Operands, Softmax, Spec, dense
+from cce_dist.kernels import Gradients, Grads, Losses, Operands, Softmax, Spec, Upstream, dense
 
 
 class Backend(Protocol):
@@ -27,32 +27,15 @@ class Backend(Protocol):
         """Return ``label_ids`` of all tokens, and ``Operands.order``."""
         ...
 
-    def token_losses(self, stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Any, ...]:
+    def token_losses(self, stats_TKN: Tensor, x: Operands, spec: Spec) -> tuple[Losses, Softmax]:
         """Merge the shards' statistics by log-add-exp, in rank order, so that every rank computes the same bits.
 
-        Returns:
-            nll, log-sum-exp, target logit, nll of the uniform distribution and entropy, [N] fp32, then the ``Softmax``. Outputs
-            are 0 where a label is IGNORED, NaN where it is OUTSIDE. Uniform nll and both entropies are None unless wanted.
+        Only ids and order of ``x`` count. The entropy of the softmax is None unless it is wanted.
         """
         ...
 
     def merged_lse(self, stats_T3N: Tensor) -> Tensor:
         """Merge maxima and sums of exponentials of all shards into a log-sum-exp. [T, 3, N] -> [N] fp32."""
-        ...
-
-    def mean(self, nll_N: Tensor, labels_N: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-        """Return the mean over labels that are not ``ignore_index``, [] fp32, and their number, at least 1, [] int64."""
-        ...
-
-    def coefficients(
-        self, grads: Sequence[Tensor | None], ids_N: Tensor, vocab_size: int, of_mean: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
-        """Return coef_4N, the four coefficients of each token's logit gradients; 0 for tokens without a label.
-
-        Args:
-            grads: Gradients of the outputs of ``token_losses``; None: 0.
-            of_mean: Gradient of ``mean``, and the number of labels that ``mean`` returned; None: 0.
-        """
         ...
 
     # Passes over the vocabulary.
@@ -80,12 +63,18 @@ class Backend(Protocol):
         """
         ...
 
-    def filter_stats(self, x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec) -> Tensor:
-        """Return the share of logits kept, then mean and maximum over labelled tokens of the softmax mass dropped. -> [3]."""
+    def losses_alone(
+        self, x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor]
+    ) -> tuple[Losses, Softmax, Tensor | None, list[Tensor]]:
+        """Return ``token_losses``, stats_TKN and the tensors saved for backward if this shard is the whole vocabulary.
+
+        Arguments are as in ``statistics``. The statistics are for ``extras.merge_listed`` and ``extras.merge_cells``. They are
+        None if these read none, and may have no TARGET.
+        """
         ...
 
     def gradients(
-        self, x: Operands, softmax: Softmax, coef_4N: Tensor, saved: list[Tensor], grads: Grads, spec: Spec
+        self, x: Operands, softmax: Softmax, upstream: Upstream, saved: list[Tensor], grads: Grads, spec: Spec
     ) -> Gradients:
         """Return d_hidden [N, D] in hidden's dtype, d_weight [V, D] in weight's dtype, d_bias [V] fp32, or None each."""
         ...

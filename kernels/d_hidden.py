@@ -39,13 +39,15 @@ def add_d_hidden(
     tile: Tile,
     *,
     first: bool,
+    zeros: bool = False,
     often_empty: bool = False,
     outer: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Add gain * scale_R * (dlogits_RV @ weight_VD) at the tokens of the group; ``first`` sets it instead.
 
-    ``outer``: [N] and [D] fp32; their outer product is added. ``often_empty``: calls often have no labelled token, so only as
-    many programs are launched as run at a time.
+    ``zeros``: with ``first``, d_hidden of the group's tokens without a label is set to 0. ``outer``: [N] and [D] fp32; their
+    outer product is added. ``often_empty``: calls often have no labelled token, so only as many programs are launched as run
+    at a time.
     """
     num_rows, num_cols = dlogits_RV.shape[0], weight_VD.shape[0]
     hidden_size = weight_VD.shape[1]
@@ -61,7 +63,8 @@ def add_d_hidden(
         assert first
         write, total = 2, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=weight_VD.device))
     target = (rows.index, rows.num_kept, scale_R, gain, *(outer or (None, None)), total.high_ND, total.low_RD, parts_PRC)
-    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), write, num_whole, splits)
+    num_set = num_rows if first and zeros else 0
+    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), write, num_set, num_whole, splits)
     options = {
         "HAS_SCALE": scale_R is not None,
         "HAS_GAIN": gain is not None,
@@ -77,7 +80,7 @@ def add_d_hidden(
     )
     if num_parts:
         _add_parts_kernel[(num_tiles - num_whole, 4)](
-            *target, hidden_size, write, num_whole, splits, **options, **blocks
+            *target, hidden_size, write, num_set, num_whole, splits, **options, **blocks
         )
 
 
@@ -99,6 +102,7 @@ def _grad_hidden_kernel(
     hidden_size,
     dlogits_stride,
     first,  # 0: add; 1: set; 2: set, and there is no remainder
+    num_set,  # rows to set, those without a label to 0; 0: only labelled rows
     num_whole,
     splits,
     num_pieces,  # whole tiles, and parts of the tiles that are cut
@@ -116,7 +120,7 @@ def _grad_hidden_kernel(
     num_kept = tl.load(num_kept_ptr)
     given = (
         dlogits, weight, index_ptr, num_kept, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
-        parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_whole, splits,
+        parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_set, num_whole, splits,
     )
     if OFTEN_EMPTY:
         for piece in range(tl.program_id(0), tl.where(num_kept > 0, num_pieces, 0), tl.num_programs(0)):
@@ -132,7 +136,7 @@ def _grad_hidden_kernel(
 @triton.jit
 def _write_piece(
     piece, dlogits, weight, index_ptr, num_kept, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
-    parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_whole, splits,
+    parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_set, num_whole, splits,
     HAS_SCALE: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_LOW: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -145,7 +149,8 @@ def _write_piece(
     tile = num_whole + tl.where(part < 0, part, part // splits)
     row = tile // num_col_blocks * BLOCK_N
     col = tile % num_col_blocks * BLOCK_D
-    if row < num_kept:
+    if row < tl.where(part < 0, tl.maximum(num_kept, num_set), num_kept):
+        end = tl.where(row < num_kept, end, begin)
         acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         # acc [BLOCK_N, BLOCK_D] = dlogits [BLOCK_N, begin:end] @ weight [begin:end, BLOCK_D], BLOCK_V columns at a time.
         for inner in range(begin, end, BLOCK_V):
@@ -163,8 +168,8 @@ def _write_piece(
                 else:
                     _add(
                         some, row, col + number * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, of_token_ptr,
-                        of_column_ptr, d_hidden_ptr, low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN,
-                        BLOCK_N, BLOCK_D // 4,
+                        of_column_ptr, d_hidden_ptr, low_ptr, hidden_size, first, num_set, HAS_SCALE, HAS_GAIN, HAS_LOW,
+                        BY_TOKEN, BLOCK_N, BLOCK_D // 4,
                     )
 
 
@@ -181,6 +186,7 @@ def _add_parts_kernel(
     parts_ptr,  # in: [parts, BLOCK_N, BLOCK_D] fp32, the parts of a tile one after another
     hidden_size,
     first,
+    num_set,
     num_whole,
     splits,
     HAS_SCALE: tl.constexpr,
@@ -196,15 +202,17 @@ def _add_parts_kernel(
     quarter = tl.program_id(1)
     row = (num_whole + cut) // num_col_blocks * BLOCK_N
     col = (num_whole + cut) % num_col_blocks * BLOCK_D
-    if row >= num_kept:
+    if row >= tl.maximum(num_kept, num_set):
         return
+    num_parts = tl.where(row < num_kept, splits, 0)
     some = tl.zeros((BLOCK_N, BLOCK_D // 4), tl.float32)
     # Add the parts of a quarter of a tile, [BLOCK_N, BLOCK_D / 4].
-    for split in range(splits):
+    for split in range(num_parts):
         some += tl.load(_part(parts_ptr, cut * splits + split, quarter, BLOCK_N, BLOCK_D))
     _add(
         some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr,
-        d_hidden_ptr, low_ptr, hidden_size, first, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
+        d_hidden_ptr, low_ptr, hidden_size, first, num_set, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N,
+        BLOCK_D // 4,
     )
 
 
@@ -231,6 +239,7 @@ def _add(
     low_ptr,
     hidden_size,
     first,
+    num_set,
     HAS_SCALE: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
@@ -238,19 +247,21 @@ def _add(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Add to d_hidden and its remainder, or set them if this is the first chunk."""
+    """Add to d_hidden and its remainder, or set them if this is the first chunk, without a label to 0."""
     offs_n = row + tl.arange(0, ROWS)
     offs_d = col + tl.arange(0, COLS)
     live = offs_n < num_kept
+    written = offs_n < tl.maximum(num_kept, num_set)
     if HAS_SCALE:
         some *= tl.load(scale_ptr + offs_n, mask=live, other=0)[:, None]
-    token = tl.load(index_ptr + offs_n, mask=live, other=0)
+    token = tl.load(index_ptr + offs_n, mask=written, other=0)
     if of_token_ptr is not None:
         of_column = tl.load(of_column_ptr + offs_d, mask=offs_d < hidden_size, other=0)
         some += tl.load(of_token_ptr + token, mask=live, other=0)[:, None] * of_column[None, :]
     if HAS_GAIN:
         some *= tl.load(gain_ptr)
-    mask = live[:, None] & (offs_d < hidden_size)[None, :]
+    some = tl.where(live[:, None], some, 0.0)
+    mask = written[:, None] & (offs_d < hidden_size)[None, :]
     high = d_hidden_ptr + token.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
     low_row = token if BY_TOKEN else offs_n
     low = low_ptr + low_row.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if HAS_LOW else high

@@ -8,8 +8,8 @@ Source: mgmalek's efficient_cross_entropy and Liger-Kernel chunk tokens. The onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +20,15 @@ from cce_dist.kernels import (
     Gradients,
     Grads,
     Head,
+    Losses,
     Operands,
     ShardLogits,
     Softmax,
     Spec,
-    compensation,
+    Upstream,
     memory,
 )
-from cce_dist.kernels.extras import LEAST_KEY, keys_of, largest_keys, rows_of_keys
+from cce_dist.kernels.extras import NO_ID, largest, merge_largest
 from cce_dist.kernels.precision import accumulator, widened
 
 FLOOR = torch.finfo(torch.float32).min  # replaces a maximum of -inf where -inf - -inf would be NaN
@@ -141,19 +142,22 @@ def statistics(
         for block in blocks:
             _add_block(stats_KN[:, block.rows], block.logits(), block, spec)
     if spec.want.top_k:
-        stats_KN[spec.first_top :] = rows_of_keys(top_keys(x, spec))
+        _write_largest(x, spec, stats_KN[spec.first_top :])
     return stats_KN, []
 
 
-def top_keys(x: Operands, spec: Spec) -> Tensor:
-    """Return the keys (``extras.keys_of``) of each token's k largest logits, padded with LEAST_KEY. -> [N, k]."""
-    keys_NC = torch.full((x.num_tokens, spec.want.top_k), LEAST_KEY, dtype=torch.int64, device=x.hidden.device)
-    # Keys take twice the bytes of logits, and ``largest_keys`` copies some.
-    for _, blocks in blocks_of(x, spec._replace(workspace_bytes=spec.workspace_bytes // 2)):
+def _write_largest(x: Operands, spec: Spec, top_2KN: Tensor) -> None:
+    """Write each token's largest logits and their ids."""
+    z_NK = x.hidden.new_full((x.num_tokens, spec.want.top_k), -torch.inf, dtype=torch.float32)
+    ids_NK = torch.full_like(z_NK, NO_ID, dtype=torch.int64)
+    # ``largest`` may copy a block.
+    for cols, blocks in blocks_of(x, spec._replace(workspace_bytes=spec.workspace_bytes // 2)):
         for block in blocks:
-            keys = keys_of(block.logits(), x.start + block.cols.start)
-            keys_NC[block.rows] = largest_keys([keys_NC[block.rows], keys], spec.want.top_k)
-    return keys_NC
+            z_RC, columns_RC = largest(block.logits(), min(spec.want.top_k, cols.stop - cols.start))
+            z_RC = torch.cat((z_NK[block.rows], z_RC), 1)
+            ids_RC = torch.cat((ids_NK[block.rows], columns_RC + (x.start + cols.start)), 1)
+            z_NK[block.rows], ids_NK[block.rows] = merge_largest(z_RC, ids_RC, spec.want.top_k)
+    top_2KN[:] = torch.cat((z_NK, ids_NK.int().view(torch.float32)), 1).t()
 
 
 def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
@@ -188,22 +192,6 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
     max_R.copy_(new_max)
 
 
-def filter_stats(x: Operands, softmax: Softmax, saved: list[Tensor], spec: Spec) -> Tensor:
-    """Compute the statistics in one more pass over the logits. An element counts as kept if its probability reaches eps."""
-    num_kept, dropped_N = _zeros(like=x.hidden), _zeros(x.num_tokens, like=x.hidden)
-    for _, blocks in blocks_of(x, spec):
-        for block in blocks:
-            labelled_R1 = x.ids[block.rows, None] >= 0
-            log_p = block.logits().sub_(softmax.max[block.rows, None]).sub_(softmax.log_sum[block.rows, None])
-            p = log_p.exp_()
-            kept = _with_label(~(p < spec.filter.eps), block)  # NaN is kept
-            num_kept += (kept & labelled_R1).sum()
-            dropped_N[block.rows] += p.masked_fill_(kept | ~labelled_R1, 0.0).sum(1)
-    num_labelled = (x.ids >= 0).sum().clamp(min=1)
-    most = dropped_N.amax() if x.num_tokens else num_kept
-    return torch.stack((num_kept / (num_labelled * max(1, x.num_valid)), dropped_N.sum() / num_labelled, most))
-
-
 def _with_label(kept: Tensor, block: Block) -> Tensor:
     return kept.scatter_(1, block.column_R1, kept.gather(1, block.column_R1) | block.label_R1)
 
@@ -219,16 +207,16 @@ class _Sums(NamedTuple):
 
 
 def gradients(
-    x: Operands, softmax: Softmax, coef_4N: Tensor, saved: list[Tensor], grads: Grads, spec: Spec
+    x: Operands, softmax: Softmax, upstream: Upstream, saved: list[Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
     """Return d_hidden, d_weight and d_bias; see ``Backend.gradients``.
 
     A filter keeps ``P p`` at the label and where ``|P p| >= eps |LABEL|`` (``eps |P|`` if LABEL is 0). Elsewhere it drops this
     part of the gradient, but never the LABEL and UNIFORM terms. With compensation the dropped part R [N, V] (gradients with
     respect to ``hidden @ weight.T``) is replaced by ``r_i q_j``: r are R's row sums, q the column sums of |R| divided by their
-    total. Sampled columns of R correct this for d_hidden, sampled rows for d_weight (``compensation.py``). d_bias is exact.
-    Nothing is dropped if the entropy is differentiated.
+    total. d_bias is exact. Nothing is dropped if the entropy is differentiated.
     """
+    coef_4N = coefficients(upstream, x.ids, spec.vocab_size)
     gain = torch.ones((), dtype=accumulator(x.hidden.dtype), device=x.hidden.device)
     if x.hidden.dtype == torch.float16 and x.num_tokens:
         # fp16 cannot hold 1/N times a small probability, so coefficients are divided by the largest one until the end.
@@ -257,7 +245,7 @@ def gradients(
         if grads.want_weight:
             sums.weight_VD[cols] += (d_weight_CD * gain).to(sums.weight_VD.dtype)
     if spec.filter.eps > 0 and spec.filter.compensate:
-        _add_compensation(sums, x, softmax, coef_4N, grads, spec, gain)
+        _add_compensation(sums, x, grads, spec, gain)
     d_hidden = (sums.hidden_ND * gain).to(x.hidden.dtype).masked_fill_(x.ids[:, None] < 0, 0.0)
     if grads.hidden_out is not None:
         d_hidden = grads.hidden_out.copy_(d_hidden)
@@ -309,98 +297,20 @@ def _reaches(grad: Tensor, coef_4R1: Tensor, spec: Spec) -> Tensor:
     return ~(grad.abs() < spec.filter.eps * torch.where(label_coef != 0, label_coef, p_coef).abs())
 
 
-def _add_compensation(
-    sums: _Sums, x: Operands, softmax: Softmax, coef_4N: Tensor, grads: Grads, spec: Spec, gain: Tensor
-) -> None:
-    """Add the compensation for the dropped gradients; see ``compensation.py``.
+def _add_compensation(sums: _Sums, x: Operands, grads: Grads, spec: Spec, gain: Tensor) -> None:
+    """Add the rank-1 matrix that replaces the dropped gradients.
 
     Padding rows of the weight are not read: they may hold infinity, and 0 * inf is NaN.
     """
     dropped_V = sums.dropped_V[: x.num_valid]
     total = dropped_V.sum()
     share_V = torch.where(total > 0, dropped_V / total, 0.0)
-    own = softmax.entropy is None
     if grads.want_hidden and spec.filter.hidden:
-        center_D = share_V @ widened(x.weight[: x.num_valid])
-        sums.hidden_ND.addcmul_(sums.dropped_N[:, None], center_D)
-        if own and memory.sampled_columns(x.num_valid):
-            sums.hidden_ND.add_(_from_columns(sums.dropped_N, x, softmax, coef_4N, spec, share_V, center_D))
+        sums.hidden_ND.addcmul_(sums.dropped_N[:, None], share_V @ widened(x.weight[: x.num_valid]))
     if grads.want_weight and spec.filter.weight:
         hidden_ND = widened(x.hidden).masked_fill(x.ids[:, None] < 0, 0.0)
         rank_1_VD = share_V[:, None] * (sums.dropped_N @ hidden_ND)
-        if own and x.num_tokens > memory.SAMPLE and memory.sampled_columns(x.num_valid):
-            rank_1_VD += _from_tokens(sums.dropped_N, x, softmax, coef_4N, spec, share_V, hidden_ND)
         sums.weight_VD[: x.num_valid].add_((rank_1_VD * gain).to(sums.weight_VD.dtype))
-
-
-def _from_columns(
-    dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, center_D: Tensor
-) -> Tensor:
-    """Return the correction of d_hidden by sampled columns and by the linear model, [N, D]."""
-    column_K, inverse_share_K = compensation.sample(share_V, memory.sampled_columns(x.num_valid))
-    columns = x._replace(weight=x.weight[column_K], head=x.head.of_columns(column_K), num_valid=len(column_K))
-    centered_KD = widened(columns.weight) - center_D
-    squares_K = centered_KD.square().sum(1)
-    weighted_ND, linear_ND = _linear_terms(dropped_N, x, share_V, center_D)
-    estimate_ND, lines_ND = (_zeros(*x.hidden.shape, like=x.hidden) for _ in range(2))
-    noise_3 = _zeros(3, like=x.hidden)
-    for cols, blocks in blocks_of(columns, spec):
-        for block in blocks:
-            is_label = x.ids[block.rows, None] == column_K[cols] + x.start
-            terms = _dropped(block, softmax, coef_4N, spec, is_label) * inverse_share_K[cols]
-            terms -= dropped_N[block.rows, None] / len(column_K)
-            lines = weighted_ND[block.rows] @ centered_KD[cols].t() / len(column_K)
-            for noise, product in zip(noise_3, (terms.square(), terms * lines, lines.square()), strict=True):
-                noise += product.sum(0) @ squares_K[cols]
-            estimate_ND[block.rows] += terms @ centered_KD[cols]
-            lines_ND[block.rows] += lines @ centered_KD[cols]
-    noise_part = len(column_K) / max(1, memory.covariance_columns(x.num_valid, x.hidden.shape[1]))
-    usual = (coef_4N[0] * x.head.multiplier).square().sum() * squares_K.mean()
-    linear, part = compensation.linear(estimate_ND, lines_ND, noise_3, noise_part, usual)
-    return linear * linear_ND + part * (estimate_ND - linear * lines_ND)
-
-
-def _linear_terms(dropped_N: Tensor, x: Operands, share_V: Tensor, center_D: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``r_i (e_i - e)``, and its product with the covariance of columns, [N, D] each; zeros for few tokens."""
-    num_columns, total = memory.covariance_columns(x.num_valid, x.hidden.shape[1]), dropped_N.abs().sum()
-    if x.num_tokens <= memory.SAMPLE or not num_columns:
-        nothing_ND = _zeros(*x.hidden.shape, like=x.hidden)
-        return nothing_ND, nothing_ND
-    hidden_ND = widened(x.hidden).masked_fill(dropped_N[:, None] == 0, 0.0)
-    share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
-    weighted_ND = dropped_N[:, None] * (hidden_ND - share_N @ hidden_ND)
-    centered_MD = widened(x.weight[compensation.sample(share_V, num_columns).place]) - center_D
-    return weighted_ND, weighted_ND @ (centered_MD.t() @ centered_MD / num_columns)
-
-
-def _from_tokens(
-    dropped_N: Tensor, x: Operands, softmax: Softmax, coef_4N: Tensor, spec: Spec, share_V: Tensor, hidden_ND: Tensor
-) -> Tensor:
-    """Return the correction of d_weight by sampled tokens, [V, D]."""
-    total = dropped_N.abs().sum()
-    share_N = torch.where(total > 0, dropped_N.abs() / total, 0.0)
-    token_S, inverse_share_S = compensation.sample(share_N, memory.SAMPLE)
-    centered_SD = hidden_ND[token_S] - share_N @ hidden_ND
-    squares_S = centered_SD.square().sum(1)
-    tokens = x._replace(hidden=x.hidden[token_S], ids=x.ids[token_S])
-    of_tokens = Softmax(softmax.max[token_S], softmax.log_sum[token_S])
-    estimate_VD, noise = _zeros(len(share_V), x.hidden.shape[1], like=x.hidden), _zeros(like=x.hidden)
-    for cols, blocks in blocks_of(tokens, spec):
-        for block in blocks:
-            columns_C = torch.arange(block.weight_CD.shape[0], device=token_S.device)
-            is_label = block.label_R1 & (block.column_R1 == columns_C)
-            terms = _dropped(block, of_tokens, coef_4N[:, token_S], spec, is_label)
-            terms -= dropped_N[token_S[block.rows], None] * share_V[cols]
-            terms *= inverse_share_S[block.rows, None]
-            noise += terms.square().sum(1) @ squares_S[block.rows]
-            estimate_VD[cols] += terms.t() @ centered_SD[block.rows]
-    return compensation.signal_share(estimate_VD.square().sum(), noise) * estimate_VD
-
-
-def _dropped(block: Block, softmax: Softmax, coef_4N: Tensor, spec: Spec, is_label: Tensor) -> Tensor:
-    """Return a block's dropped gradients with respect to ``hidden @ weight.T``, 0 where the gradient is kept."""
-    grad, slope = _softmax_part(block, softmax, coef_4N, spec)
-    return (grad * slope).masked_fill_(_reaches(grad, coef_4N[:, block.rows, None], spec) | is_label, 0.0)
 
 
 class Merged(NamedTuple):
@@ -433,15 +343,27 @@ def merge(stats_TKN: Tensor, spec: Spec) -> Merged:
     return Merged(max_N, log_sum, target_TN.sum(0), mean_below, entropy)
 
 
-def token_losses(stats_TKN: Tensor, ids_N: Tensor, spec: Spec) -> tuple[Any, ...]:
-    want = spec.want
+def losses_alone(
+    x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Losses, Softmax, Tensor, list[Tensor]]:
+    stats_KN, saved = statistics(x, spec, merge_bound)
+    return *token_losses(stats_KN[None], x, spec), stats_KN[None], saved
+
+
+def token_losses(stats_TKN: Tensor, x: Operands, spec: Spec) -> tuple[Losses, Softmax]:
+    want, ids_N = spec.want, x.ids
     merged = merge(stats_TKN[:, : spec.num_stats], spec)
     nll, lse = merged.max - merged.target + merged.log_sum, merged.max + merged.log_sum
     losses = torch.stack((nll, lse, merged.target, merged.mean_below + merged.log_sum, merged.entropy))
     losses = losses.masked_fill_(ids_N == IGNORED, 0.0).masked_fill_(ids_N == OUTSIDE, torch.nan)
     wanted = (True, True, True, want.uniform, want.entropy)
+    losses_N = [x.clone() if is_wanted else None for x, is_wanted in zip(losses, wanted, strict=True)]
+    mean = count = None
+    if want.mean:
+        count = (ids_N != IGNORED).sum().clamp(min=1)
+        mean = losses[0].sum() / count
     softmax = Softmax(merged.max, merged.log_sum, merged.entropy if want.entropy else None)
-    return *(x.clone() if is_wanted else None for x, is_wanted in zip(losses, wanted, strict=True)), softmax
+    return Losses(*losses_N, mean, count), softmax  # type: ignore[arg-type]
 
 
 def merged_lse(stats_T3N: Tensor) -> Tensor:
@@ -449,19 +371,14 @@ def merged_lse(stats_T3N: Tensor) -> Tensor:
     return merged.max + merged.log_sum
 
 
-def mean(nll_N: Tensor, labels_N: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    count = (labels_N != ignore_index).sum().clamp(min=1)
-    return nll_N.sum() / count, count
-
-
-def coefficients(
-    grads: Sequence[Tensor | None], ids_N: Tensor, vocab_size: int, of_mean: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    like = next((d for d in (*grads, of_mean and of_mean[0]) if d is not None), ids_N)
+def coefficients(upstream: Upstream, ids_N: Tensor, vocab_size: int) -> Tensor:
+    """Return coef_4N, the four coefficients of each token's logit gradients; 0 for tokens without a label."""
+    *grads, d_mean, count = upstream
+    like = next((d for d in (*grads, d_mean) if d is not None), ids_N)
     zeros = _zeros(*ids_N.shape, like=like)
     d_nll, d_lse, d_target, d_uniform, d_entropy = (
         zeros if d is None else d.masked_fill(ids_N < 0, 0.0) for d in grads
     )
-    if of_mean is not None:
-        d_nll = d_nll + (of_mean[0] / of_mean[1]).expand(ids_N.shape).masked_fill(ids_N < 0, 0.0)
+    if d_mean is not None and count is not None:
+        d_nll = d_nll + (d_mean / count).expand(ids_N.shape).masked_fill(ids_N < 0, 0.0)
     return torch.stack((d_nll + d_lse + d_uniform, d_target - d_nll, d_uniform / -vocab_size, d_entropy))

@@ -92,6 +92,18 @@ def launches_are_replaced() -> bool:
     return _THREAD.launch is not None
 
 
+# Triton loads each kernel's launcher in C as a module of the same name, and then reads the module's function. If the file was
+# loaded before, as for kernels with equal arguments, CPython puts its functions into the module that was loaded last. Another
+# thread that loads a launcher in between would make this kernel use that launcher (seen with Triton 3.6).
+_LOADING = threading.Lock()
+
+
+def load(kernel: Any) -> None:
+    """Have Triton build and load a compiled kernel's launcher in C, in one thread at a time."""
+    with _LOADING:
+        _ = kernel.run
+
+
 def passes_triton_by() -> bool:
     """Return whether this thread's launches go past Triton, and not to a function in their place."""
     return _THREAD.launch is None and _is_wanted()
@@ -137,8 +149,9 @@ class Kernel:
         return known.compiled
 
     def by_triton(self, args: Sequence[Any], grid: Sequence[int], options: dict[str, Any]) -> Any:
-        """Launch through Triton."""
-        return self.jitted.run(*args, grid=grid, warmup=False, **options)
+        """Launch through Triton, which loads the launcher in C of a kernel that is new."""
+        with _LOADING:
+            return self.jitted.run(*args, grid=grid, warmup=False, **options)
 
     def _are_constants(self, num_args: int, options: dict[str, Any]) -> bool:
         """Return whether exactly the kernel's constexprs are passed by name."""

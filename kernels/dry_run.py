@@ -27,9 +27,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cce_dist.kernels import FAR_SOFTCAP, Grads, Operands, Softmax, Spec
+from cce_dist.kernels import FAR_SOFTCAP, Grads, Losses, Operands, Softmax, Spec, Upstream
 from cce_dist.kernels.backends import Backend, named
-from cce_dist.kernels.direct import launches_are_replaced, launching
+from cce_dist.kernels.direct import launches_are_replaced, launching, load
 from cce_dist.kernels.memory import Groups, Sizes, low_bytes
 from cce_dist.kernels.planned import Planned, planned
 
@@ -136,7 +136,7 @@ def anew_peak(sizes: Sizes, spec: Spec, device: Planned | None) -> int:
     d_weight = torch.empty_like(x.weight)
     softmax = Softmax(*(torch.empty(sizes.num_tokens, device="meta") for _ in range(2)))
     with planned(device), launching(_launch_nothing), torch.no_grad(), Live() as live:
-        kept = _Kept(x, module.saved_of_slices(x, spec) or [], softmax, [softmax.max], None)
+        kept = _Kept(x, module.saved_of_slices(x, spec) or [], softmax, Losses(*(softmax.max,) * 3))
         _backward(module, spec, kept, Grads(False, True, False, d_weight, often_empty=True))
     return live.peak
 
@@ -159,34 +159,34 @@ class _Kept(NamedTuple):
     x: Operands
     saved: list[Tensor]
     softmax: Softmax
-    losses: list[Any]
-    of_mean: tuple[Tensor, Tensor] | None
+    losses: Losses
 
 
-def _forward(backend: Backend, spec: Spec, x: Operands) -> _Kept:
-    """Run the forward pass of ``op.py`` on one rank. ``x.ids`` holds labels, which become ids here."""
+def _forward(backend: Backend, spec: Spec, x: Operands, num_ranks: int = 1) -> _Kept:
+    """Run the forward pass of ``op.py`` without collectives. ``x.ids`` holds labels, which become ids here."""
 
     def merge_bound(stats_3N: Tensor) -> Tensor:
         return backend.merged_lse(stats_3N[None])
 
-    labels = x.ids
-    ids, order = backend.ordered_ids(labels, spec.ignore_index, spec.vocab_size)
+    ids, order = backend.ordered_ids(x.ids, spec.ignore_index, spec.vocab_size)
     x = x._replace(ids=ids, order=order)
-    stats_KN, saved = backend.statistics(x, spec, merge_bound)
-    *losses, softmax = backend.token_losses(stats_KN[None], x.ids, spec)
-    of_mean = backend.mean(losses[0], labels, spec.ignore_index) if spec.want.mean else None
-    return _Kept(x, saved, softmax, losses, of_mean)
+    if num_ranks == 1:
+        losses, softmax, _, saved = backend.losses_alone(x, spec, merge_bound)
+    else:
+        stats_KN, saved = backend.statistics(x, spec, merge_bound)
+        losses, softmax = backend.token_losses(stats_KN[None], x, spec)
+    return _Kept(x, saved, softmax, losses)
 
 
 def _backward(backend: Backend, spec: Spec, kept: _Kept, grads: Grads) -> Any:
     """Run the backward pass of ``op.py`` on one rank."""
-    x, saved, softmax, losses, of_mean = kept
-    wanted = (of_mean is None, False, False, spec.want.uniform, spec.want.entropy)
-    coef_4N = backend.coefficients([losses[0] if want else None for want in wanted], x.ids, spec.vocab_size, of_mean)
-    return backend.gradients(x, softmax, coef_4N, saved, grads, spec)
+    x, saved, softmax, losses = kept
+    # Gradients have the sizes and dtypes of the losses.
+    upstream = Upstream(*losses)._replace(nll=losses.nll if losses.mean is None else None, lse=None, target=None)
+    return backend.gradients(x, softmax, upstream, saved, grads, spec)
 
 
-def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None) -> None:
+def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None, num_ranks: int = 1) -> None:
     """Compile the kernels of a call's forward and backward in parallel, unless a similar call came before.
 
     Args:
@@ -194,6 +194,7 @@ def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor 
         spec: Options of the call.
         x: Operands of the call, with labels in ``ids``. Under sequence parallelism hidden states are a slice.
         weight_out: As in ``Grads``.
+        num_ranks: Size of the vocabulary-parallel group.
     """
     # Dispatch modes must not see the dry run's operators, and nothing can be compiled while a graph is captured.
     if not spec.want.grad or not x.weight.is_cuda or not compiles_ahead() or torch._C._len_torch_dispatch_stack():
@@ -202,7 +203,7 @@ def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor 
         return
     tensors = tuple((t.shape, t.dtype) for t in (x.weight, *x.head.tensors.values(), weight_out) if t is not None)
     options = _kind_of_task(spec)
-    call = id(backend), x.weight.device, options, x.num_tokens.bit_length(), tensors
+    call = id(backend), x.weight.device, options, x.num_tokens.bit_length(), tensors, num_ranks == 1
     if call in _COMPILED:
         return
     _COMPILED[call] = None
@@ -212,7 +213,7 @@ def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor 
         return
     try:
         # In a copied context, because Triton does not leave AsyncCompileMode if a wait is interrupted.
-        contextvars.copy_context().run(_compile, backend, spec, x, weight_out)
+        contextvars.copy_context().run(_compile, backend, spec, x, weight_out, num_ranks)
     except Exception as error:  # the call itself will raise it
         _LOG.debug("cce_dist does not compile ahead: %r", error)
 
@@ -229,7 +230,7 @@ def _kind(value: Any) -> Any:
     return (value > 0, value == 1, value > FAR_SOFTCAP) if isinstance(value, float) else value
 
 
-def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None) -> None:
+def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None, num_ranks: int) -> None:
     """Compile the kernels that a dry run of the call launches."""
     import triton
 
@@ -238,10 +239,10 @@ def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
     def warm_up(kernel: Any, args: Any, grid: Any, kwargs: dict[str, Any]) -> None:
         compiling.append(kernel.warmup(*args, grid=(1,), **kwargs))
 
-    def load(kernel: Any) -> None:
+    def load_now(kernel: Any) -> None:
         """Have Triton 3.6 build the kernel's C launcher now, which takes a quarter of a second, instead of at its launch."""
         with torch.cuda.device(device):
-            _ = (kernel.result() if hasattr(kernel, "result") else kernel).run
+            load(kernel.result() if hasattr(kernel, "result") else kernel)
 
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="cce_dist-compile") as threads:
         with triton.AsyncCompileMode(threads, ignore_errors=True), torch.no_grad(), launching(warm_up):
@@ -249,8 +250,9 @@ def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
             head = x.head._replace(**{name: _bare(tensor) for name, tensor in x.head.tensors.items()})
             x = x._replace(hidden=hidden, weight=_bare(x.weight), head=head, ids=_bare(x.ids))
             out = None if weight_out is None else _bare(weight_out)
-            _backward(backend, spec, _forward(backend, spec, x), Grads(True, True, x.head.bias is not None, out))
-        wait([threads.submit(load, kernel) for kernel in compiling])
+            kept = _forward(backend, spec, x, num_ranks)
+            _backward(backend, spec, kept, Grads(True, True, x.head.bias is not None, out))
+        wait([threads.submit(load_now, kernel) for kernel in compiling])
 
 
 def _bare(tensor: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 forward                                             backward
   target logit, one weight row per token              for each chunk of the vocabulary:
   log-sum-exp, tile by tile (lse)                       recompute its dlogits (dlogits)
-  merge the parts into the statistics                   add its part of d_hidden (d_hidden)
-                                                        write its rows of d_weight (d_weight)
+  merge the parts into the statistics, or on one        add its part of d_hidden (d_hidden)
+    rank into losses (losses)                           write its rows of d_weight (d_weight)
                                                       kept exponentials: the two products alone (kept)
 
 Tokens without a label come last in both (``tokens.compact``). ``workspace_bytes`` bounds what is alive beside inputs and
@@ -21,16 +21,24 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Want, memory
+from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.candidates import Candidates, new_candidates, sampled
 from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
-from cce_dist.kernels.extras import LEAST_KEY
-from cce_dist.kernels.kept import Kept, label_cells, level, row_scales
-from cce_dist.kernels.largest import choose_among_all, choose_listed
+from cce_dist.kernels.extras import NO_ID, largest
+from cce_dist.kernels.kept import Kept, Leveling, label_cells, scaled_rows
+from cce_dist.kernels.logits import logits_chunk
+from cce_dist.kernels.losses import (
+    Finished,
+    Results,
+    finish,
+    merged_lse,
+    of_statistics,
+    rows_per_program,
+    token_losses,
+)
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
     Keep,
@@ -38,7 +46,6 @@ from cce_dist.kernels.lse import (
     choose_splits,
     gathered_with_targets,
     lse_partials,
-    merge_splits,
     new_partials,
 )
 from cce_dist.kernels.memory import Sizes
@@ -51,35 +58,27 @@ from cce_dist.kernels.tokens import (
     gather_rows,
     gathered,
     label_ids,
-    mean,
-    merged_lse,
     ordered_ids,
     some_rows,
     sums_of_rows,
     token_groups,
-    token_losses,
 )
 from cce_dist.kernels.waves import cdiv
 
 __all__ = [
-    "coefficients", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
-    "saved_of_slices", "statistics", "token_losses",
+    "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
+    "token_losses",
 ]
+
+
+_NO_UPSTREAM = Upstream()
 
 
 def columns_kept(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials: as many as fit in the budget."""
     if not spec.can_keep(str(x.hidden.dtype)):
         return 0
-    return memory.columns_kept(sizes_of(x)._replace(alone=spec.alone), _beside_lists(x, spec))
-
-
-def _beside_lists(x: Operands, spec: Spec) -> int:
-    return memory.beside_lists(sizes_of(x), spec.want.top_k, spec.workspace_bytes)
-
-
-def top_plan(x: Operands, spec: Spec) -> memory.TopPlan | None:
-    return memory.top_plan(x.num_valid, spec.want.top_k) if spec.want.top_k else None
+    return memory.columns_kept(sizes_of(x)._replace(alone=spec.alone), spec.workspace_bytes)
 
 
 def sizes_of(x: Operands) -> Sizes:
@@ -87,7 +86,7 @@ def sizes_of(x: Operands) -> Sizes:
 
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
-    order = [x.ids.new_empty(n, dtype=torch.int32) for n in (x.num_tokens, 1)]
+    order = [x.ids.new_empty(n, dtype=torch.int32) for n in (x.num_tokens, 2)]
     return list(new_kept(x, order, columns_kept(x, spec), spec.want.entropy))
 
 
@@ -112,69 +111,114 @@ def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN, and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
-    kept, num_tokens = new_kept(x, order_of(x), columns_kept(x, spec), spec.want.entropy), x.num_tokens
-    fp32 = {"dtype": torch.float32, "device": x.hidden.device}
-    stats_KN = torch.empty(spec.num_rows, num_tokens, **fp32)
-    if spec.want.top_k:  # placeholders: the shard may have fewer columns than k
-        _keys(stats_KN, spec).zero_()[: spec.want.top_k] = LEAST_KEY >> 32
-    if num_tokens == 0 or x.num_valid == 0:
+    order, stats_KN = order_of(x), _empty(x, spec.num_rows, x.num_tokens)
+    kept = _kept_after_largest(x, spec, order, stats_KN)
+    if x.num_tokens == 0 or x.num_valid == 0:
         stats_KN[: spec.first_top].zero_()[0] = float("-inf")
-        return stats_KN, list(kept)
-    if spec.several:
-        stats_KN[2].zero_()
-    with on_device(x.hidden):
-        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        left_N = _sweep(x, spec, tiles, kept, stats_KN)
-        if spec.want.top_k:
-            choose_among_all(x, left_N, spec, tiles, _keys(stats_KN, spec))
-        if spec.want.best:  # columns become ids
-            stats_KN[spec.best_row].view(torch.int32).add_(x.start)
+    else:
+        _sweep(x, spec, kept, stats_KN, None)
     return stats_KN, list(kept)
 
 
-def _keys(stats_KN: torch.Tensor, spec: Spec) -> torch.Tensor:
-    return stats_KN[spec.first_top :].view(torch.int32)
+def losses_alone(
+    x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Results:
+    """Return losses, softmax, statistics and ``Kept``. Statistics are None without further outputs, and have no TARGET."""
+    if x.num_tokens == 0 or x.num_valid == 0:
+        return of_statistics(x, spec, *statistics(x, spec))
+    stats_TKN = _empty(x, 1, spec.num_rows, x.num_tokens) if spec.num_rows > spec.num_stats else None
+    stats_KN = None if stats_TKN is None else stats_TKN[0]
+    kept = _kept_after_largest(x, spec, order_of(x), stats_KN)
+    out = Finished.new(x, kept.num_kept, spec.want, cdiv(x.num_tokens, rows_per_program(kept.exp_NV.shape[1] > 0)))
+    _sweep(x, spec, kept, stats_KN, out)
+    return out.losses, out.softmax, stats_TKN, list(kept)
 
 
-def _sweep(x: Operands, spec: Spec, tiles: Tiles, kept: Kept, stats_KN: torch.Tensor) -> torch.Tensor:
-    """Fill stats_KN. Return ids [N], negative except for tokens whose largest logits are still to be found."""
-    plan = top_plan(x, spec)
-    at_once = _forward_rows(x, spec, tiles, kept)
-    num_tiles = cdiv(x.num_valid, tiles.lse.cols)
-    keeping, parts = _kept_span(x, kept, tiles, at_once), 0
-    if keeping.last < num_tiles:
-        # ``invariant`` calls always use the number of parts that 400 to 8,192 tokens get on an H100.
-        cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
-        parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
-    buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
-    find = partial(new_candidates, sampled(x, plan), plan, tiles) if plan else None
-    left_N = torch.empty_like(x.ids) if find else x.ids
-    first_target, copy_N = spec.first_target if spec.several else 2, kept.target_N if keeping.num_parts else None
-    for number, group in enumerate(token_groups(kept.order, at_once)):
-        rows = gathered_with_targets(x, group, buffer_RD, stats_KN, first_target, copy_N)
-        lists = find(rows) if find else None
-        partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
-        if keeping.num_parts:
-            _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept.of_group(number, at_once), spec.want, lists)
-        if parts:
-            span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
-            lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want, lists=lists)
-        merge_splits(partials_KPR, x, rows, stats_KN, want=spec.want)
-        if lists:
-            choose_listed(x, rows, lists, spec, _keys(stats_KN, spec), left_N)
-    return left_N
+def _empty(x: Operands, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=x.hidden.device)
 
 
-def _forward_rows(x: Operands, spec: Spec, tiles: Tiles, kept: Kept) -> int:
+def _kept_after_largest(x: Operands, spec: Spec, order: list[torch.Tensor], stats_KN: torch.Tensor | None) -> Kept:
+    """Return ``new_kept``. The largest logits are written first, before the exponentials take their memory."""
+    if stats_KN is not None and spec.want.top_k:
+        _write_largest(x, spec, order, stats_KN[spec.first_top :])
+    return new_kept(x, order, columns_kept(x, spec), spec.want.entropy)
+
+
+def _write_largest(x: Operands, spec: Spec, order: list[torch.Tensor], top_2KN: torch.Tensor) -> None:
+    """Write each token's largest logits and their ids, from all logits of a group of tokens at a time."""
+    z_KN, ids_KN = top_2KN[: spec.want.top_k], top_2KN[spec.want.top_k :].view(torch.int32)
+    z_KN.fill_(float("-inf"))  # stays where the shard has fewer columns than k
+    ids_KN.fill_(NO_ID)
+    top_k = min(spec.want.top_k, x.num_valid)
+    if top_k == 0 or x.num_tokens == 0:
+        return
+    with on_device(x.hidden):
+        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+        cols = cdiv(x.num_valid, tiles.lse.cols) * tiles.lse.cols
+        at_once = memory.top_rows(sizes_of(x)._replace(num_columns=cols), top_k, spec.workspace_bytes)
+        buffer_RD = x.hidden.new_empty(at_once, x.hidden.shape[1])
+        z_RV = torch.empty(at_once, cols, dtype=torch.float32, device=x.hidden.device)
+        for group in token_groups(order, at_once):
+            rows = gathered(x.hidden, group, buffer_RD)
+            group_z_RV = first_rows(z_RV, rows.index.shape[0])
+            logits_chunk(x, rows, 0, group_z_RV, tiles)
+            z_RK, columns_RK = largest(group_z_RV, top_k)
+            z_KN[:top_k].index_copy_(1, rows.index.long(), z_RK.t())
+            ids_KN[:top_k].index_copy_(1, rows.index.long(), (columns_RK + x.start).int().t())
+
+
+def _sweep(x: Operands, spec: Spec, kept: Kept, stats_KN: torch.Tensor | None, out: Finished | None) -> None:
+    """Fill the kept exponentials, and unless they are None ``out`` and stats_KN, except for the largest logits.
+
+    Beside ``out``, stats_KN has no TARGET.
+    """
+    if stats_KN is not None and spec.several:
+        stats_KN[2].zero_()
+    with on_device(x.hidden):
+        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+        at_once = _forward_rows(x, spec, kept)
+        num_tiles = cdiv(x.num_valid, tiles.lse.cols)
+        keeping, parts = _kept_span(x, kept, tiles, at_once), 0
+        if keeping.last < num_tiles:
+            # ``invariant`` calls always use the number of parts that 400 to 8,192 tokens get on an H100.
+            cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
+            parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
+        buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
+        targets, programs = _targets(spec, kept, stats_KN, out), 0
+        target_N = None if out is None or spec.several else targets[0]
+        for number, group in enumerate(token_groups(kept.order, at_once)):
+            rows, leveling = gathered_with_targets(x, group, buffer_RD, *targets), None
+            partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
+            if keeping.num_parts:
+                kept_of_group = kept.of_group(number, at_once)
+                leveling = _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept_of_group, spec.want)
+            if parts:
+                span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
+                lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want)
+            programs += finish(
+                x, rows, partials_KPR, want=spec.want, leveling=leveling, target_N=target_N, vocab_size=spec.vocab_size,
+                stats_KN=stats_KN, out=out, first_program=programs,
+            )
+        if stats_KN is not None and spec.want.best:  # columns become ids
+            stats_KN[spec.best_row].view(torch.int32).add_(x.start)
+
+
+def _targets(
+    spec: Spec, kept: Kept, stats_KN: torch.Tensor | None, out: Finished | None
+) -> tuple[torch.Tensor | None, int, torch.Tensor | None]:
+    """Return where the labels' logits are written: tensor, row and copy as ``gathered_with_targets`` takes them."""
+    if spec.several:
+        return stats_KN, spec.first_target, None
+    saved_N = kept.target_N if kept.exp_NV.shape[1] else None
+    if out is None:
+        return stats_KN, 2, saved_N
+    return out.losses.target if saved_N is None else saved_N, 0, None
+
+
+def _forward_rows(x: Operands, spec: Spec, kept: Kept) -> int:
     """Return how many tokens forward works on at a time."""
-    plan, sizes, columns = top_plan(x, spec), sizes_of(x), kept.exp_NV.shape[1]
-    if columns:
-        return min(x.num_tokens, memory.forward_rows(sizes, _beside_lists(x, spec), columns))
-    rows = memory.forward_rows(sizes, spec.workspace_bytes, 0)
-    if plan is not None:
-        # ``waves.num_parts`` gives a block of rows a quarter of the programs that run at once, so four blocks fill the device.
-        rows = min(rows, memory.top_rows(sizes, plan, spec.want.top_k, spec.workspace_bytes, 4 * tiles.lse.rows))
-    return min(x.num_tokens, rows)
+    return min(x.num_tokens, memory.forward_rows(sizes_of(x), spec.workspace_bytes, kept.exp_NV.shape[1]))
 
 
 def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
@@ -186,9 +230,11 @@ def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
 
 def _keep_exponentials(
     x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, kept: Kept, want: Want,
-    lists: Candidates | None = None,
-) -> None:
-    """Run the log-sum-exp over a span and keep its exponentials, relative to the maximum of each row's first tile."""
+) -> Leveling:
+    """Run the log-sum-exp over a span and keep its exponentials, relative to the maximum of each row's first tile.
+
+    ``finish`` still has to level them.
+    """
     num_rows, tile = rows.index.shape[0], tiles.lse
     first_KPR = new_partials(1, num_rows, NOTHING_MORE, partials_KPR)
     if tile.warps >= 8:  # one tile per block of rows would occupy half of a device, so halve the blocks
@@ -196,25 +242,19 @@ def _keep_exponentials(
     lse_partials(x, rows, tiles._replace(lse=tile), Span(0, 1, 1), first_KPR)
     tile_reference_BR = torch.empty(span.last, num_rows, dtype=torch.float32, device=partials_KPR.device)
     keep = Keep(first_KPR, kept.exp_NV, tile_reference_BR)
-    lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want, lists=lists)
-    level(keep, rows, kept.reference_N, tiles.lse.cols)
+    lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want)
+    return Leveling(kept.exp_NV, tile_reference_BR, kept.reference_N, tiles.lse.cols)
 
 
 def _recompute_exponentials(x: Operands, kept: Kept, tiles: Tiles, spec: Spec) -> None:
     """Compute the exponentials again if an earlier backward has overwritten them. Otherwise every launch returns at once."""
-    at_once = _forward_rows(x, spec, tiles, kept)  # the same groups, cut into the same parts, as in forward
+    at_once = _forward_rows(x, spec, kept)  # the same groups, cut into the same parts, as in forward
     span, buffer_RD = _kept_span(x, kept, tiles, at_once), x.hidden.new_empty(at_once, x.hidden.shape[1])
     for number, group in enumerate(token_groups([kept.index_N, kept.num_kept * kept.overwritten], at_once)):
         rows = gathered(x.hidden, group, buffer_RD)
         partials_KPR = new_partials(span.num_parts, rows.index.shape[0], spec.want, x.hidden)
-        _keep_exponentials(x, rows, tiles, span, partials_KPR, kept.of_group(number, at_once), spec.want)
-
-
-def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
-    """Return the statistics of a filter that keeps everything."""
-    stats = softmax.max.new_zeros(3)
-    stats[:1].fill_(1.0)  # an assignment would wait for the device
-    return stats
+        kept_of_group = kept.of_group(number, at_once)
+        finish(x, rows, None, leveling=_keep_exponentials(x, rows, tiles, span, partials_KPR, kept_of_group, spec.want))
 
 
 class Output(NamedTuple):
@@ -262,22 +302,37 @@ class _Part(NamedTuple):
 
 
 def gradients(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Spec
+    x: Operands, softmax: Softmax, upstream: Upstream, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
     """Return d_hidden, d_weight and d_bias; a token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere."""
-    kept, last = Kept(*saved), x.num_valid
+    return gradients_by(x, softmax, None, Kept(*saved), grads, spec, upstream)
+
+
+def gradients_by(
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor | None, kept: Kept, grads: Grads, spec: Spec,
+    upstream: Upstream = _NO_UPSTREAM,
+) -> Gradients:
+    """Compute ``gradients`` by coefficients, or if these are None or exponentials are kept, by ``upstream``."""
+    last = x.num_valid
     num_kept = min(kept.exp_NV.shape[1], last)
-    # Only d_weight needs the scaled hidden states. They are kept in d_hidden's storage if d_hidden may be computed last.
-    weight_first = 0 < num_kept == last and grads.want_hidden and grads.want_weight and grads.hidden_ready is None
-    d_hidden, d_weight, d_bias = new_gradients(x, grads, zeros=not weight_first)
-    returned = (d_hidden, None if grads.weight_out is not None else d_weight, d_bias)
     if x.num_tokens == 0 or x.num_valid == 0:
+        d_hidden, d_weight, d_bias = new_gradients(x, grads)
         if d_hidden is not None and grads.hidden_ready is not None:
             grads.hidden_ready(d_hidden)
-        return returned
+        return d_hidden, None if grads.weight_out is not None else d_weight, d_bias
+    # Only d_weight needs the scaled hidden states. They are kept in d_hidden's storage if d_hidden may be computed last.
+    weight_first = 0 < num_kept == last and grads.want_hidden and grads.want_weight and grads.hidden_ready is None
+    # ``add_d_hidden`` sets the rows of tokens without a label, unless there are often no other tokens.
+    d_hidden, d_weight, d_bias = new_gradients(x, grads, zeros=grads.often_empty)
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        coef_4N, gain = normalised(coef_4N, x.hidden.dtype, x.cells)
+        gain = None
+        # Kept exponentials of all columns need no coefficients, unless the gradient has terms beside P and LABEL.
+        has_other_terms = x.cells is not None or softmax.entropy is not None or spec.want.uniform
+        if coef_4N is None and (num_kept < last or has_other_terms):
+            coef_4N = coefficients(upstream, x.ids, spec.vocab_size)
+        if coef_4N is not None:
+            coef_4N, gain = normalised(coef_4N, x.hidden.dtype, x.cells)
         if x.cells is not None and gain is not None:
             x = x._replace(cells=x.cells._replace(grad_NI=x.cells.grad_NI / gain))
         if kept.overwritten.shape[0]:
@@ -309,29 +364,30 @@ def gradients(
             num_rows = compact_order[0].shape[0]
             rows = Rows(*compact_order, first_rows(buffer_RD, num_rows))
             add = grads.weight_out is not None or group > 0
-            if chunks:
+            if chunks and coef_4N is not None:
                 gather_rows(x.hidden, rows)
-            fill = partial(_fill_chunk, x, rows, softmax, coef_4N, tiles, grads.often_empty)
-            final = 0 if num_kept else num_final
-            add_chunks(out, x, rows, chunks, dlogits_RV, fill, tiles, add=add, num_final=final)
+                fill = partial(_fill_chunk, x, rows, softmax, coef_4N, tiles, grads.often_empty)
+                final = 0 if num_kept else num_final
+                add_chunks(out, x, rows, chunks, dlogits_RV, fill, tiles, add=add, num_final=final)
             if num_kept:
-                scale_R = _kept_operand(kept, x, rows, softmax, coef_4N)
-                if d_weight is not None:
-                    gather_rows(x.hidden, rows, scale_R)
-                uniform = Uniform.of(x, coef_4N, num_kept) if spec.want.uniform else None
+                scale_R = scaled_rows(kept, x, rows, softmax, upstream, spec.vocab_size, gather=d_weight is not None)
+                uniform = None
+                if coef_4N is not None:
+                    _write_label_cells(kept, x, rows, softmax, coef_4N, scale_R)
+                    uniform = Uniform.of(x, coef_4N, num_kept) if spec.want.uniform else None
                 part = _Part(0, num_kept, kept.exp_NV, scale_R, not chunks, add, num_final, uniform)
                 _add_part(out, part, x, rows, tiles)
-    return returned
+    return d_hidden, None if grads.weight_out is not None else d_weight, d_bias
 
 
-def _kept_operand(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:
-    """Turn kept exponentials into the logits' gradient, up to a factor on each row. Return the factors."""
-    scale_R = row_scales(kept, x, rows, softmax, coef_4N)
+def _write_label_cells(
+    kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, scale_R: torch.Tensor
+) -> None:
+    """Write the cells of each token's ids in kept exponentials, if ``scaled_rows`` has not written its label's cell."""
     if softmax.entropy is not None and x.cells is None:
         x = x._replace(cells=label_cells(kept, x, coef_4N))
     if x.cells is not None:
         write_cells(x, rows, softmax, coef_4N, 0, kept.exp_NV, scale_R)
-    return scale_R
 
 
 def _fill_chunk(
@@ -375,8 +431,7 @@ def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -
         add_d_bias(out.bias[columns], part.dlogits_RV, rows, part.scale_R, out.gain)
         if uniform is not None:
             out.bias[columns].add_(uniform.coef_N.sum())
-    if out.weight_first and out.hidden is not None:
-        out.hidden.high_ND.zero_()  # Tokens without a label have no row in the product.
+    if out.weight_first:
         _add_hidden_part(out, part, x, rows, tiles)
 
 
@@ -385,7 +440,7 @@ def _add_hidden_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: T
         return
     add_d_hidden(
         out.hidden, part.dlogits_RV, some_rows(x.weight, part.first, part.stop), rows, part.scale_R, out.gain,
-        tiles.grad_hidden, first=part.sets_hidden, often_empty=out.often_empty,
+        tiles.grad_hidden, first=part.sets_hidden, zeros=not out.often_empty, often_empty=out.often_empty,
         outer=None if part.uniform is None else (part.uniform.coef_N, part.uniform.columns_D),
     )
     if out.ready is not None and part.num_final:

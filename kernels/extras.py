@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Softmax, Spec, Want
+from cce_dist.kernels.memory import piece_columns
 
-LEAST_KEY = torch.iinfo(torch.int64).min  # below the key of every column
-_LOW_BITS = (1 << 32) - 1
+NO_ID = torch.iinfo(torch.int32).max  # after the ids of all columns
 
 
 def any_id(ids_NI: Tensor) -> Tensor:
@@ -36,7 +36,6 @@ class Outputs(NamedTuple):
     uniform_nll: Any  # [N] nll of the uniform distribution
     entropy: Any  # [N]
     mean: Any  # [] mean of nll over the labels that are not ignored
-    filter_stats: Tensor | None = None  # [3]
     max_logit: Tensor | None = None  # [N]
     sum_p_squared: Tensor | None = None  # [N]
     argmax: Tensor | None = None  # [N] int64, the smallest id of equal logits; -1 where there is no id
@@ -56,7 +55,6 @@ def listed(want: Want, num_tokens: int) -> dict[str, tuple[tuple[int, ...], torc
     """Return name, shape and dtype of the wanted outputs that follow the losses, in order."""
     fp32, ids = torch.float32, torch.int64
     every = {
-        "filter_stats": (want.filter_stats, (3,), fp32),
         "max_logit": (want.largest, (num_tokens,), fp32),
         "sum_p_squared": (want.sum_p_squared, (num_tokens,), fp32),
         "argmax": (want.best, (num_tokens,), ids),
@@ -66,12 +64,14 @@ def listed(want: Want, num_tokens: int) -> dict[str, tuple[tuple[int, ...], torc
     return {name: (shape, dtype) for name, (wanted, shape, dtype) in every.items() if wanted}
 
 
-def merge_listed(stats_TKN: Tensor, softmax: Softmax, ids_N: Tensor, spec: Spec) -> dict[str, Tensor]:
-    """Merge the shards' statistics of the outputs in ``listed``, except "filter_stats"."""
+def merge_listed(stats_TKN: Tensor | None, softmax: Softmax, ids_N: Tensor, spec: Spec) -> dict[str, Tensor]:
+    """Merge the shards' statistics of the outputs in ``listed``."""
     max_N, log_sum_N, want = softmax.max, softmax.log_sum, spec.want
     found = {}
     if want.largest:
         found["max_logit"] = masked(max_N, ids_N)
+    if stats_TKN is None:
+        return found
     if want.sum_p_squared:
         # An empty shard or a row of -inf logits has a maximum of -inf, and -inf - -inf would be NaN.
         below_TN = torch.where(stats_TKN[:, 0] == max_N, 0.0, stats_TKN[:, 0] - max_N)
@@ -83,10 +83,10 @@ def merge_listed(stats_TKN: Tensor, softmax: Softmax, ids_N: Tensor, spec: Spec)
         best_N = torch.where(here, ids_TN, torch.iinfo(torch.int32).max).amin(0).long()
         found["argmax"] = best_N.masked_fill((ids_N < 0) | ~here.any(0), -1)  # no shard equals a maximum of NaN
     if want.top_k:
-        z_NC, ids_NC = of_keys(merge_top(stats_TKN, spec))
-        log_p_NC = (z_NC - max_N[:, None]) - log_sum_N[:, None]
-        found["top_log_probs"] = masked(log_p_NC, ids_N[:, None])
-        found["top_ids"] = ids_NC.masked_fill(ids_N[:, None] < 0, -1)
+        z_NK, ids_NK = merge_top(stats_TKN, spec)
+        log_p_NK = (z_NK - max_N[:, None]) - log_sum_N[:, None]
+        found["top_log_probs"] = masked(log_p_NK, ids_N[:, None])
+        found["top_ids"] = ids_NK.masked_fill(ids_N[:, None] < 0, -1)
     return found
 
 
@@ -97,11 +97,11 @@ def merge_cells(stats_TKN: Tensor, softmax: Softmax, ids_NI: Tensor, spec: Spec)
     return masked(nll_NI, ids_NI), target_NI
 
 
-def merge_top(stats_TKN: Tensor, spec: Spec) -> Tensor:
-    """Merge the shards' largest keys, which are in falling order. -> [N, k], in falling order."""
-    upper_TKN, lower_TKN = stats_TKN[:, spec.first_top :].view(torch.int32).long().chunk(2, 1)
-    keys_NK = ((upper_TKN << 32) | (lower_TKN & _LOW_BITS)).permute(2, 0, 1).flatten(1)
-    return keys_NK if stats_TKN.shape[0] == 1 else largest_keys([keys_NK], spec.want.top_k)
+def merge_top(stats_TKN: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Return the largest logits of all shards and their int64 ids, [N, k] each, in the order of ``largest``."""
+    z_TKN, bits_TKN = stats_TKN[:, spec.first_top :].chunk(2, 1)
+    z_NC, ids_NC = (of_shards.permute(2, 0, 1).flatten(1) for of_shards in (z_TKN, bits_TKN.view(torch.int32).long()))
+    return (z_NC, ids_NC) if stats_TKN.shape[0] == 1 else merge_largest(z_NC, ids_NC, spec.want.top_k)
 
 
 def masked(values: Tensor, ids: Tensor) -> Tensor:
@@ -133,31 +133,29 @@ def cell_gradients(d_nll_NI: Tensor | None, target_NI: Tensor, ids_NI: Tensor) -
     return distinct(ids_NI, target_NI, -grad_NI), grad_NI.sum(1)
 
 
-# The largest logits. A key is an int64 that orders columns by logit, then by id, smaller ids first. No two keys are equal, so
-# the choice of the largest does not depend on the order of the search.
+# The largest logits, in falling order, and equal logits in ascending order of ids. torch.topk does not promise which of several
+# equal logits it returns, so these functions sort, stably.
 
 
-def keys_of(z_RC: Tensor, first_id: int) -> Tensor:
-    """Return the keys of a block of logits, whose first column has the id ``first_id``."""
-    ids = torch.arange(first_id, first_id + z_RC.shape[1], device=z_RC.device)
-    bits = (z_RC + 0.0).view(torch.int32)  # -0 becomes 0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
-    return (ordered.long() << 32) | (_LOW_BITS - ids)
+def largest(z_RV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the ``top_k`` largest logits of each row, and their columns. -> [R, k] each.
+
+    Columns are cut into pieces. Only the ``top_k`` pieces with the largest maxima are sorted; of pieces with equal maxima the
+    first are taken. All of these maxima come before any logit of another piece, so none of its logits is among the largest.
+    """
+    piece = piece_columns(z_RV.shape[1], top_k)
+    if z_RV.shape[1] % piece:
+        z_RV = torch.nn.functional.pad(z_RV, (0, -z_RV.shape[1] % piece), value=-torch.inf)
+    z_RPC = z_RV.unflatten(1, (-1, piece))
+    best_RP = z_RPC.amax(2).sort(dim=1, descending=True, stable=True).indices[:, :top_k].sort(dim=1).values
+    z_RC = z_RPC.gather(1, best_RP[:, :, None].expand(-1, -1, piece)).flatten(1)
+    z_RC, order_RC = z_RC.sort(dim=1, descending=True, stable=True)
+    order_RK = order_RC[:, :top_k]
+    return z_RC[:, :top_k], best_RP.gather(1, order_RK // piece) * piece + order_RK % piece
 
 
-def rows_of_keys(keys_NK: Tensor) -> Tensor:
-    """Return keys as rows of a shard's statistics: the upper halves, then the lower halves, as bits of fp32. -> [2 k, N]."""
-    lower_NK, upper_NK = keys_NK.contiguous().view(torch.int32).unflatten(1, (-1, 2)).unbind(2)
-    return torch.cat((upper_NK, lower_NK), 1).t().contiguous().view(torch.float32)
-
-
-def largest_keys(keys: list[Tensor], top_k: int) -> Tensor:
-    """Return the ``top_k`` largest keys of each row of the concatenated blocks, in falling order. -> [R, top_k]."""
-    return torch.cat(keys, 1).topk(top_k, 1).values
-
-
-def of_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits and the ids of keys."""
-    ordered = (keys >> 32).int()
-    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
-    return bits.view(torch.float32), _LOW_BITS - (keys & _LOW_BITS)
+def merge_largest(z_NC: Tensor, ids_NC: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the ``top_k`` largest logits of each row, and their ids, which are in any order. -> [N, k] each."""
+    ids_NC, order_NC = ids_NC.sort(dim=1)
+    z_NC, order_NC = z_NC.gather(1, order_NC).sort(dim=1, descending=True, stable=True)
+    return z_NC[:, :top_k], ids_NC.gather(1, order_NC[:, :top_k])

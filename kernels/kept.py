@@ -15,13 +15,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
-from cce_dist.kernels import Cells, Operands, Rows, Softmax
-from cce_dist.kernels.blocks import kernel
+from cce_dist.kernels import Cells, Operands, Rows, Softmax, Upstream
+from cce_dist.kernels.blocks import kernel, rows_with_zeros
 from cce_dist.kernels.fast_math import LOG_2, fast_log2, has_fast_math
 from cce_dist.kernels.head import slope_of, token_factors
-from cce_dist.kernels.lse import HEADROOM, Keep
+from cce_dist.kernels.lse import HEADROOM
+from cce_dist.kernels.tiles import MAX_SIDE
+from cce_dist.kernels.tokens import coefficients_of, strides_of
 from cce_dist.kernels.waves import cdiv
 
 SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
@@ -49,21 +52,22 @@ class Kept(NamedTuple):
         return self._replace(exp_NV=self.exp_NV[here], reference_N=self.reference_N[here])
 
 
-def level(keep: Keep, rows: Rows, reference_R: torch.Tensor, tile_cols: int) -> None:
-    """Rescale each row's exponentials to its largest reference, and write the reference to reference_R."""
-    num_tiles, num_rows = keep.tile_reference_BR.shape
-    _level_kernel[(cdiv(num_rows, 16),)](
-        keep.exp_RV, keep.tile_reference_BR, rows.num_kept, reference_R, num_rows, num_tiles, keep.exp_RV.shape[1],
-        BLOCK_N=16, BLOCK_V=tile_cols, BLOCK_T=32,
-    )
+class Leveling(NamedTuple):
+    """Exponentials of a group whose tiles may have different references, and where their final reference is written."""
+
+    exp_RV: torch.Tensor  # in, out
+    tile_reference_BR: torch.Tensor  # in: the reference of each tile's exponentials, fp32
+    reference_R: torch.Tensor  # out: each row's largest reference, fp32
+    tile_cols: int
 
 
-@kernel("exp_ptr", "tile_reference_ptr", "exp_cols")
-def _level_kernel(
+@triton.jit
+def leveled(
     exp_ptr,  # in, out: [R, B * BLOCK_V]
     tile_reference_ptr,  # in: [B, R] fp32
-    num_kept_ptr,  # in: [1] int32
     reference_ptr,  # out: [R] fp32
+    offs_n,
+    live,
     num_rows,
     num_tiles,
     exp_cols,
@@ -71,9 +75,8 @@ def _level_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
+    """Rescale the exponentials of rows, [BLOCK_N], to each row's largest reference, and store the reference."""
     row_stride = num_rows.to(tl.int64)
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    live = offs_n < tl.load(num_kept_ptr)
     largest = tl.full((BLOCK_T, BLOCK_N), float("-inf"), tl.float32)
     smallest = tl.full((BLOCK_T, BLOCK_N), float("inf"), tl.float32)
     # Largest and smallest reference of each row, [BLOCK_N], over all tiles. They are equal in most rows.
@@ -97,22 +100,35 @@ def _level_kernel(
                 tl.store(cells, e.to(exp_ptr.dtype.element_ty), mask=live[:, None])
 
 
-def row_scales(kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor) -> torch.Tensor:
-    """Return scale_R, and overwrite each label's cell of the exponentials so that scale * cell is the label's gradient.
+def scaled_rows(
+    kept: Kept, x: Operands, rows: Rows, softmax: Softmax, upstream: Upstream, vocab_size: int, *, gather: bool
+) -> torch.Tensor:
+    """Return scale_R, and with ``gather`` copy hidden states times scale_R to ``rows.hidden``.
 
-    If the entropy is differentiated, all cells are overwritten in this way, and ``cells.py`` writes the labels' cells.
+    Zeros fill the rest of the last tile of ``rows.hidden``. Each label's cell of the exponentials is overwritten so that
+    scale * cell is the label's gradient. If the entropy is differentiated, all cells are overwritten in this way, and
+    ``cells.py`` writes the labels' cells.
     """
-    num_rows = rows.index.shape[0]
-    factor_2R = None if softmax.entropy is None else coef_4N.new_empty(2, num_rows)
+    num_rows, hidden_size = rows.index.shape[0], x.hidden.shape[1]
+    factor_2R = None
+    if softmax.entropy is not None:
+        factor_2R = torch.empty(2, num_rows, dtype=torch.float32, device=x.hidden.device)
     labels, grad_NI, num_ids = x.ids, None, None
     if x.cells is not None:
         labels, grad_NI, num_ids = x.cells.ids_NI, x.cells.grad_NI, x.cells.ids_NI.shape[1]
-    scale_R = torch.empty(num_rows, dtype=torch.float32, device=coef_4N.device)
-    _row_scale_kernel[(cdiv(num_rows, 128),)](
-        kept.reference_N, kept.target_N, labels, x.head, rows.index, rows.num_kept, softmax, coef_4N, grad_NI,
-        kept.exp_NV, scale_R, factor_2R,
-        num_rows, x.num_tokens, kept.exp_NV.shape[1], x.start, x.num_valid, num_ids,
-        SEVERAL=num_ids is not None, BLOCK_N=128,
+    scale_R = torch.empty(num_rows, dtype=torch.float32, device=x.hidden.device)
+    # A program of many columns computes the scales once, which takes long for several ids a token.
+    col_blocks = cdiv(hidden_size, 256) if gather and num_ids is None else 1
+    _scaled_rows_kernel[(cdiv(num_rows, 16), col_blocks)](
+        # in
+        x.hidden, kept.reference_N, kept.target_N, labels, x.head, rows.index, rows.num_kept, softmax, *upstream, grad_NI,
+        # out
+        rows.hidden if gather else None, kept.exp_NV, scale_R, factor_2R,
+        # sizes and strides
+        num_rows, hidden_size, kept.exp_NV.shape[1], x.start, x.num_valid, num_ids, *strides_of(upstream),
+        vocab_size,
+        # tiles
+        SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
     )
     if factor_2R is not None:
         num_cols = kept.exp_NV.shape[1]
@@ -127,8 +143,9 @@ def label_cells(kept: Kept, x: Operands, coef_4N: torch.Tensor) -> Cells:
     return Cells(x.ids[:, None], kept.target_N[:, None], coef_4N[1][:, None])
 
 
-@kernel("exp_ptr", "scale_ptr", "exp_cols")
-def _row_scale_kernel(
+@kernel("hidden_ptr", "rows_ptr", "exp_ptr", "scale_ptr", "hidden_size", "exp_cols")
+def _scaled_rows_kernel(
+    hidden_ptr,  # in: [N, D]
     reference_ptr,  # in: [R] fp32
     target_ptr,  # in: [N] fp32
     labels_ptr,  # in: [N] int64; [N, I] with SEVERAL
@@ -136,49 +153,69 @@ def _row_scale_kernel(
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     softmax,  # in: Softmax
-    coef_ptr,  # in: [4, N] fp32
+    d_nll_ptr,  # in: this and the next six: ``Upstream``, see _coefficients_kernel
+    d_lse_ptr,
+    d_target_ptr,
+    d_uniform_ptr,
+    d_entropy_ptr,
+    d_mean_ptr,
+    count_ptr,
     grad_ptr,  # in: [N, I] fp32; with SEVERAL
+    rows_ptr,  # out: [R, D], or None
     exp_ptr,  # out, one cell a row: [R, B * BLOCK_V]
     scale_ptr,  # out: [R] fp32
     row_factor_ptr,  # out: [2, R] fp32; with an entropy
     num_rows,
-    num_tokens,
+    hidden_size,
     exp_cols,
     start,
     num_valid,
     num_ids,
+    nll_stride,
+    lse_stride,
+    target_stride,
+    uniform_stride,
+    entropy_stride,
+    vocab_size,
     SEVERAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    MAX_SIDE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_rows
-    live = offs_n < tl.load(num_kept_ptr)
-    token = tl.load(index_ptr + offs_n, mask=live, other=0)
-    reference = tl.load(reference_ptr + offs_n, mask=live, other=0)
+    num_kept = tl.load(num_kept_ptr)
+    if tl.program_id(0) * BLOCK_R >= rows_with_zeros(num_kept, MAX_SIDE):
+        return
+    offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_r = offs_r < num_rows
+    live = offs_r < num_kept
+    token = tl.load(index_ptr + offs_r, mask=live, other=0)
+    reference = tl.load(reference_ptr + offs_r, mask=live, other=0)
     target = tl.load(target_ptr + token, mask=live, other=0)
     row_max = tl.load(softmax.max + token, mask=live, other=0)
     log_sum = tl.load(softmax.log_sum + token, mask=live, other=0)
     before, after = token_factors(head, token, live)
     factor = before * after
-    coef_p = tl.load(coef_ptr + token, mask=live, other=0) * factor
+    upstream = (d_nll_ptr, d_lse_ptr, d_target_ptr, d_uniform_ptr, d_entropy_ptr, d_mean_ptr, count_ptr)
+    strides = (nll_stride, lse_stride, target_stride, uniform_stride, entropy_stride)
+    coef_p, coef_label, _, coef_entropy = coefficients_of(upstream, strides, vocab_size, token, live)
+    coef_p *= factor
+    coef_entropy *= factor
     if SEVERAL:
-        coef_label = tl.zeros((BLOCK_N,), tl.float32)
+        coef_label = tl.zeros((BLOCK_R,), tl.float32)
         for which in range(0, num_ids):
-            where = token.to(tl.int64) * num_ids + which
-            label = tl.load(labels_ptr + where, mask=live, other=-1) - start
+            of_id = token.to(tl.int64) * num_ids + which
+            label = tl.load(labels_ptr + of_id, mask=live, other=-1) - start
             here = live & (label >= 0) & (label < tl.minimum(num_valid, exp_cols))
-            coef_label = tl.maximum(coef_label, tl.abs(tl.load(grad_ptr + where, mask=here, other=0)))
-        coef_label *= factor
+            coef_label = tl.maximum(coef_label, tl.abs(tl.load(grad_ptr + of_id, mask=here, other=0)))
         here = live
     else:
-        coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token, mask=live, other=0) * factor
         label = tl.load(labels_ptr + token, mask=live, other=-1) - start
         here = live & (label >= 0) & (label < tl.minimum(num_valid, exp_cols))
+    coef_label *= factor
 
     if softmax.entropy is not None:
         log_p = (reference - row_max) - log_sum  # at a kept exponential of 1
         entropy = tl.load(softmax.entropy + token, mask=live, other=0)
-        coef_entropy = tl.load(coef_ptr + 3 * num_tokens.to(tl.int64) + token, mask=live, other=0) * factor
         # Exponentials reach exp(HEADROOM), so no factor a + b log e exceeds this size. Divided by it, they are at most 1.
         size = tl.abs(coef_p) + tl.abs(coef_entropy) * (tl.abs(entropy) + tl.abs(log_p) + HEADROOM)
         scale = size * tl.exp(log_p)
@@ -190,20 +227,33 @@ def _row_scale_kernel(
     small = here & (tl.abs(scale) < least)
     if softmax.entropy is not None:
         share = tl.where(size == 0, 0.0, tl.where(small, scale / least, 1.0) / size)
-        a = (coef_p - coef_entropy * (log_p + entropy)) * share
-        tl.store(row_factor_ptr + offs_n, a, mask=live)
-        # _with_entropy_kernel takes logarithms to base 2.
-        b = -coef_entropy * share * LOG_2
-        tl.store(row_factor_ptr + num_rows.to(tl.int64) + offs_n, b, mask=live)
-    scale = tl.where(small, least, scale)
-    if not SEVERAL and softmax.entropy is None:
-        grad = coef_p * tl.exp((target - row_max) - log_sum) + coef_label
-        if head.softcap is not None:
-            grad *= slope_of(target, head, after)
-        cell = tl.where(scale == 0, 0.0, grad / scale)
-        where = exp_ptr + offs_n.to(tl.int64) * exp_cols + tl.where(here, label, 0)
-        tl.store(where, cell.to(exp_ptr.dtype.element_ty), mask=here)
-    tl.store(scale_ptr + offs_n, tl.where(live, scale, 0.0), mask=in_n)
+    scale = tl.where(live, tl.where(small, least, scale), 0.0)
+    # Programs of other columns compute the same scales. One of them stores what there is once a row.
+    if tl.program_id(1) == 0:
+        tl.store(scale_ptr + offs_r, scale, mask=live)
+        if softmax.entropy is not None:
+            a = (coef_p - coef_entropy * (log_p + entropy)) * share
+            tl.store(row_factor_ptr + offs_r, a, mask=live)
+            # _with_entropy_kernel takes logarithms to base 2.
+            b = -coef_entropy * share * LOG_2
+            tl.store(row_factor_ptr + num_rows.to(tl.int64) + offs_r, b, mask=live)
+        elif not SEVERAL:
+            grad = coef_p * tl.exp((target - row_max) - log_sum) + coef_label
+            if head.softcap is not None:
+                grad *= slope_of(target, head, after)
+            cell = tl.where(scale == 0, 0.0, grad / scale)
+            of_label = exp_ptr + offs_r.to(tl.int64) * exp_cols + tl.where(here, label, 0)
+            tl.store(of_label, cell.to(exp_ptr.dtype.element_ty), mask=here)
+
+    if rows_ptr is not None:
+        source = hidden_ptr + token.to(tl.int64)[:, None] * hidden_size
+        scaled = rows_ptr + offs_r.to(tl.int64)[:, None] * hidden_size
+        # Scale hidden [BLOCK_R, BLOCK_D] at a time.
+        for inner in range(tl.program_id(1) * BLOCK_D, hidden_size, tl.num_programs(1) * BLOCK_D):
+            offs_d = inner + tl.arange(0, BLOCK_D)
+            in_d = (offs_d < hidden_size)[None, :]
+            row = tl.load(source + offs_d[None, :], mask=live[:, None] & in_d, other=0).to(tl.float32) * scale[:, None]
+            tl.store(scaled + offs_d[None, :], row.to(rows_ptr.dtype.element_ty), mask=in_r[:, None] & in_d)
 
 
 @kernel("exp_ptr", "exp_cols")

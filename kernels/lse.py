@@ -2,8 +2,8 @@
 
 Online softmax (Milakov and Gimelshein, 2018) over the vocabulary for a block of rows, as in the forward of *Cut Your Losses*
 (Wijmans et al., 2024, algorithm 2). Two things differ. Each program owns a row block and a part of the vocabulary and writes
-fp32 partials that a second kernel merges in order: no lock, no atomic, the same bits every run. The loops over tiles and over
-D are flattened into one, so the copy engine works through the epilogue.
+fp32 partials that another kernel (``losses.py``) merges in order: no lock, no atomic, the same bits every run. The loops over
+tiles and over D are flattened into one, so the copy engine works through the epilogue.
 
 Kept exponentials are ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's relative
 precision does not depend on its exponent, so the reference need only be near the row's maximum. It is the maximum of the
@@ -37,7 +37,6 @@ from cce_dist.kernels.blocks import (
     store_tile,
     tile_of_products,
 )
-from cce_dist.kernels.candidates import Candidates, has_inline_ptx, list_candidates
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
@@ -110,10 +109,9 @@ def lse_partials(
     want: Want = NOTHING_MORE,
     keep: Keep | None = None,
     marks: Marks | None = None,
-    lists: Candidates | None = None,
     want_sloped: bool = False,
 ) -> None:
-    """Write the partials of a span of tiles; fill what ``keep``, ``marks`` or ``lists`` ask for.
+    """Write the partials of a span of tiles; fill what ``keep`` or ``marks`` ask for.
 
     ``want_sloped`` adds the sum of exp times the softcap's slope.
     """
@@ -129,16 +127,14 @@ def lse_partials(
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
         rows.index, rows.num_kept,
         # out
-        partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), references, marks, lists,
+        partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), references, marks,
         # sizes
         num_rows, hidden_size, x.num_valid, partials_KPR.shape[1], span.first, span.last, span.num_parts,
         span.first_part, *longest_first(span.last - span.first, span.num_parts),
         0 if exp_RV is None else exp_RV.shape[1], 0 if marks is None else marks.words_RW.shape[1],
-        None if lists is None else lists.capacity,
         # options
         WANT=Sums.of(want, want_sloped), MASK_V=x.num_valid % tile.cols != 0,
         FAST=has_fast_math() and not want.best,  # with all outputs together, fast math would spill registers
-        INLINE_PTX=lists is not None and has_inline_ptx(),
         # tiles
         TILE=tile, GROUP=tiles.group, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -173,7 +169,6 @@ def _lse_kernel(
     exp,  # out: [R, B * BLOCK_V] descriptor or pointer, or None
     keep,  # in, out: Keep without its exponentials, or None where ``exp`` is None
     marks,  # in, out: Marks, or None
-    lists,  # in, out: Candidates, or None
     num_rows,
     hidden_size,
     num_valid,
@@ -186,11 +181,9 @@ def _lse_kernel(
     step,
     exp_cols,
     num_words,
-    capacity,
     WANT: tl.constexpr,  # Sums
     MASK_V: tl.constexpr,
     FAST: tl.constexpr,
-    INLINE_PTX: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
@@ -234,8 +227,6 @@ def _lse_kernel(
         reference = tl.load(marks.bound_N + token, mask=live, other=float("inf"))
         threshold = reference + marks.log_eps
         reference = tl.where(reference > float("-inf"), reference, 0.0)
-    if lists is not None:
-        limit = tl.load(lists.threshold_R + offs_n, mask=live, other=float("inf"))
     token = offs_n
     if head.factors is not None:
         token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
@@ -250,10 +241,6 @@ def _lse_kernel(
         offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_valid
         z = logits_of(acc, offs_v, in_v, head, factors, MASK_V)
-        if lists is not None:
-            list_candidates(
-                z, limit, lists.list_RM, lists.count_R, capacity, tile * BLOCK_V, offs_n, live, BLOCK_N, BLOCK_V, INLINE_PTX
-            )
         tile_max = tl.max(z, 1)
         new_max = tl.maximum(running_max, tile_max)
         if WANT.best:
@@ -342,111 +329,14 @@ def _mark(
     tl.store(words_ptr + offs_n.to(tl.int64)[:, None] * num_words + offs_w[None, :], words, mask=in_n[:, None])
 
 
-def merge_splits(
-    partials_KPR: torch.Tensor,
-    x: Operands,
-    rows: Rows,
-    stats_KN: torch.Tensor,
-    *,
-    want: Want = NOTHING_MORE,
-    sloped_N: torch.Tensor | None = None,
-) -> None:
-    """Merge the partials of all parts, in order, into stats_KN at the tokens of the group (TARGET is left alone).
-
-    Tokens without a label get a maximum of 0, a sum of 1, and zeros. ``sloped_N``: out, sum of exp times the softcap's slope.
-    """
-    num_rows = rows.index.shape[0]
-    _merge_splits_kernel[(cdiv(num_rows, 128),)](
-        partials_KPR, rows.index, rows.num_kept,
-        stats_KN, sloped_N,
-        num_rows, stats_KN.shape[1], partials_KPR.shape[1], x.num_valid,
-        WANT=Sums.of(want, sloped_N is not None), BLOCK_N=128,
-    )
-
-
-@kernel("partial_ptr")
-def _merge_splits_kernel(
-    partial_ptr,  # in: [K, P, R] fp32
-    index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
-    stats_ptr,  # out: [K, N] fp32
-    sloped_ptr,  # out: [N] fp32
-    num_rows,
-    num_tokens,
-    num_splits,
-    num_valid,
-    WANT: tl.constexpr,  # Sums
-    BLOCK_N: tl.constexpr,
-):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_rows
-    live = offs_n < tl.load(num_kept_ptr)
-    row_stride = num_rows.to(tl.int64)
-    plane = num_splits * row_stride
-    merged_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    best = tl.zeros((BLOCK_N,), tl.float32)
-    # Merge the maxima of all parts into merged_max [BLOCK_N].
-    for split in range(0, num_splits):
-        where = partial_ptr + split * row_stride + offs_n
-        part_max = tl.load(where + MAX * plane, mask=live, other=0)
-        if WANT.best:
-            # Parts are in column order, so the first of equal maxima has the smallest column.
-            best = tl.where(part_max > merged_max, tl.load(where + BEST * plane, mask=live, other=0), best)
-        merged_max = tl.maximum(merged_max, part_max)
-    base = tl.where(merged_max > float("-inf"), merged_max, 0.0)
-
-    sum_exp = tl.zeros((BLOCK_N,), tl.float32)
-    below = tl.zeros((BLOCK_N,), tl.float32)
-    moment = tl.zeros((BLOCK_N,), tl.float32)
-    sloped = tl.zeros((BLOCK_N,), tl.float32)
-    square = tl.zeros((BLOCK_N,), tl.float32)
-    # Rescale the sums of each part, [BLOCK_N], to the merged maximum and add them up.
-    for split in range(0, num_splits):
-        where = partial_ptr + split * row_stride + offs_n
-        drop = base - tl.load(where + SHIFT * plane, mask=live, other=0)
-        part = tl.load(where + SUM * plane, mask=live, other=0)
-        # A sum of 0 is not rescaled, because its reference may be far off. Any other sum, NaN too, is.
-        rescale = tl.where(part == 0, 1.0, tl.exp(-drop))
-        sum_exp += part * rescale
-        if WANT.below:
-            columns = tl.load(where + COUNT * plane, mask=live, other=0)
-            below += tl.load(where + BELOW * plane, mask=live, other=0) + columns * drop
-        if WANT.moment:
-            part_moment = tl.load(where + MOMENT * plane, mask=live, other=0)
-            rise = base - tl.load(where + MAX * plane, mask=live, other=0)
-            moment += tl.where(part == 0, 0.0, rescale * (part_moment - rise * part))
-        if WANT.sloped:
-            sloped += tl.load(where + SLOPED * plane, mask=live, other=0) * rescale
-        if WANT.square:
-            square += tl.load(where + SQUARE * plane, mask=live, other=0) * rescale * rescale
-
-    token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
-    stats = stats_ptr + token
-    stride = num_tokens.to(tl.int64)
-    tl.store(stats, tl.where(live, merged_max, 0.0), mask=in_n)
-    tl.store(stats + stride, tl.where(live, sum_exp, 1.0), mask=in_n)
-    if WANT.below:
-        tl.store(stats + 3 * stride, tl.where(live, below, 0.0), mask=in_n)
-        tl.store(stats + 4 * stride, tl.zeros((BLOCK_N,), tl.float32) + num_valid, mask=in_n)
-    if WANT.moment:
-        tl.store(stats + (3 + 2 * WANT.below) * stride, tl.where(live, moment, 0.0), mask=in_n)
-    if WANT.sloped:
-        tl.store(sloped_ptr + token, tl.where(live, sloped, 0.0), mask=in_n)
-    next_row = stats + (3 + 2 * WANT.below + WANT.moment) * stride
-    if WANT.square:
-        tl.store(next_row, tl.where(live, square / (SMALLER * SMALLER), 0.0), mask=in_n)
-    if WANT.best:
-        tl.store(next_row + WANT.square * stride, tl.where(live, best, 0.0), mask=in_n)
-
-
 def gathered_with_targets(
-    x: Operands, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor, stats_KN: torch.Tensor, row: int,
+    x: Operands, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor, out_KN: torch.Tensor | None, row: int,
     copy_N: torch.Tensor | None = None,
 ) -> Rows:
     """Gather the hidden states of a group as ``tokens.gathered`` does, and write the logit of each token's label.
 
-    The logits go to row ``row`` of stats_KN and to ``copy_N``, if given. With several ids a token they go to I rows, ``row``
-    and the following ones. A logit is 0 if the label is no valid row of this shard.
+    The logits go to row ``row`` of out_KN (which may be [N] for one row) and to ``copy_N``, if given. With several ids a token
+    they go to I rows, ``row`` and the following ones. A logit is 0 if the label is no valid row of this shard.
     """
     rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     num_rows, hidden_size = rows.hidden.shape
@@ -455,7 +345,7 @@ def gathered_with_targets(
         ids, num_ids = x.cells.ids_NI, x.cells.ids_NI.shape[1]
     _gather_targets_kernel[(cdiv(num_rows, 4) * (num_ids or 1),)](
         x.hidden, x.weight, x.head, ids, rows.index, rows.num_kept,
-        rows.hidden, stats_KN, copy_N,
+        rows.hidden, out_KN, copy_N,
         num_rows, hidden_size, x.num_tokens, row, x.start, x.num_valid, num_ids,
         SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_N=4, BLOCK_D=512,
     )
@@ -471,7 +361,7 @@ def _gather_targets_kernel(
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
     rows_ptr,  # out: [R, D]
-    stats_ptr,  # out: rows from first_row on of [K, N] fp32, one or with SEVERAL I of them
+    out_ptr,  # out: rows from first_row on of [K, N] fp32, one or with SEVERAL I of them
     copy_ptr,  # out: [N] fp32, or None
     num_rows,
     hidden_size,
@@ -486,7 +376,7 @@ def _gather_targets_kernel(
     BLOCK_D: tl.constexpr,
 ):
     block = tl.program_id(0)
-    target_ptr = stats_ptr + first_row.to(tl.int64) * num_tokens
+    target_ptr = out_ptr + first_row.to(tl.int64) * num_tokens
     if SEVERAL:
         # Neighbouring programs read the same hidden states, which stay in the cache.
         which = block % num_ids

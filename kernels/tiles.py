@@ -38,7 +38,7 @@ _WIDE = Tile(128, 256, 64, 8, 3)
 
 # By (compute capability major, bits of the dtype or 0 for ieee fp32).
 # (9, 16) was measured 2026-11 on one H200 and one H100 (torch 2.11, Triton 3.6). On the H100 groups of 8 and 32, 4 stages, and
-# 256 x 128 were timed too, and none was better on all four heads (docs/results/h100-kept.json). The other rows are not tuned
+# 256 x 128 were timed too, none was better on all four heads (benchmarks/results/h100-kept.json). The other rows are not tuned
 # and have not run on their devices. tests/kernels/test_compiled.py checks that they fit in the device's shared memory (228 KiB
 # for major number 10, 164 or 99 for 8, 99 for 12).
 _TABLE = {

@@ -1,7 +1,7 @@
 """Functions of a few numbers per token, before and after the passes over the vocabulary: one launch each instead of thirty.
 
-``label_ids``, ``ordered_ids``, ``token_losses``, ``merged_lse``, ``mean`` and ``coefficients`` implement ``Backend``. They are
-documented in ``backends.py``, and ``dense.py`` has them in plain torch.
+``label_ids`` and ``ordered_ids`` implement ``Backend``. They are documented in ``backends.py``, and ``dense.py`` has them and
+``coefficients`` in plain torch.
 
 ``compact`` skips tokens without a label, although the host does not know how many there are. ``index_N`` lists labelled tokens
 first, in order, and ``num_kept`` is their number, on the device. Every later kernel stops after ``num_kept`` compact rows. So a
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Softmax, Spec
+from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Upstream
 from cce_dist.kernels.blocks import kernel, on_device, rows_with_zeros
 from cce_dist.kernels.planned import thinned
 from cce_dist.kernels.tiles import MAX_SIDE, num_programs
@@ -44,14 +44,17 @@ def ordered_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> t
 
 
 def compact(ids_N: torch.Tensor) -> list[torch.Tensor]:
-    """Return index_N int32, the tokens with labelled ones first, and the number of labelled tokens as a [1] int32 tensor."""
+    """Return the compact order: index_N int32, the tokens with labelled ones first, and num_kept, [2] int32.
+
+    The second number of num_kept is 0. It counts the programs that have written their part of a mean (``losses.py``).
+    """
     order = _new_order(ids_N)
     _of_labels(ids_N, None, order, IGNORED, None)
     return order
 
 
 def _new_order(ids_N: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.empty(n, dtype=torch.int32, device=ids_N.device) for n in (ids_N.shape[0], 1)]
+    return [torch.empty(n, dtype=torch.int32, device=ids_N.device) for n in (ids_N.shape[0], 2)]
 
 
 def _of_labels(
@@ -61,7 +64,7 @@ def _of_labels(
     """Fill ``ids_N`` and ``order`` unless they are None. Return ``ids_N``."""
     num_tokens = labels_N.shape[0]
     index_N, num_kept = order or (None, None)
-    if num_tokens:
+    if num_tokens or order is not None:
         # The order is computed by one program: 65,536 tokens take it eight steps, and no second launch is needed.
         block, warps = (_BLOCK, 4) if order is None else (8192, 16)
         with on_device(labels_N):
@@ -76,7 +79,7 @@ def _labels_kernel(
     labels_ptr,  # in: [N] int64
     ids_ptr,  # out: [N] int64, or None if the labels are ids already
     index_ptr,  # out: [N] int32, or None
-    num_kept_ptr,  # out: [1] int32, or None
+    num_kept_ptr,  # out: [2] int32, or None
     ignore_index,
     vocab_size,
     num_tokens,
@@ -101,36 +104,7 @@ def _labels_kernel(
             num_kept += tl.sum(kept, 0)
     if num_kept_ptr is not None:
         tl.store(num_kept_ptr, num_kept)
-
-
-def mean(nll_N: torch.Tensor, labels_N: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    value, count = (torch.empty((), dtype=dtype, device=nll_N.device) for dtype in (torch.float32, torch.int64))
-    with on_device(labels_N):
-        _mean_kernel[(1,)](nll_N, labels_N, value, count, ignore_index, labels_N.shape[0], BLOCK=8192, num_warps=16)
-    return value, count
-
-
-@kernel("mean_ptr", "count_ptr")
-def _mean_kernel(
-    nll_ptr,  # in: [N] fp32
-    labels_ptr,  # in: [N] int64
-    mean_ptr,  # out: [] fp32
-    count_ptr,  # out: [] int64
-    ignore_index,
-    num_tokens,
-    BLOCK: tl.constexpr,
-):
-    total = tl.zeros((BLOCK,), tl.float32)
-    count = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, num_tokens, BLOCK):
-        offs_n = begin + tl.arange(0, BLOCK)
-        in_n = offs_n < num_tokens
-        total += tl.load(nll_ptr + offs_n, mask=in_n, other=0)
-        label = tl.load(labels_ptr + offs_n, mask=in_n, other=0)
-        count += (in_n & (label != ignore_index)).to(tl.int32)
-    divisor = tl.maximum(tl.sum(count, 0), 1)
-    tl.store(mean_ptr, tl.div_rn(tl.sum(total, 0), divisor.to(tl.float32)))
-    tl.store(count_ptr, divisor.to(tl.int64))
+        tl.store(num_kept_ptr + 1, 0)
 
 
 def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor]]:
@@ -140,7 +114,7 @@ def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor
     if rows >= num_tokens:
         return [order]
     starts = torch.arange(0, num_tokens, rows, dtype=torch.int32, device=index_N.device)
-    kept_G = (num_kept - starts).clamp_(0, rows)
+    kept_G = (num_kept[:1] - starts).clamp_(0, rows)
     return thinned([[index_N[i : i + rows], kept_G[g : g + 1]] for g, i in enumerate(range(0, num_tokens, rows))])
 
 
@@ -161,27 +135,25 @@ def some_rows(matrix: torch.Tensor, first: int, stop: int) -> torch.Tensor:
     return matrix if stop - first == matrix.shape[0] else matrix[first:stop]
 
 
-def gather_rows(hidden_ND: torch.Tensor, rows: Rows, scale_R: torch.Tensor | None = None) -> None:
-    """Copy the hidden states of a group's tokens to ``rows.hidden``, times ``scale_R``; zeros fill the last tile's rest."""
+def gather_rows(hidden_ND: torch.Tensor, rows: Rows) -> None:
+    """Copy the hidden states of a group's tokens to ``rows.hidden``; zeros fill the last tile's rest."""
     num_rows, hidden_size = rows.hidden.shape
     grid = (cdiv(num_rows, 16), cdiv(hidden_size, 256))
     _gather_rows_kernel[grid](
-        hidden_ND, rows.index, rows.num_kept, scale_R, rows.hidden,
+        hidden_ND, rows.index, rows.num_kept, rows.hidden,
         num_rows, hidden_size,
-        HAS_SCALE=scale_R is not None, MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
+        MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
     )
 
 
-@kernel("hidden_ptr", "scale_ptr", "rows_ptr", "hidden_size")
+@kernel("hidden_ptr", "rows_ptr", "hidden_size")
 def _gather_rows_kernel(
     hidden_ptr,  # in: [N, D]
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    scale_ptr,  # in: [R] fp32
     rows_ptr,  # out: [R, D]
     num_rows,
     hidden_size,
-    HAS_SCALE: tl.constexpr,
     MAX_SIDE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -195,160 +167,30 @@ def _gather_rows_kernel(
         live = offs_r < num_kept
         token = tl.load(index_ptr + offs_r, mask=live, other=0).to(tl.int64)
         row = tl.load(hidden_ptr + token[:, None] * hidden_size + offs_d[None, :], mask=live[:, None] & in_d, other=0)
-        if HAS_SCALE:
-            row = row.to(tl.float32) * tl.load(scale_ptr + offs_r, mask=live, other=0)[:, None]
         where = rows_ptr + offs_r.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        tl.store(where, row.to(rows_ptr.dtype.element_ty), mask=in_r[:, None] & in_d)
+        tl.store(where, row, mask=in_r[:, None] & in_d)
 
 
-def token_losses(stats_TKN: torch.Tensor, ids_N: torch.Tensor, spec: Spec) -> tuple[Any, ...]:
-    if stats_TKN.shape[1] > spec.num_stats:
-        stats_TKN = stats_TKN[:, : spec.num_stats]
-    stats_TKN = stats_TKN.contiguous()
-    num_shards, num_stats, num_tokens = stats_TKN.shape
-    uniform, entropy = spec.want.uniform, spec.want.entropy
-    wanted = (True, True, True, uniform, entropy, True, True, entropy)
-    *losses, max_N, log_sum_N, entropy_N = (
-        torch.empty(num_tokens, dtype=torch.float32, device=stats_TKN.device) if is_wanted else None for is_wanted in wanted
-    )
-    assert max_N is not None and log_sum_N is not None
-    softmax = Softmax(max_N, log_sum_N, entropy_N)
-    _launch(
-        _token_losses_kernel, num_tokens, stats_TKN, ids_N,
-        *losses, softmax, num_shards, num_stats, spec.vocab_size,
-        WANT_UNIFORM=uniform, WANT_ENTROPY=entropy,
-    )
-    return *losses, softmax
-
-
-def merged_lse(stats_T3N: torch.Tensor) -> torch.Tensor:
-    num_shards, num_stats, num_tokens = stats_T3N.shape
-    lse_N = torch.empty(num_tokens, dtype=torch.float32, device=stats_T3N.device)
-    _launch(_merged_lse_kernel, num_tokens, stats_T3N, lse_N, num_shards, num_stats)
-    return lse_N
-
-
-@triton.jit
-def _merged_max(stats_ptr, offs_n, in_n, num_shards, shard_stride):
-    merged_max = tl.full(offs_n.shape, float("-inf"), tl.float32)
-    for shard in range(0, num_shards):
-        shard_max = tl.load(stats_ptr + shard * shard_stride + offs_n, mask=in_n, other=0)
-        merged_max = tl.maximum(merged_max, shard_max, propagate_nan=tl.PropagateNan.ALL)
-    return merged_max
-
-
-@triton.jit
-def _below(shard_max, merged_max):
-    # An empty shard or a row of -inf logits has a maximum of -inf, and -inf - -inf would be NaN.
-    return tl.where(shard_max == merged_max, 0.0, shard_max - merged_max)
-
-
-@kernel("lse_ptr")
-def _merged_lse_kernel(
-    stats_ptr,  # in: [T, K, N] fp32
-    lse_ptr,  # out: [N] fp32
-    num_shards,
-    num_stats,
-    num_tokens,
-    BLOCK_N: tl.constexpr,
-):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_tokens
-    plane = num_tokens.to(tl.int64)
-    merged_max = _merged_max(stats_ptr, offs_n, in_n, num_shards, num_stats * plane)
-    sum_exp = tl.zeros((BLOCK_N,), tl.float32)
-    for shard in range(0, num_shards):
-        where = stats_ptr + shard * num_stats * plane + offs_n
-        below = _below(tl.load(where, mask=in_n, other=0), merged_max)
-        sum_exp += tl.exp(below) * tl.load(where + plane, mask=in_n, other=1)
-    tl.store(lse_ptr + offs_n, merged_max + tl.log(sum_exp), mask=in_n)
-
-
-@kernel("nll_ptr", "lse_ptr", "target_ptr", "uniform_nll_ptr", "entropy_ptr")
-def _token_losses_kernel(
-    stats_ptr,  # in: [T, K, N] fp32
-    ids_ptr,  # in: [N] int64
-    nll_ptr,  # out: [N] fp32
-    lse_ptr,  # out: [N] fp32
-    target_ptr,  # out: [N] fp32
-    uniform_nll_ptr,  # out: [N] fp32, or None
-    entropy_ptr,  # out: [N] fp32, or None
-    softmax,  # out: Softmax
-    num_shards,
-    num_stats,
-    vocab_size,
-    num_tokens,
-    WANT_UNIFORM: tl.constexpr,
-    WANT_ENTROPY: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_tokens
-    plane = num_tokens.to(tl.int64)
-    merged_max = _merged_max(stats_ptr, offs_n, in_n, num_shards, num_stats * plane)
-
-    sum_exp = tl.zeros((BLOCK_N,), tl.float32)
-    target = tl.zeros((BLOCK_N,), tl.float32)
-    sum_below = tl.zeros((BLOCK_N,), tl.float32)
-    moment = tl.zeros((BLOCK_N,), tl.float32)
-    # Rescale each shard's sums, [BLOCK_N], to the merged maximum and add them up, in rank order.
-    for shard in range(0, num_shards):
-        where = stats_ptr + shard * num_stats * plane + offs_n
-        below = _below(tl.load(where, mask=in_n, other=0), merged_max)
-        weight = tl.exp(below)
-        shard_sum = tl.load(where + plane, mask=in_n, other=1)
-        sum_exp += weight * shard_sum
-        target += tl.load(where + 2 * plane, mask=in_n, other=0)
-        if WANT_UNIFORM:
-            count = tl.load(where + 4 * plane, mask=in_n, other=0)
-            sum_below += tl.load(where + 3 * plane, mask=in_n, other=0) + tl.where(count > 0, -below * count, 0.0)
-        if WANT_ENTROPY:
-            shard_moment = tl.load(where + (num_stats - 1) * plane, mask=in_n, other=0)
-            moment += tl.where(weight == 0, 0.0, weight * (shard_moment + below * shard_sum))
-    log_sum = tl.log(sum_exp)
-    tl.store(softmax.max + offs_n, merged_max, mask=in_n)
-    tl.store(softmax.log_sum + offs_n, log_sum, mask=in_n)
-
-    ids = tl.load(ids_ptr + offs_n, mask=in_n, other=_IGNORED)
-    instead = tl.where(ids == _IGNORED, 0.0, float("nan"))
-    tl.store(nll_ptr + offs_n, tl.where(ids >= 0, merged_max - target + log_sum, instead), mask=in_n)
-    tl.store(lse_ptr + offs_n, tl.where(ids >= 0, merged_max + log_sum, instead), mask=in_n)
-    tl.store(target_ptr + offs_n, tl.where(ids >= 0, target, instead), mask=in_n)
-    if WANT_UNIFORM:
-        uniform_nll = sum_below / vocab_size + log_sum
-        tl.store(uniform_nll_ptr + offs_n, tl.where(ids >= 0, uniform_nll, instead), mask=in_n)
-    if WANT_ENTROPY:
-        entropy = log_sum - moment / sum_exp
-        tl.store(softmax.entropy + offs_n, entropy, mask=in_n)
-        tl.store(entropy_ptr + offs_n, tl.where(ids >= 0, entropy, instead), mask=in_n)
-
-
-def coefficients(
-    grads: Sequence[torch.Tensor | None], ids_N: torch.Tensor, vocab_size: int,
-    of_mean: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
+def coefficients(upstream: Upstream, ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return coef_4N, the four coefficients of each token's logit gradients; 0 for tokens without a label."""
     coef_4N = torch.empty(4, ids_N.shape[0], dtype=torch.float32, device=ids_N.device)
-    strides = [0 if grad is None else grad.stride(0) for grad in grads]
-    _launch(_coefficients_kernel, ids_N.shape[0], ids_N, *grads, *of_mean or (None, None), coef_4N, *strides, vocab_size)
+    _launch(_coefficients_kernel, ids_N.shape[0], ids_N, *upstream, coef_4N, *strides_of(upstream), vocab_size)
     return coef_4N
 
 
-@triton.jit
-def _grad(grad_ptr, stride, offs_n, live):
-    grad = tl.zeros(offs_n.shape, tl.float32)
-    if grad_ptr is not None:
-        grad = tl.load(grad_ptr + offs_n.to(tl.int64) * stride, mask=live, other=0)
-    return grad
+def strides_of(upstream: Upstream) -> list[int]:
+    """Return the strides of the five upstream gradients per token, 0 where there is none."""
+    return [0 if grad is None else grad.stride(0) for grad in upstream[:5]]
 
 
 @kernel("ids_ptr", "coef_ptr")
 def _coefficients_kernel(
     ids_ptr,  # in: [N] int64
-    d_nll_ptr,  # in: [N] fp32 of any stride, or None
-    d_lse_ptr,  # in: [N] fp32 of any stride, or None
-    d_target_ptr,  # in: [N] fp32 of any stride, or None
-    d_uniform_ptr,  # in: [N] fp32 of any stride, or None
-    d_entropy_ptr,  # in: [N] fp32 of any stride, or None
+    d_nll_ptr,  # in: [N] fp32 of any stride, or None; likewise the next four
+    d_lse_ptr,
+    d_target_ptr,
+    d_uniform_ptr,
+    d_entropy_ptr,
     d_mean_ptr,  # in: [] fp32, or None
     count_ptr,  # in: [] int64, or None
     coef_ptr,  # out: [4, N] fp32
@@ -364,17 +206,39 @@ def _coefficients_kernel(
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_tokens
     live = tl.load(ids_ptr + offs_n, mask=in_n, other=_IGNORED) >= 0
-    d_nll = _grad(d_nll_ptr, nll_stride, offs_n, live)
+    upstream = (d_nll_ptr, d_lse_ptr, d_target_ptr, d_uniform_ptr, d_entropy_ptr, d_mean_ptr, count_ptr)
+    strides = (nll_stride, lse_stride, target_stride, uniform_stride, entropy_stride)
+    coef_p, coef_label, coef_uniform, coef_entropy = coefficients_of(upstream, strides, vocab_size, offs_n, live)
+    plane = num_tokens.to(tl.int64)
+    tl.store(coef_ptr + offs_n, coef_p, mask=in_n)
+    tl.store(coef_ptr + plane + offs_n, coef_label, mask=in_n)
+    tl.store(coef_ptr + 2 * plane + offs_n, coef_uniform, mask=in_n)
+    tl.store(coef_ptr + 3 * plane + offs_n, coef_entropy, mask=in_n)
+
+
+@triton.jit
+def coefficients_of(upstream, strides, vocab_size, token, live):
+    """Return the coefficients P, LABEL, UNIFORM and ENTROPY of these tokens, 0 where not ``live``.
+
+    ``upstream`` has the pointers of ``Upstream``, ``strides`` the strides of the first five.
+    """
+    d_nll_ptr, d_lse_ptr, d_target_ptr, d_uniform_ptr, d_entropy_ptr, d_mean_ptr, count_ptr = upstream
+    d_nll = _grad(d_nll_ptr, strides[0], token, live)
     if d_mean_ptr is not None:
         d_nll += tl.where(live, tl.div_rn(tl.load(d_mean_ptr), tl.load(count_ptr).to(tl.float32)), 0.0)
-    d_lse = _grad(d_lse_ptr, lse_stride, offs_n, live)
-    d_target = _grad(d_target_ptr, target_stride, offs_n, live)
-    d_uniform = _grad(d_uniform_ptr, uniform_stride, offs_n, live)
-    plane = num_tokens.to(tl.int64)
-    tl.store(coef_ptr + offs_n, d_nll + d_lse + d_uniform, mask=in_n)
-    tl.store(coef_ptr + plane + offs_n, d_target - d_nll, mask=in_n)
-    tl.store(coef_ptr + 2 * plane + offs_n, -d_uniform / vocab_size, mask=in_n)
-    tl.store(coef_ptr + 3 * plane + offs_n, _grad(d_entropy_ptr, entropy_stride, offs_n, live), mask=in_n)
+    d_lse = _grad(d_lse_ptr, strides[1], token, live)
+    d_target = _grad(d_target_ptr, strides[2], token, live)
+    d_uniform = _grad(d_uniform_ptr, strides[3], token, live)
+    d_entropy = _grad(d_entropy_ptr, strides[4], token, live)
+    return d_nll + d_lse + d_uniform, d_target - d_nll, -d_uniform / vocab_size, d_entropy
+
+
+@triton.jit
+def _grad(grad_ptr, stride, token, live):
+    grad = tl.zeros(token.shape, tl.float32)
+    if grad_ptr is not None:
+        grad = tl.load(grad_ptr + token.to(tl.int64) * stride, mask=live, other=0)
+    return grad
 
 
 def sums_of_rows(coef_2R: torch.Tensor, rows_RD: torch.Tensor) -> torch.Tensor:

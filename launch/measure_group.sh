@@ -7,17 +7,16 @@
 # verify    the matrix of cases on T ranks; the first time its kernels are compiled
 # bench     the vocabulary over T ranks and on one, two heads
 # stages    the last stage of Megatron and of DeepSpeed
-# pretrain  a short run of each engine, with T = tensor x pipeline x data ranks
+# pretrain  a short run, from 4 ranks on in two data-parallel halves
 # kill      a rank of a run is killed; the run goes on in the same bits, and with half as many ranks
 #
 # Each step has a limit in seconds, so that a slow one does not cost the others. The folder $OUT (default: runs/group) gets a log
 # of all output, a table of what came of each step, and what each step measured. The exit code is 0 if no step failed.
 #
-# DEVICE   cuda (default) or cpu, where only verify, the torch engine and kill run
+# DEVICE   cuda (default) or cpu, where only verify, pretrain and kill run
 # SHAPES, TOKENS, REPEATS   of bench (default: Llama-3-8B and Gemma-2-2B; 8192; 4) and of the stages (Llama-3-8B)
 # SIZES    of bench's groups (default: T,1)
 # PRESET, STEPS, CORPUS     of pretrain (default: base, 20, Python's standard library)
-# ENGINES  of pretrain (default: torch megatron deepspeed)
 # LIMIT    seconds of a step at most (default: its own limit)
 # ONLY     text in the names of verify's cases (default: all)
 # PYTHON   the interpreter (default: python3)
@@ -41,6 +40,8 @@ trap 'rm -rf "$work"' EXIT
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCH_NCCL_HIGH_PRIORITY=${TORCH_NCCL_HIGH_PRIORITY:-1}  # collectives go before matrix products
 cce=("${PYTHON:-python3}" -m cce_dist)
+on_ranks=("${cce[0]}" -m torch.distributed.run --standalone --nproc-per-node "$ranks")
+heads=$root/benchmarks/heads.py
 rows=()
 failed=0
 : >"$out/log.txt"
@@ -71,67 +72,47 @@ on_gpus() {
     if [ "$device" = cuda ]; then step "$@"; else rows+=("| $1 | not run: it needs GPUs | 0 | |"); fi
 }
 
-# heads NAME LIMIT SHAPES OPTIONS...: what bench measures of some heads.
+# heads NAME LIMIT SHAPES OPTIONS...: what benchmarks/heads.py measures of some heads.
 heads() {
     local name=$1 limit=$2 shapes=$3
     shift 3
     # shellcheck disable=SC2086  # several shapes, several numbers of tokens
-    on_gpus "$name" "$limit" bench.json "${cce[@]}" bench --shapes $shapes --tokens ${TOKENS:-8192} \
+    on_gpus "$name" "$limit" bench.json "${on_ranks[@]}" "$heads" --shapes $shapes --tokens ${TOKENS:-8192} \
         --repeats "${REPEATS:-4}" --out "$work/$name" "$@"
 }
 
-# train RUN ENGINE LIMIT OPTIONS...: a run of STEPS steps, without checkpoints.
-train() {
-    local run=$1 engine=$2 limit=$3
-    shift 3
-    "$run" "pretrain-$engine" "$limit" metrics.jsonl "${cce[@]}" pretrain --engine "$engine" --device "$device" --no-resume \
-        --preset "${PRESET:-base}" --steps "${STEPS:-20}" --eval-every "${STEPS:-20}" --checkpoint-every 0 \
-        ${CORPUS:+--corpus "$CORPUS"} --corpus-mib 4 --cache "$work/corpus" --out "$work/pretrain-$engine" "$@"
-}
-
 verify() {
-    step verify 230 none "${cce[0]}" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m cce_dist verify \
-        --device "$device" --only "${ONLY:-}"
+    step verify 230 none "${on_ranks[@]}" -m cce_dist verify --device "$device" --only "${ONLY:-}"
 }
 
 bench() {
-    local group=(cce-dist-default cce-dist-cached cce-dist-filtered torch-compile megatron megatron-fused)
-    local sizes=${SIZES:-$ranks} known
+    local group=(cce-dist-default cce-dist-cached cce-dist-filtered torch-compile) sizes=${SIZES:-$ranks}
     if [ "$ranks" -gt 1 ]; then
         sizes=${SIZES:-$ranks,1}
-        group+=(cce-dist-default-sp cce-dist-filtered-sp megatron-fused-sp deepspeed)
-    fi
-    # A name that bench does not know is an error: rows of libraries that are not installed are left out.
-    if [ "$device" = cuda ]; then
-        known=$("${cce[@]}" bench --methods list --tp "$sizes")
-        mapfile -t group < <(grep -Fx -f <(printf '%s\n' "${group[@]}") <<<"$known")
+        group+=(megatron megatron-fused cce-dist-default-sp cce-dist-filtered-sp megatron-fused-sp deepspeed)
     fi
     heads bench 220 "${SHAPES:-llama-3-8b gemma-2-2b}" --tp "$sizes" --methods "${group[@]}"
 }
 
 stages() {
-    local ours=(cce-dist-default cce-dist-cached cce-dist-filtered) split=() liger=()
+    local ours=(cce-dist-default cce-dist-cached cce-dist-filtered) split=()
     if [ "$ranks" -gt 1 ]; then
-        split=(megatron-sp megatron-fused-sp cce-dist-default-sp cce-dist-filtered-sp) liger=(deepspeed-liger)
+        split=(megatron-sp megatron-fused-sp cce-dist-default-sp cce-dist-filtered-sp)
     fi
-    heads stage-megatron 110 "${SHAPES:-llama-3-8b}" --stage megatron --tp "$ranks" \
+    heads stage-megatron 110 "${SHAPES:-llama-3-8b}" --stage megatron \
         --no-forward --methods megatron megatron-fused "${ours[@]}" cce-dist-main-grad "${split[@]}"
-    heads stage-deepspeed 110 "${SHAPES:-llama-3-8b}" --stage deepspeed --tp "$ranks" \
-        --no-forward --methods deepspeed "${liger[@]}" deepspeed-linear "${ours[@]}"
+    heads stage-deepspeed 110 "${SHAPES:-llama-3-8b}" --stage deepspeed \
+        --no-forward --methods deepspeed deepspeed-linear "${ours[@]}"
 }
 
-# The layout: from 4 ranks on two data-parallel halves for torch, and two pipeline stages for the others, which have halves from 8
-# ranks on; tensor-parallel ranks else.
+# A run of STEPS steps, without checkpoints.
 pretrain() {
-    local two=$((ranks % 4 == 0 ? 2 : 1)) dp=$((ranks % 8 == 0 ? 2 : 1)) engine
+    local dp=$((ranks % 4 == 0 ? 2 : 1))
     local half=(--dtype bfloat16 --batch-size $((4 * ranks)) --accumulate 2)
     [ "$device" = cuda ] || half=()
-    for engine in ${ENGINES:-torch megatron deepspeed}; do
-        case $engine in
-            torch) train step torch 75 --tp $((ranks / two)) --dp "$two" "${half[@]}" ;;
-            *) train on_gpus "$engine" 75 --tp $((ranks / two / dp)) --pp "$two" --dp "$dp" "${half[@]}" ;;
-        esac
-    done
+    step pretrain 75 metrics.jsonl "${cce[@]}" pretrain --device "$device" --no-resume --tp $((ranks / dp)) --dp "$dp" \
+        --preset "${PRESET:-base}" --steps "${STEPS:-20}" --eval-every "${STEPS:-20}" --checkpoint-every 0 "${half[@]}" \
+        ${CORPUS:+--corpus "$CORPUS"} --corpus-mib 4 --cache "$work/corpus" --out "$work/pretrain"
 }
 
 kill_and_go_on() {
@@ -153,8 +134,8 @@ done
     printf '\nT = %s, %s, %s s\n\n| step | outcome | s | last line |\n|---|---|---:|---|\n' "$ranks" "$device" "$SECONDS"
     printf '%s\n' "${rows[@]}"
     for name in bench stage-megatron stage-deepspeed; do
-        [ ! -f "$out/$name.json" ] || { echo && "${cce[@]}" bench --show "$out/$name.json" --columns total total/3 MiB; }
+        [ ! -f "$out/$name.json" ] || { echo && "${cce[0]}" "$heads" --show "$out/$name.json" --columns total total/3 MiB; }
     done
-    [ ! -f "$out/bench.json" ] || { echo && "${cce[@]}" bench --show "$out/bench.json" --tp "$ranks" --columns sends; }
+    [ ! -f "$out/bench.json" ] || { echo && "${cce[0]}" "$heads" --show "$out/bench.json" --tp "$ranks" --columns sends; }
 } 2>&1 | tee "$out/table.md"
 exit $failed

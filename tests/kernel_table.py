@@ -16,8 +16,6 @@ HEAD = "| file | kernels | test |\n|---|---|---|\n"
 TESTS = {
     "cells": "core/test_log_probs.py",
     "kept_rows": "core/test_kept_ids.py",
-    "candidates": "core/test_top_k.py",
-    "largest": "core/test_top_k.py",
     "logits": "core/test_top_k.py",
     "divergence": "core/test_divergence.py",
     "scale": "core/test_groups.py",

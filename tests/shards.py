@@ -9,7 +9,7 @@ import torch
 from interpreted import add_bf16, make_quick
 from torch import Tensor
 
-from cce_dist.kernels import ShardLogits, direct
+from cce_dist.kernels import ShardLogits, Upstream, direct
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -38,6 +38,12 @@ class Problem(NamedTuple):
     labels: Tensor
     logits: ShardLogits
     coef: Tensor
+
+
+def upstream_of(coef: Tensor, vocab_size: int) -> Upstream:
+    """Return upstream gradients that have these coefficients, up to fp32's rounding where there is a UNIFORM."""
+    d_uniform = -coef[2] * vocab_size
+    return Upstream(nll=-coef[1], lse=coef[0] + coef[1] - d_uniform, uniform=d_uniform, entropy=coef[3])
 
 
 @contextlib.contextmanager

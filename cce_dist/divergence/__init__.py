@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cce_dist import agree, checks, merge
-from cce_dist.call import Layout, Options, checked, concrete, numbers_of
+from cce_dist import checks, debug_ranks, merge
+from cce_dist.call import Options, checked, concrete, layout_of, numbers_of
 from cce_dist.decide import choose_backend
 from cce_dist.divergence import op as divergence_op
 from cce_dist.divergence.op import PUBLIC_NAME, DivergenceCall
@@ -29,7 +29,7 @@ from cce_dist.operands import (
 from cce_dist.shard import VocabShard
 
 
-@agree.errors_reach_all_ranks
+@debug_ranks.errors_reach_all_ranks
 def linear_kl_divergence(
     input: Tensor,
     linear_weight: Tensor,
@@ -180,7 +180,7 @@ def linear_kl_divergence(
     call = DivergenceCall(
         spec,
         student.shard.vocab_size,
-        Layout.of(student.shard, options),
+        layout_of(student.shard, options),
         choose_backend(options.backend, forced_backend, device_type(student.input), student.input.dtype),
     )
     if debug and student.shard.group is not None and not torch.compiler.is_compiling():
@@ -340,9 +340,11 @@ def _check_ranks(
     """Raise RuntimeError on every rank if the ranks' arguments differ or their shards leave a gap."""
     shard = student.shard
     assert shard.group is not None
-    facts = agree.facts_of(*student[:3]) | dict(zip(TEACHER, agree.facts_of(*teacher[:3]).values(), strict=False))
+    facts = debug_ranks.facts_of(*student[:3]) | dict(
+        zip(TEACHER, debug_ranks.facts_of(*teacher[:3]).values(), strict=False)
+    )
     facts |= {"vocab_size": shard.vocab_size} | options._asdict()
     facts |= {"kind": call.spec.kind, "beta": call.spec.beta, "backend": call.backend}
     facts |= {"teacher_logit_scale": call.spec.teacher.logit_scale, "teacher_softcap": call.spec.teacher.softcap}
-    facts |= {name: None if x is None else agree.digest(x) for name, x in tensors.items()}
+    facts |= {name: None if x is None else debug_ranks.digest(x) for name, x in tensors.items()}
     merge.assert_ranks_agree(PUBLIC_NAME, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist import merge
-from cce_dist.autograd import Operator, head_rows, without_autocast
-from cce_dist.call import Layout, build
+from cce_dist.autograd import Operator, build, head_rows, without_autocast
 from cce_dist.decide import Way, Where, decide_heads
 from cce_dist.kernels import IGNORED, Grads, Operands
 from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.kernels.divergence import heads
 from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, sizes_of
+from cce_dist.merge import Distributed, Layout
 from cce_dist.shard import even_rows
 
 PUBLIC_NAME = "linear_kl_divergence"
@@ -59,34 +58,33 @@ def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
             ``grad_weight_out``, which only backward uses, and the call. A head is a list of tensors.
     """
     *operands, _, call = given
-    backend, group = _backend(call), merge.resolve(call.layout.group_name)
+    backend, ranks = _backend(call), Distributed(call.layout)
     with without_autocast(operands[0].device.type):
         call = decided(call, *operands)
-        x, spec = _gathered(*operands, call=call), call.spec
+        x, spec = _gathered(*operands, call=call, ranks=ranks), call.spec
 
         def merged(stats_5N: Tensor) -> Tensor:
-            return heads.merge(merge.gather_stats(stats_5N, group), spec)
+            return heads.merge(ranks.gather(stats_5N), spec)
 
         merged_5N, sums_2N, kept = backend.statistics(x, spec, merged, call.way.groups.rows)
         pair = heads.pair_of(merged_5N, spec)
         value = pair.offset
         if sums_2N is not None:
-            value, pair = heads.complete(pair, merge.gather_stats(sums_2N, group), spec)
+            value, pair = heads.complete(pair, ranks.gather(sums_2N), spec)
         value = value.masked_fill(x.student.ids < 0, 0.0)
     return value, [torch.stack([numbers for numbers in pair if numbers is not None]), *kept]
 
 
 def _gathered(
     hidden: Tensor, weight: Tensor, head: list[Tensor], mask: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_head: list[Tensor], *, call: DivergenceCall,
+    teacher_head: list[Tensor], *, call: DivergenceCall, ranks: Distributed,
 ) -> Heads:  # fmt: skip
     """Return the operands of both heads, after gathering the hidden states of both at the same time."""
-    group, spec = merge.resolve(call.layout.group_name), call.spec
-    if call.layout.sequence_parallel and group is not None:
-        arriving = [merge.SequenceGather(slice_, group) for slice_ in (hidden, teacher_hidden)]
+    arriving = ranks.arriving(hidden, teacher_hidden)
+    if arriving:
         hidden, teacher_hidden = (gather.wait() for gather in arriving)
     ids = torch.where(mask, 0, IGNORED)
-    return _heads((hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head), ids, spec)
+    return _heads((hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head), ids, call.spec)
 
 
 def _heads(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, spec: Divergence) -> Heads:
@@ -108,25 +106,20 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor | 
     """
     *operands, saved, grad_weight_out, want, call = given
     want_hidden, want_weight, *want_head = want
-    layout, backend, group = call.layout, _backend(call), merge.resolve(call.layout.group_name)
-    sum_group = None if layout.partial else group
+    backend, ranks = _backend(call), Distributed(call.layout)
     assert d_values[0] is not None
     with without_autocast(d_values[0].device.type):
         call = decided(call, *operands)
-        x, spec, rows = _gathered(*operands, call=call), call.spec, call.way.ready_rows or None
-        reduce_dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
-        num_tokens = x.student.num_tokens
-        hidden_sum = merge.HiddenGradSum(sum_group, layout.sequence_parallel, reduce_dtype, num_tokens, rows)
+        x, spec, rows = _gathered(*operands, call=call, ranks=ranks), call.spec, call.way.ready_rows or None
+        hidden_sum = ranks.hidden_sum(x.student.num_tokens, rows)
         coef_N = d_values[0].masked_fill(x.student.ids < 0, 0.0)
-        start_sum = hidden_sum.start
+        start_sum = None if hidden_sum is None else hidden_sum.start
         want_bias = spec.student.named(want_head).get("bias", False)
         grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
-        _, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, spec)
-        return (
-            hidden_sum.wait() if want_hidden else None,
-            d_weight,
-            head_rows(spec.student.listed(bias=d_bias), want_head),
-        )
+        d_hidden, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, spec)
+        if hidden_sum is not None and want_hidden:
+            d_hidden = hidden_sum.wait()
+        return d_hidden, d_weight, head_rows(spec.student.listed(bias=d_bias), want_head)
 
 
 def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
@@ -138,10 +131,10 @@ def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
     if call.way.backend:
         return call
     hidden, _, _, mask, teacher_hidden, *_ = operands
-    group = merge.resolve(call.layout.group_name)
-    columns = even_rows(call.vocab_size, 0, merge.size_of(group))[1]
+    num_ranks = Distributed(call.layout).size
+    columns = even_rows(call.vocab_size, 0, num_ranks)[1]
     sizes = sizes_of(mask.shape[0], hidden, columns, teacher_hidden)
-    summed = group is not None and not call.layout.partial
+    summed = call.layout.sums(num_ranks)
     way = decide_heads(sizes, call.spec, Where(call.backend, str(hidden.dtype), summed))
     return call._replace(spec=call.spec._replace(workspace_bytes=way.workspace_bytes), way=way)
 

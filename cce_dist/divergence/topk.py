@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from cce_dist import agree, checks
+from cce_dist import checks, debug_ranks
 from cce_dist.call import DTYPES
 from cce_dist.log_probs import linear_log_probs
 from cce_dist.operands import environment
@@ -18,7 +18,7 @@ OUTSIDE = ("renormalise", "tail", "drop")
 MIN_TAIL = 2.0**-24  # smallest nonzero 1 - sum of probabilities in fp32
 
 
-@agree.errors_reach_all_ranks
+@debug_ranks.errors_reach_all_ranks
 def topk_kl_divergence(
     input: Tensor,
     linear_weight: Tensor,

@@ -73,14 +73,6 @@ def folder(value: str) -> Path:
     return path
 
 
-def file(value: str) -> Path:
-    """Read the name of a file that is there."""
-    path = _path(value)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"{path} is not a file")
-    return path
-
-
 def device(value: str) -> str:
     """Read a device such as cpu, cuda or cuda:1 that this machine has."""
     import torch

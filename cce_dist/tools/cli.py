@@ -37,20 +37,10 @@ COMMANDS = {
         "overlay the loss curves of several pre-training runs",
         "cce-dist plot runs/exact/metrics.jsonl runs/dense/metrics.jsonl",
     ),
-    "compare": Command(
-        "cce_dist.tools.compare",
-        "pre-train with several ways of computing the head's gradient, and compare what is learned",
-        "cce-dist compare --methods dense exact filtered filtered-plain --seeds 3",
-    ),
     "verify": Command(
         "cce_dist.tools.verify",
         "compare loss and gradients with the dense reference on your ranks and devices",
         "torchrun --nproc-per-node 8 -m cce_dist verify",
-    ),
-    "bench": Command(
-        "cce_dist.tools.bench",
-        "time loss and gradient against other libraries and plain matrix products",
-        "cce-dist bench --shapes llama-3-8b gemma-2-2b --tokens 8192",
     ),
     "plan": Command(
         "cce_dist.tools.plan",
@@ -128,7 +118,7 @@ def _top_level_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cce-dist",
         usage="cce-dist COMMAND [options]",
-        description="Cross-entropy of a language-model head without the logits: train with it, check it, time it.",
+        description="Cross-entropy of a language-model head without the logits: train with it, check it, plan it.",
         epilog="\n".join(["commands:", *lines, "", "'cce-dist COMMAND --help' lists the options of one command."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,

@@ -149,6 +149,8 @@ class Rows:
                 "a vocabulary-split layer without its group: nothing has turned cce_dist on; call "
                 f'cce_dist.integrations.deepspeed.initialize with "{SECTION}": {{"enabled": true}}'
             )
+        if self.group is not None:
+            merge.check_alive(self.group)
         return self.group
 
     def join(self, group: dist.ProcessGroup | None) -> VocabShard:

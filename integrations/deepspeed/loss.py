@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cce_dist.given import LinearCrossEntropyOutput
 from cce_dist.integrations import transformers
 from cce_dist.integrations.options import SECTION, ModelOptions
-from cce_dist.loss import LinearCrossEntropyOutput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,8 @@ class Options(ModelOptions):
         sequence_mean: A "mean" is over the tokens of the sequence-parallel group (Ulysses, ALST), and the loss is the same
             on its ranks. False: over this rank's tokens, DeepSpeed's convention, for code that weighs the ranks' losses.
         report: ``engine.get_additional_losses()`` says what the loss was made of: "nll", "z_loss" and "entropy", means over
-            the tokens that are not ignored, and with a filter what it did, as ``FilterStats``, over the whole vocabulary. A
-            pipeline prints and returns them as DeepSpeed has it: on every stage, means over microbatches and data-parallel
-            ranks. For other models they describe this rank's last loss. The entropy takes time.
+            the tokens that are not ignored. A pipeline prints and returns them as DeepSpeed has it: on every stage, means over
+            microbatches and data-parallel ranks. For other models they describe this rank's last loss. The entropy takes time.
     """
 
     sequence_mean: bool = False
@@ -33,8 +32,7 @@ class Options(ModelOptions):
 
     def reported(self) -> tuple[str, ...]:
         """Return the names of what is reported."""
-        stats = () if self.grad_filter is None else ("kept_tiles", "dropped_mass_mean", "dropped_mass_max_of_shards")
-        return ("nll", "z_loss", "entropy", *stats)
+        return ("nll", "z_loss", "entropy")
 
     @classmethod
     def known(cls) -> list[str]:
@@ -98,7 +96,7 @@ class Task(transformers.Task):
     def aux(self) -> tuple[str, ...]:
         if not self.options.report:
             return super().aux()
-        return (*super().aux(), "nll", "z_loss", "entropy", *(["filter_stats"] if self.options.grad_filter else []))
+        return (*super().aux(), "nll", "z_loss", "entropy")
 
     def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> Tensor:
         if self.options.report:
@@ -107,14 +105,6 @@ class Task(transformers.Task):
 
     @torch.no_grad()
     def report(self, output: Any, valid: Tensor) -> None:
-        """Keep what a loss was made of. Communication: with a filter, an all-gather of three numbers."""
+        """Keep what a loss was made of."""
         means = torch.stack([output.nll.sum(), output.z_loss.sum(), output.entropy.sum()]) / valid.sum().clamp(min=1)
-        numbers = [*means]
-        if output.filter_stats is not None:
-            shards = [torch.stack(output.filter_stats)]
-            if self.shard.group is not None:
-                mine, shards = shards[0], [torch.empty_like(shards[0]) for _ in range(self.shard.group.size())]
-                dist.all_gather(shards, mine, group=self.shard.group)
-            kept, mass, largest = torch.stack(shards).unbind(1)
-            numbers += [kept.mean(), mass.sum(), largest.max()]  # a shard drops its own part of a token's mass
-        self.reported = dict(zip(self.options.reported(), numbers, strict=True))
+        self.reported = dict(zip(self.options.reported(), means, strict=True))

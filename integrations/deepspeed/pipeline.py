@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from cce_dist.autograd import leaves_of
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of
 from cce_dist.integrations.deepspeed.loss import Options, Task
-from cce_dist.integrations.deferred.find import check_class
-from cce_dist.integrations.deferred.taken import take
+from cce_dist.integrations.deferred.find_head import check_class
+from cce_dist.integrations.deferred.subclass import take
 from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.options import SECTION
 

@@ -3,6 +3,7 @@
 A converted head returns ``DeferredLogits``: no numbers, but the hidden states and the weight that the head was called with. The
 model's own code may scale them and, in the end, asks for their loss, which the head then computes from the hidden states.
 
-Reading order: ``logits`` (what all deferred logits can do), ``tensor`` (those that model code takes for a tensor), ``taken``
-(subclasses of the classes of a head and its model), ``find`` (the head of a model), ``task`` (when it defers, and its loss).
+Reading order: ``logits`` (what all deferred logits can do), ``tensor`` (those that model code takes for a tensor),
+``subclass`` (subclasses of the classes of a head and its model), ``find_head`` (the head of a model), ``task`` (when it defers,
+and its loss).
 """

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cce_dist.given import LinearCrossEntropyOutput
 from cce_dist.integrations import peft
-from cce_dist.integrations.deferred.find import check_weight
+from cce_dist.integrations.deferred.find_head import check_weight
 from cce_dist.integrations.deferred.tensor import TensorLogits, for_later
 from cce_dist.integrations.on_demand import is_sharded
-from cce_dist.loss import LinearCrossEntropyOutput, linear_cross_entropy
+from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
 
 # A level below WARNING is dropped unless somebody configures logging, and the line is there to be seen.

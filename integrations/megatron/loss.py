@@ -13,6 +13,7 @@ from torch import Tensor
 from cce_dist import LogProbs, VocabShard, linear_cross_entropy, linear_log_probs, merge
 from cce_dist.integrations import options as shared
 from cce_dist.kernels import memory
+from cce_dist.shard import check_alone
 
 IGNORED = -100
 
@@ -198,6 +199,8 @@ def vocab_parallel_max(
 
 def shard_of(num_rows: int, tp_group: dist.ProcessGroup | None, vocab_size: int | None) -> VocabShard:
     """Return the shard of a rank with ``num_rows`` rows; ``vocab_size`` None counts padding rows as part of the vocabulary."""
+    if tp_group is None:
+        check_alone()
     rank, size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
     padded = num_rows * size
     if vocab_size is not None and vocab_size > padded:

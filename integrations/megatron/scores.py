@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import LogProbs
-from cce_dist.integrations.deferred.taken import Head
+from cce_dist.integrations.deferred.subclass import Head
 from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs
 from cce_dist.integrations.megatron.swap import call_of, heads_of, reason_against
 from cce_dist.integrations.patching import say_once

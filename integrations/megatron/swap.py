@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cce_dist.integrations.deferred import task as deferred
 from cce_dist.integrations.deferred.logits import DeferredLogits
-from cce_dist.integrations.deferred.taken import Head, give_back, subclass, take
+from cce_dist.integrations.deferred.subclass import Head, give_back, subclass, take
 from cce_dist.integrations.deferred.task import argument
 from cce_dist.integrations.megatron.loss import Options, shard_of, vocab_parallel_loss, vocab_parallel_max
 

@@ -34,10 +34,10 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, exact, memory
+from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, exact, memory
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
-from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
+from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter.bound import bound_of_shard, sample_outside, sampled_sums
 from cce_dist.kernels.filter.covariance import covariance_of, lines_of_sample
@@ -47,7 +47,6 @@ from cce_dist.kernels.filter.d_rows import (
     add_listed_hidden,
     by_column,
     compensated_weight,
-    listed_bias,
     listed_weight,
 )
 from cce_dist.kernels.filter.frequent import Frequent, gather_frequent, most_labelled, num_frequent, outside_frequent
@@ -59,7 +58,6 @@ from cce_dist.kernels.filter.lists import (
     decide,
     list_columns,
     listed_gradients,
-    listed_stats,
     new_entries,
 )
 from cce_dist.kernels.filter.sampling import (
@@ -74,6 +72,7 @@ from cce_dist.kernels.filter.sampling import (
     weigh_tokens,
 )
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
+from cce_dist.kernels.losses import Results, merge_splits, merged_lse, of_statistics, token_losses
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
     Marks,
@@ -81,7 +80,6 @@ from cce_dist.kernels.lse import (
     choose_splits,
     gathered_with_targets,
     lse_partials,
-    merge_splits,
     new_partials,
 )
 from cce_dist.kernels.memory import FALLBACK, SAMPLE
@@ -91,18 +89,15 @@ from cce_dist.kernels.tokens import (
     first_rows,
     gathered,
     label_ids,
-    mean,
-    merged_lse,
     ordered_ids,
     some_rows,
     sums_of_rows,
-    token_losses,
 )
 from cce_dist.kernels.waves import cdiv
 
 __all__ = [
-    "coefficients", "filter_stats", "gradients", "label_ids", "mean", "merged_lse", "ordered_ids", "saved_like",
-    "saved_of_slices", "statistics", "token_losses",
+    "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
+    "token_losses",
 ]
 
 
@@ -149,6 +144,10 @@ def statistics(
         first = _before_all_columns(x, frequent, tiles, buffer_RD, stats_KN, merge_bound)
         _marked_statistics(x, frequent, first, lists, stats_KN, buffer_RD, at_once, spec)
     return stats_KN, list(lists)
+
+
+def losses_alone(x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor]) -> Results:
+    return of_statistics(x, spec, *statistics(x, spec, merge_bound))
 
 
 def new_rows(x: Operands, num_rows: int, num_columns: int | None = None) -> torch.Tensor:
@@ -242,71 +241,54 @@ def _log_sum_exp(
     merge_splits(partials_KPR, x, rows, stats_KN, want=want, sloped_N=sloped_N)
 
 
-def filter_stats(x: Operands, softmax: Softmax, saved: list[torch.Tensor], spec: Spec) -> torch.Tensor:
-    num_tokens, num_valid = x.num_tokens, x.num_valid
-    if num_tokens == 0 or num_valid == 0:
-        return softmax.max.new_zeros(3)
-    lists = Lists(*saved)
-    with on_device(x.hidden):
-        # Coefficients of the plain loss, up to the sign of LABEL, which does not matter here.
-        coef_4N = torch.zeros(4, num_tokens, dtype=torch.float32, device=x.hidden.device)
-        coef_4N[:2] = 1.0
-        how = decide(x, softmax, coef_4N, lists, None, spec.filter.eps)
-        dropped_N, num_listed_N = listed_stats(x, softmax, coef_4N, lists, how)
-        num_labelled = (x.ids >= 0).sum().clamp(min=1)
-        kept_N = torch.where(how.listed_labels >= 0, num_listed_N + lists.ids_F.shape[0], 0)
-        num_kept = kept_N.sum() + (how.num_exact[0] + how.num_fallback[0]).long() * num_valid
-        return torch.stack((num_kept / (num_labelled * num_valid), dropped_N.sum() / num_labelled, dropped_N.amax()))
-
-
 def gradients(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Spec
+    x: Operands, softmax: Softmax, upstream: Upstream, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
-    """Return the filtered d_hidden, d_weight and d_bias; see ``Backend.gradients``.
+    """Return the filtered d_hidden and d_weight, and None; see ``Backend.gradients``. ``decide`` has excluded a bias.
 
     An element is kept if ``|P p| >= eps |LABEL|`` (``eps |P|`` if LABEL is 0), if it is the label's, if its column is frequent,
     or if the token's list is short. All gradients are exact if the entropy is differentiated, which has no control variate.
-    With UNIFORM there is no softcap.
     """
     sides = spec.filter
+    coef_4N = coefficients(upstream, x.ids, spec.vocab_size)
 
     def exactly(wanted: Grads) -> Gradients:
-        return exact.gradients(x, softmax, coef_4N, list(exact.new_kept(x, exact.order_of(x))), wanted, spec)
+        return exact.gradients_by(x, softmax, coef_4N, exact.new_kept(x, exact.order_of(x)), wanted, spec)
 
     if x.num_tokens == 0 or x.num_valid == 0 or softmax.entropy is not None:
         return exactly(grads)
-    d_hidden = d_weight = d_bias = None
+    d_hidden = d_weight = None
     if grads.want_hidden and not sides.hidden:
-        d_hidden = exactly(grads._replace(want_weight=False, want_bias=False, weight_out=None))[0]
+        d_hidden = exactly(grads._replace(want_weight=False, weight_out=None))[0]
     here = grads._replace(
         want_hidden=grads.want_hidden and sides.hidden, want_weight=grads.want_weight and sides.weight,
-        want_bias=grads.want_bias and sides.weight, weight_out=grads.weight_out if sides.weight else None,
+        weight_out=grads.weight_out if sides.weight else None,
     )
-    if here.want_hidden or here.want_weight or here.want_bias:
+    if here.want_hidden or here.want_weight:
         filtered = _filtered_gradients(x, softmax, coef_4N, Lists(*saved), here, spec)
         d_hidden = d_hidden if filtered[0] is None else filtered[0]
-        d_weight, d_bias = filtered[1:]
-    if (grads.want_weight or grads.want_bias) and not sides.weight:
-        _, d_weight, d_bias = exactly(grads._replace(want_hidden=False, hidden_ready=None))
-    return d_hidden, d_weight, d_bias
+        d_weight = filtered[1]
+    if grads.want_weight and not sides.weight:
+        d_weight = exactly(grads._replace(want_hidden=False, hidden_ready=None))[1]
+    return d_hidden, d_weight, None
 
 
 class Compensation(NamedTuple):
     """The control variate for the dropped gradients, and its corrections.
 
     Attributes:
-        shares_2V: As in ``shares.Dropped``.
-        shared_hidden: [2 or 3, D], or None. Each token's two factors times the first two rows are added to d_hidden.
-        shared_weight_2D: Each column's share times the first row, plus the second row, is added to d_weight. Or None.
+        share_V: As in ``shares.Dropped``.
+        shared_hidden: A matrix, or None. Each token's factor times the first row is added to d_hidden.
+        shared_weight_D: Each column's share times this row is added to d_weight. Or None.
         sampled: Columns that correct d_hidden, or None.
         tokens: Tokens that correct d_weight, or None.
         factors: Factors of the corrections, or None.
         covariance_DD: Covariance of the linear correction of d_hidden (``covariance.py``), or None.
     """
 
-    shares_2V: torch.Tensor
+    share_V: torch.Tensor
     shared_hidden: torch.Tensor | None
-    shared_weight_2D: torch.Tensor | None
+    shared_weight_D: torch.Tensor | None
     sampled: SampledColumns | None = None
     tokens: SampledTokens | None = None
     factors: Factors | None = None
@@ -321,7 +303,7 @@ class _Work(NamedTuple):
         how: The decision for each token.
         lists: The lists of forward.
         entries: The listed gradients.
-        factor_2N: Each token's factors on the control variate; see ``listed_gradients``.
+        factor_N: Each token's factor on the control variate; see ``listed_gradients``.
         compensation: The control variate and its corrections.
         tiles: Tiles of the device.
     """
@@ -330,31 +312,31 @@ class _Work(NamedTuple):
     how: Decisions
     lists: Lists
     entries: Entries
-    factor_2N: torch.Tensor
+    factor_N: torch.Tensor
     compensation: Compensation
     tiles: Tiles
 
 
 def _filtered_gradients(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, grads: Grads, spec: Spec
-) -> Gradients:
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     num_valid, device = x.num_valid, x.hidden.device
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, device)
         frequent = gather_frequent(lists.ids_F, x, cdiv(num_valid, 32))
         how = decide(x, softmax, coef_4N, lists, frequent.slot_V, spec.filter.eps)
         # First set the exact gradients, of all tokens or of those that fall back. Then add the filtered ones.
-        d_hidden, d_weight, d_bias = exact.gradients(
-            x._replace(ids=how.exact_labels), softmax, coef_4N, list(exact.new_kept(x, how.exact_order)),
+        d_hidden, d_weight, _ = exact.gradients_by(
+            x._replace(ids=how.exact_labels), softmax, coef_4N, exact.new_kept(x, how.exact_order),
             grads._replace(hidden_ready=None, ready_rows=None, often_empty=True), spec,
         )
         target = d_weight if grads.weight_out is None else grads.weight_out
-        _add_fallback(x, softmax, coef_4N, how, (d_hidden, target, d_bias), grads, spec)
+        _add_fallback(x, softmax, coef_4N, how, (d_hidden, target), grads, spec)
         entries = new_entries(lists.columns_M.shape[0], device)
         total = _listed_sum(d_hidden, x, spec)
-        factor_2N = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
-        comp = _compensation(x, softmax, coef_4N, frequent, how, factor_2N, tiles, grads, spec)
-        work = _Work(frequent, how, lists, entries, factor_2N, comp, tiles)
+        factor_N = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
+        comp = _compensation(x, softmax, coef_4N, frequent, how, factor_N, tiles, grads, spec)
+        work = _Work(frequent, how, lists, entries, factor_N, comp, tiles)
 
         num_frequent_columns = lists.ids_F.shape[0]
         frequent_weight_FD = None
@@ -362,35 +344,29 @@ def _filtered_gradients(
             frequent_weight_FD = torch.empty(
                 num_frequent_columns, x.hidden.shape[1], dtype=target.dtype, device=device
             )
-        frequent_bias_F = (
-            None if d_bias is None else torch.zeros(num_frequent_columns, dtype=torch.float32, device=device)
-        )
-        _add_rows((d_hidden, frequent_weight_FD, frequent_bias_F), total, x, softmax, coef_4N, work, grads, spec)
+        _add_rows((d_hidden, frequent_weight_FD), total, x, softmax, coef_4N, work, grads, spec)
         # Free memory for the sort of the entries.
         del total
         comp = comp._replace(sampled=None, covariance_DD=None)
         work = work._replace(compensation=comp)
-        if target is not None or d_bias is not None:
+        if target is not None and frequent_weight_FD is not None:
             columns = by_column(entries, num_valid)
-            if target is not None and frequent_weight_FD is not None:
-                _finish_weight(target, x, columns, frequent_weight_FD, work, add=grads.weight_out is not None)
-            if d_bias is not None and frequent_bias_F is not None:
-                listed_bias(d_bias, columns, frequent.slot_V, frequent_bias_F, comp.shares_2V, factor_2N.sum(1))
-    return d_hidden, d_weight, d_bias
+            _finish_weight(target, x, columns, frequent_weight_FD, work, add=grads.weight_out is not None)
+    return d_hidden, d_weight
 
 
 def _finish_weight(
     target: torch.Tensor, x: Operands, columns: ByColumn, frequent_weight_FD: torch.Tensor, work: _Work, *, add: bool
 ) -> None:
     """Sum all parts of d_weight in ``target``."""
-    comp, parts = work.compensation, (work.frequent.slot_V, frequent_weight_FD, work.compensation.shares_2V)
-    assert comp.shared_weight_2D is not None
+    comp, parts = work.compensation, (work.frequent.slot_V, frequent_weight_FD, work.compensation.share_V)
+    assert comp.shared_weight_D is not None
     if comp.tokens is not None and comp.factors is not None:
         compensated_weight(
-            target, comp.tokens, comp.factors, *parts, comp.shared_weight_2D, work.how, work.tiles.grad_weight, add=add
+            target, comp.tokens, comp.factors, *parts, comp.shared_weight_D, work.how, work.tiles.grad_weight, add=add
         )
     listed_weight(
-        target, x.hidden, columns, *parts, comp.shared_weight_2D, work.how, comp.factors, add=add
+        target, x.hidden, columns, *parts, comp.shared_weight_D, work.how, comp.factors, add=add
     )
 
 
@@ -402,44 +378,40 @@ def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum |
 
 
 def _compensation(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, frequent: Frequent, how: Decisions, factor_2N: torch.Tensor,
-    tiles: Tiles,
-    grads: Grads, spec: Spec,
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, frequent: Frequent, how: Decisions, factor_N: torch.Tensor,
+    tiles: Tiles, grads: Grads, spec: Spec,
 ) -> Compensation:
-    num_valid, uniform = x.num_valid, spec.want.uniform
-    shared_weight_2D = sums_of_rows(factor_2N, x.hidden) if grads.want_weight else None
+    num_valid, hidden_size = x.num_valid, x.hidden.shape[1]
+    shared_weight_D = None
+    if grads.want_weight:
+        shared_weight_D = sums_of_rows(torch.stack((factor_N, torch.zeros_like(factor_N))), x.hidden)[0]
     if not spec.filter.compensate:
-        shares_2V = shares_of(None, frequent.slot_V, num_valid, uniform).shares_2V
-        shared_hidden_2D = sums_of_rows(shares_2V, first_rows(x.weight, num_valid)) if grads.want_hidden else None
-        return Compensation(shares_2V, shared_hidden_2D, shared_weight_2D)
-    sample, rows_SD = sample_tokens(x.hidden, factor_2N, how.numbers_3N, x.ids, SAMPLE)
+        zeros = torch.zeros(hidden_size, dtype=torch.float32, device=x.hidden.device) if grads.want_hidden else None
+        return Compensation(shares_of(None, num_valid, x.hidden.device).share_V, zeros, shared_weight_D)
+    sample, rows_SD = sample_tokens(x.hidden, factor_N, how.numbers_3N, x.ids, SAMPLE)
     parts_SV = None
     if grads.want_weight and memory.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes):
         parts_SV = new_rows(x, SAMPLE, cdiv(num_valid, memory.ROWS) * memory.ROWS)
-    dropped = dropped_shares(rows_SD, x, sample, frequent.slot_V, tiles.lse, parts_SV, uniform)
+    dropped = dropped_shares(rows_SD, x, sample, frequent.slot_V, tiles.lse, parts_SV)
     num_columns = memory.sampled_columns(num_valid)
     tokens = weigh_tokens(dropped, sample) if num_columns else None
-    assert dropped.shared_3D is not None
-    if uniform and grads.want_hidden:
-        dropped.shared_3D[1].copy_(sums_of_rows(dropped.shares_2V, first_rows(x.weight, num_valid))[1])
-    comp = Compensation(dropped.shares_2V, dropped.shared_3D if grads.want_hidden else None, shared_weight_2D)
+    comp = Compensation(dropped.share_V, dropped.shared_2D if grads.want_hidden else None, shared_weight_D)
     if num_columns == 0 or not (grads.want_hidden or tokens is not None):
         return comp
     sampled = sample_columns(dropped, num_columns, x)
     of_columns = of_tokens = lines_SK = None
     at_once = memory.covariance_rows(exact.sizes_of(x), spec.workspace_bytes) if sample.centered is not None else 0
-    num_covariance = memory.covariance_columns(num_valid, x.hidden.shape[1]) if at_once and grads.want_hidden else 0
+    num_covariance = memory.covariance_columns(num_valid, hidden_size) if at_once and grads.want_hidden else 0
     if tokens is not None:
         of_tokens = squares_of_tokens(tokens, dropped, sampled, tiles)
     if grads.want_hidden:
         if num_covariance:
             lines_SK = lines_of_sample(sampled, sample, x, tiles)
-        coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
         of_columns = squares_of_columns(
-            sampled, sample, rows_SD, gain, softmax, coef_4N, how.numbers_3N, tiles, lines_SK
+            sampled, sample, rows_SD, softmax, coef_4N, how.numbers_3N, tiles, lines_SK
         )
     factors = factors_of(
-        of_columns, of_tokens, sampled, dropped, sample, shared_weight_2D, num_covariance, at_once
+        of_columns, of_tokens, sampled, dropped, sample, shared_weight_D, num_covariance, at_once
     )
     if num_covariance:
         covariance_DD = covariance_of(dropped, num_covariance, at_once, sampled, sample, factors, x, tiles)
@@ -448,17 +420,17 @@ def _compensation(
 
 
 def _add_fallback(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, how: Decisions, out: Gradients, grads: Grads, spec: Spec
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, how: Decisions,
+    out: tuple[torch.Tensor | None, torch.Tensor | None], grads: Grads, spec: Spec,
 ) -> None:
     """Set the exact gradients of the tokens that fall back while the lists of other tokens are used.
 
     These tokens are at most one tile of rows, so chunks of the vocabulary are long. If there are none, the kernels return at
     once and d_weight is not written.
     """
-    d_hidden, d_weight, d_bias = out
+    d_hidden, d_weight = out
     num_valid = x.num_valid
     tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-    coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
     rows = gathered(x.hidden, (how.fallback, how.num_fallback), new_rows(x, FALLBACK))
     cols = memory.fallback_columns(num_valid, FALLBACK, x.hidden.itemsize, spec.workspace_bytes, tiles.dlogits.cols)
     dlogits_RV = new_rows(x, FALLBACK, cols)
@@ -468,28 +440,25 @@ def _add_fallback(
         dlogits_chunk(x, rows, softmax, coef_4N, first, dlogits_RV, tiles)
         if total is not None:
             add_d_hidden(
-                total, dlogits_RV, some_rows(x.weight, first, stop), rows, None, gain, tiles.grad_hidden, first=first == 0
+                total, dlogits_RV, some_rows(x.weight, first, stop), rows, None, None, tiles.grad_hidden, first=first == 0
             )
         if d_weight is not None:
             add_d_weight(
-                some_rows(d_weight, first, stop), dlogits_RV, rows, gain, tiles.grad_weight, add=grads.weight_out is not None,
+                some_rows(d_weight, first, stop), dlogits_RV, rows, None, tiles.grad_weight, add=grads.weight_out is not None,
                 often_empty=True,
             )
-        if d_bias is not None:
-            add_d_bias(some_rows(d_bias, first, stop), dlogits_RV, rows, None, gain)
 
 
 def _add_rows(
-    out: Gradients, listed: Sum | None, x: Operands, softmax: Softmax, coef_4N: torch.Tensor, work: _Work, grads: Grads,
-    spec: Spec,
+    out: tuple[torch.Tensor | None, torch.Tensor | None], listed: Sum | None, x: Operands, softmax: Softmax,
+    coef_4N: torch.Tensor, work: _Work, grads: Grads, spec: Spec,
 ) -> None:
-    """Finish d_hidden, a group of tokens at a time, and compute the frequent columns' gradients of weight and bias.
+    """Finish d_hidden, a group of tokens at a time, and compute the frequent columns' rows of d_weight.
 
     ``listed`` is d_hidden if ``listed_gradients`` has written the short lists' parts to it, else None.
     """
-    d_hidden, frequent_weight_FD, frequent_bias_F = out
+    d_hidden, frequent_weight_FD = out
     frequent, tiles = work.frequent.x._replace(ids=work.how.frequent_labels), work.tiles
-    coef_4N, gain = exact.normalised(coef_4N, x.hidden.dtype)
     cols = cdiv(frequent.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
     sampled, shared, factors = (
         work.compensation.sampled,
@@ -518,13 +487,11 @@ def _add_rows(
                 )
             longest = work.how.block if listed is not None else 0
             add_products(
-                total, rows, Pair(grads_RF, frequent.weight), of_sampled, work.compensation.covariance_DD, factors, gain,
-                work.factor_2N, shared, (work.lists, longest), tiles.grad_hidden, first=listed is None,
+                total, rows, Pair(grads_RF, frequent.weight), of_sampled, work.compensation.covariance_DD, factors,
+                work.factor_N, shared, (work.lists, longest), tiles.grad_hidden, first=listed is None,
             )
             add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, longer_than=longest)
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
         if frequent_weight_FD is not None:
-            add_d_weight(frequent_weight_FD, grads_RF, rows, gain, tiles.grad_weight, add=number > 0)
-        if frequent_bias_F is not None:
-            add_d_bias(frequent_bias_F, grads_RF, rows, None, gain)
+            add_d_weight(frequent_weight_FD, grads_RF, rows, None, tiles.grad_weight, add=number > 0)

@@ -37,25 +37,22 @@ def sample_outside(frequent: Frequent, x: Operands) -> tuple[torch.Tensor, Opera
     size = num_sampled(num_outside)
     ids_S = torch.empty(size, dtype=torch.int32, device=x.weight.device)
     weight_SD = torch.empty(size, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
-    bias_S = None if x.head.bias is None else x.head.bias.new_empty(size)
     if size:
         _sample_outside_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
-            frequent.ids_F, x.weight, x.head.bias,
-            ids_S, weight_SD, bias_S,
+            frequent.ids_F, x.weight,
+            ids_S, weight_SD,
             size, num_outside, num_valid - num_outside, hidden_size, (num_valid - num_outside).bit_length(),
             BLOCK_S=16, BLOCK_D=256,
         )
-    return ids_S, x._replace(weight=weight_SD, head=x.head._replace(bias=bias_S), start=0, num_valid=size)
+    return ids_S, x._replace(weight=weight_SD, start=0, num_valid=size)
 
 
-@kernel("frequent_ptr", "weight_ptr", "bias_ptr", "ids_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
+@kernel("frequent_ptr", "weight_ptr", "ids_ptr", "weight_out_ptr", "hidden_size")
 def _sample_outside_kernel(
     frequent_ptr,  # in: [F] int64: the frequent columns, ascending
     weight_ptr,  # in: [V, D]
-    bias_ptr,  # in: [V], or None
     ids_ptr,  # out: [S] int32
     weight_out_ptr,  # out: [S, D]
-    bias_out_ptr,  # out: [S], or None
     size,
     num_outside,
     num_frequent,
@@ -88,8 +85,6 @@ def _sample_outside_kernel(
     tl.store(weight_out_ptr + offs_s.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], row, mask=mask)
     if tl.program_id(1) == 0:
         tl.store(ids_ptr + offs_s, column, mask=in_s)
-        if bias_ptr is not None:
-            tl.store(bias_out_ptr + offs_s, tl.load(bias_ptr + column, mask=in_s, other=0), mask=in_s)
 
 
 def sampled_sums(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cce_dist.kernels import memory
 from cce_dist.kernels.memory import COLUMNS_PER_ENTRY, LEAST_DEFAULT, SAMPLE, Sizes
+from cce_dist.kernels.rates import H200, Rates
 
 # Time of exact gradients for ``filter_pays``, in matrix products of the logits' size: one H200, bf16, N 8,192; 2026-11.
 EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
@@ -14,17 +15,6 @@ RECOMPUTED = 1.1  # additional products if no exponentials are kept
 USUAL_LIST = 40  # listed columns per token: 34 while a model trains, 25 to 59 with flat softmaxes
 FILTER_HOST = 6.0e-3  # host time in seconds: 220 to 270 kernels took 8 to 14 ms, and there are 80 to 160
 MARGIN = 0.9  # largest share of the exact time that the filter may take
-
-
-class Rates(NamedTuple):
-    """Rates of a GPU per second: operations of matrix products, bytes read or written."""
-
-    operations: float
-    bytes_moved: float
-
-
-# By bytes per element. Those of 4 bytes are for tf32; ieee fp32 was not measured.
-H200 = {2: Rates(7.0e14, 3.5e12), 4: Rates(3.5e14, 3.5e12)}
 
 
 class FilterCosts(NamedTuple):

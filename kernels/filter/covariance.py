@@ -36,7 +36,7 @@ def covariance_of(
     dropped: Dropped, size: int, at_once: int, sampled: SampledColumns, sample: Sample, factors: Factors, x: Operands,
     tiles: Tiles,
 ) -> torch.Tensor:
-    """Return the covariance [D, D], and subtract its product with the mean hidden state from ``Dropped.shared_3D``.
+    """Return the covariance [D, D], and subtract its product with the mean hidden state from ``Dropped.shared_2D``.
 
     ``size`` columns are sampled, ``at_once`` at a time. If LINEAR is 0 the covariance is 0, and the products cost nothing.
     """
@@ -54,7 +54,7 @@ def covariance_of(
     add_d_weight(covariance_DD, sampled.centered_KD, columns, lines, tiles.grad_weight, add=True)
     _subtract_mean_kernel[(cdiv(hidden_size, 32),)](
         sample.means_2D, covariance_DD, factors.values_4,
-        dropped.shared_3D,
+        dropped.shared_2D,
         hidden_size, REWEIGHTING * x.head.multiplier,
         BLOCK_R=256, BLOCK_D=32, num_warps=8,
     )

@@ -3,7 +3,7 @@
     d_hidden_i  +=  sum of frequent j  g_ij weight_j            gradients g from ``dlogits.py``
                  +  sum of sampled k  g_ik centered_k            the correction from samples (``sampling.py``)
                  +  r_i linear * (hidden_i covariance)      the linear correction (``covariance.py``)
-                 +  r_i shared_0 + u_i shared_1            control variate, uniform part, and means of the two corrections
+                 +  r_i shared                             control variate, and means of the two corrections
 
 Short lists are added before (``lists.listed_gradients``), longer lists after (``d_rows.py``).
 """
@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
 def add_products(
     total: Sum, rows: Rows, frequent: Pair, sampled: Pair | None, covariance_DD: torch.Tensor | None, factors: Factors | None,
-    gain: torch.Tensor | None, factor_2N: torch.Tensor, shared: torch.Tensor, later: tuple[Lists, int], tile: Tile, *,
+    factor_N: torch.Tensor, shared_D: torch.Tensor, later: tuple[Lists, int], tile: Tile, *,
     first: bool,
 ) -> None:
     """Add everything but lists to d_hidden at the tokens of the group; ``first`` sets it instead.
@@ -49,9 +49,8 @@ def add_products(
         sampled: Operands of the sampled columns, or None.
         covariance_DD: As ``covariance.covariance_of`` returns it, or None.
         factors: With ``sampled`` or ``covariance_DD``: a product whose factor is 0 is left out.
-        gain: Factor on the products of both pairs, 0-d fp32; or None.
-        factor_2N: r_i and u_i of each token, fp32.
-        shared: shared_0 and shared_1, fp32: the first two rows of [2 or 3, D].
+        factor_N: r_i of each token, fp32.
+        shared_D: shared, fp32: the first row of a matrix.
         later: The lists, and the greatest length of lists added before. Only the tokens of these have a remainder already.
     """
     hidden_size, num_rows = total.high_ND.shape[1], rows.hidden.shape[0]
@@ -66,15 +65,14 @@ def add_products(
         *pair(*frequent), *([None, None] if sampled is None else pair(*sampled)),
         *([None, None] if covariance_DD is None else pair(rows.hidden, covariance_DD)),
         None if factors is None else factors.values_4,
-        rows.index, rows.num_kept, gain, factor_2N, shared, later[0].count_N,
+        rows.index, rows.num_kept, factor_N, shared_D, later[0].count_N,
         # in, out
         total.high_ND, total.low_RD,
         # sizes
         num_rows, *(0 if each is None else each.rows_CD.shape[0] for each in (frequent, sampled)), hidden_size,
-        factor_2N.shape[1],
         frequent.given_RC.stride(0), 0 if sampled is None else sampled.given_RC.stride(0), later[1], int(first),
         # options
-        HAS_SAMPLED=sampled is not None, HAS_COVARIANCE=covariance_DD is not None, HAS_GAIN=gain is not None,
+        HAS_SAMPLED=sampled is not None, HAS_COVARIANCE=covariance_DD is not None,
         HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token,
         # tiles
         BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
@@ -96,9 +94,8 @@ def _hidden_products_kernel(
     factors_ptr,  # in: [4] fp32, as in ``Factors``; with HAS_SAMPLED or HAS_COVARIANCE
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    gain_ptr,  # in: [] fp32
-    factor_ptr,  # in: [2, N] fp32
-    shared_ptr,  # in: [2, D] fp32
+    factor_ptr,  # in: [N] fp32
+    shared_ptr,  # in: [D] fp32
     count_ptr,  # in: [N] int32
     d_hidden_ptr,  # in, out: [N, D]
     low_ptr,  # in, out: [R or N, D] bf16
@@ -106,14 +103,12 @@ def _hidden_products_kernel(
     num_frequent,
     num_sampled,
     hidden_size,
-    num_tokens,
     frequent_stride,
     sampled_stride,
     num_before,
     first,
     HAS_SAMPLED: tl.constexpr,
     HAS_COVARIANCE: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
     HAS_LOW: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -132,7 +127,6 @@ def _hidden_products_kernel(
     live = offs_n < num_kept
     token = tl.load(index_ptr + offs_n, mask=live, other=0).to(tl.int64)
     mass = tl.load(factor_ptr + token, mask=live, other=0)
-    gain = tl.load(gain_ptr) if HAS_GAIN else 1.0
 
     # acc [BLOCK_N, BLOCK_D] = hidden @ covariance + sampled gradients @ weight rows + frequent gradients @ weight rows.
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -142,7 +136,7 @@ def _hidden_products_kernel(
             h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_V, TMA)
             s = load_tile(covariance, inner, col, hidden_size, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
             acc = tl.dot(h, s, acc, input_precision=PRECISION)
-        acc *= (mass * (linear / gain))[:, None]
+        acc *= (mass * linear)[:, None]
     if HAS_SAMPLED:
         for inner in range(0, tl.where(tl.load(factors_ptr + COLUMNS) > 0, num_sampled, 0), BLOCK_V):
             g = load_tile(sampled_grads, row, inner, num_rows, num_sampled, sampled_stride, BLOCK_N, BLOCK_V, TMA)
@@ -152,10 +146,7 @@ def _hidden_products_kernel(
         g = load_tile(frequent_grads, row, inner, num_rows, num_frequent, frequent_stride, BLOCK_N, BLOCK_V, TMA)
         w = load_tile(frequent_weight, inner, col, num_frequent, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
         acc = tl.dot(g, w, acc, input_precision=PRECISION)
-    if HAS_GAIN:
-        acc *= gain
 
-    uniform = tl.load(factor_ptr + num_tokens.to(tl.int64) + token, mask=live, other=0)
     count = tl.load(count_ptr + token, mask=live, other=0)
     later = live & (count > num_before)
     has_low = live & (count > 0) & (count <= num_before)
@@ -167,7 +158,6 @@ def _hidden_products_kernel(
             offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
             in_d = offs_d < hidden_size
             some += mass[:, None] * tl.load(shared_ptr + offs_d, mask=in_d, other=0)[None, :]
-            some += uniform[:, None] * tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)[None, :]
             high = d_hidden_ptr + token[:, None] * hidden_size + offs_d[None, :]
             before = tl.where(first == 0, live[:, None] & in_d[None, :], False)
             some += tl.load(high, mask=before, other=0).to(tl.float32)

@@ -1,9 +1,9 @@
-"""Rows of d_hidden, d_weight and d_bias from the listed gradients g and the control variate.
+"""Rows of d_hidden and d_weight from the listed gradients g and the control variate.
 
 For a token, with m its softmax mass outside listed and frequent columns, and for a column j,
 
-    d_hidden   += sum_j g_j weight_j    + scale P m (share . weight)            + scale UNIFORM (sum of infrequent rows)
-    d_weight_j  = sum_i g_i hidden_i    + share_j sum_i scale P_i m_i hidden_i  + sum_i scale UNIFORM_i hidden_i
+    d_hidden   += sum_j g_j weight_j    + scale P m (share . weight)
+    d_weight_j  = sum_i g_i hidden_i    + share_j sum_i scale P_i m_i hidden_i
 
 where ``share_j`` is column j's part of the mass that all tokens drop (``shares.py``). m is computed by subtraction, so the row
 sums of the softmax are right whatever was dropped.
@@ -158,7 +158,7 @@ def _by_column_kernel(
 
 def listed_weight(
     d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
-    shares_2V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, factors: Factors | None, *,
+    share_V: torch.Tensor, shared_D: torch.Tensor, how: Decisions, factors: Factors | None, *,
     add: bool,
 ) -> None:
     """Set the rows of d_weight_VD to the sum of all their parts, or add the sum.
@@ -167,8 +167,8 @@ def listed_weight(
         d_weight_VD: in, out: rows past the last column are left alone.
         slot_V: As in ``Frequent``: 1 plus the position among the frequent columns, or 0.
         frequent_FD: The frequent columns' rows of the gradient.
-        shares_2V: Its first row is each column's part of the dropped mass.
-        shared_2D: sum_i scale P_i m_i hidden_i and sum_i scale UNIFORM_i hidden_i, fp32.
+        share_V: Each column's part of the dropped mass.
+        shared_D: sum_i scale P_i m_i hidden_i, fp32.
         how: If some tokens fall back, d_weight_VD holds their gradient and is added to. If all are exact, nothing is written.
         factors: If GAIN is not 0, ``compensated_weight`` has set the rows to all other parts.
         add: Add to d_weight_VD in any case.
@@ -179,7 +179,7 @@ def listed_weight(
     num_items = cdiv(num_cols, block_v) * cdiv(hidden_size, block_d)
     _filtered_weight_kernel[(cdiv(num_items, 2),)](
         # in
-        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, frequent_FD, shares_2V, shared_2D,
+        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, frequent_FD, share_V, shared_D,
         how.num_exact, how.num_fallback, None if factors is None else factors.values_4,
         # in, out
         d_weight_VD,
@@ -203,7 +203,7 @@ def _filtered_weight_kernel(
     slot_ptr,  # in: [V] int32
     frequent_ptr,  # in: [F, D]
     share_ptr,  # in: [V] fp32
-    shared_ptr,  # in: [2, D] fp32
+    shared_ptr,  # in: [D] fp32
     num_exact_ptr,  # in: [1] int32
     num_fallback_ptr,  # in: [1] int32
     factors_ptr,  # in: [4] fp32, as in ``Factors``; with HAS_FACTORS
@@ -236,7 +236,6 @@ def _filtered_weight_kernel(
         slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
         share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
         by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
-        by_column = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
 
         # Most columns have few entries or none. These are summed together, so that many rows are loaded at once. The next
         # entries are loaded while the rows of these arrive.
@@ -246,7 +245,7 @@ def _filtered_weight_kernel(
             frequent = frequent_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
             is_frequent = (slot > 0)[:, None]
             part = tl.load(frequent, mask=is_frequent & in_d[None, :], other=0).to(tl.float32)
-            part = tl.where(is_frequent, part, by_share[None, :] * share[:, None] + by_column[None, :])
+            part = tl.where(is_frequent, part, by_share[None, :] * share[:, None])
         target = d_weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
         mask = (few & tl.where(others_done, end > begin, True))[:, None] & in_d[None, :]
         part += tl.load(target, mask=tl.where(adding, mask, False), other=0).to(tl.float32)
@@ -269,7 +268,7 @@ def _filtered_weight_kernel(
             acc = tl.zeros((BLOCK_D,), tl.float32)
             if not others_done:
                 this_share = tl.sum(tl.where(this, share, 0.0), 0)
-                acc += by_share * this_share + by_column
+                acc += by_share * this_share
             acc += tl.load(row, mask=tl.where(adding, in_d, False), other=0).to(tl.float32)
             row_begin, row_end = tl.sum(tl.where(this, begin, 0), 0), tl.sum(tl.where(this, end, 0), 0)
             these_k = row_begin + tl.arange(0, BLOCK_K)
@@ -299,7 +298,7 @@ def _rows(rows_ptr, number, in_k, offs_d, in_d, hidden_size):
 
 def compensated_weight(
     d_weight_VD: torch.Tensor, tokens: SampledTokens, factors: Factors, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
-    shares_2V: torch.Tensor, shared_2D: torch.Tensor, how: Decisions, tile: Tile, *, add: bool,
+    share_V: torch.Tensor, shared_D: torch.Tensor, how: Decisions, tile: Tile, *, add: bool,
 ) -> None:
     """Set d_weight_VD to the sum of all parts except listed gradients, or add it. The sampled tokens' correction is included.
 
@@ -309,9 +308,9 @@ def compensated_weight(
         factors: GAIN is the factor on the sampled tokens' correction. If it is 0, nothing is written.
         tile: Tile of a long product. Half of its columns are taken: this product is short, so its time is mostly stores, which
             a second program on the same multiprocessor hides.
-        slot_V, frequent_FD, shares_2V, shared_2D, how, add: As in ``listed_weight``.
+        slot_V, frequent_FD, share_V, shared_D, how, add: As in ``listed_weight``.
     """
-    num_cols, hidden_size = shares_2V.shape[1], d_weight_VD.shape[1]
+    num_cols, hidden_size = share_V.shape[0], d_weight_VD.shape[1]
     parts_SV, centered_SD = tokens.parts_SV, tokens.rows.hidden
     tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
     tma = has_tma(parts_SV, centered_SD)
@@ -320,7 +319,7 @@ def compensated_weight(
         # in
         operand(parts_SV, tile.inner, tile.rows, tma), operand(centered_SD, tile.inner, tile.cols, tma),
         tokens.rows.num_kept, factors.values_4,
-        tokens.reweighting_2V, slot_V, frequent_FD, shares_2V, shared_2D, how.num_exact, how.num_fallback,
+        tokens.reweighting_2V, slot_V, frequent_FD, share_V, shared_D, how.num_exact, how.num_fallback,
         # in, out
         d_weight_VD,
         # sizes
@@ -341,7 +340,7 @@ def _compensated_weight_kernel(
     slot_ptr,  # in: [V] int32
     frequent_ptr,  # in: [F, D]
     share_ptr,  # in: [V] fp32
-    shared_ptr,  # in: [2, D] fp32
+    shared_ptr,  # in: [D] fp32
     num_exact_ptr,  # in: [1] int32
     num_fallback_ptr,  # in: [1] int32
     d_weight_ptr,  # in, out: [V, D]
@@ -384,7 +383,6 @@ def _compensated_weight_kernel(
                 offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
                 in_d = offs_d < hidden_size
                 part += tl.load(shared_ptr + offs_d, mask=in_d, other=0)[None, :] * share[:, None]
-                part += tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)[None, :]
                 frequent = frequent_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
                 part = tl.where(
                     is_frequent, tl.load(frequent, mask=is_frequent & in_d[None, :], other=0).to(tl.float32), part
@@ -393,50 +391,3 @@ def _compensated_weight_kernel(
                 mask = in_v[:, None] & in_d[None, :]
                 part += tl.load(where, mask=tl.where(adding, mask, False), other=0).to(tl.float32)
                 tl.store(where, part.to(d_weight_ptr.dtype.element_ty), mask=mask)
-
-
-def listed_bias(
-    d_bias_V: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_F: torch.Tensor, shares_2V: torch.Tensor,
-    factor_2: torch.Tensor,
-) -> None:
-    """Add the column sums of the listed gradients, of the frequent columns and of the control variate to d_bias_V.
-
-    Args:
-        slot_V, shares_2V: As in ``listed_weight``.
-        frequent_F: The frequent columns' part, fp32.
-        factor_2: sum_i scale P_i m_i and sum_i scale UNIFORM_i.
-    """
-    num_cols = entries.first_V.shape[0] - 1
-    _filtered_bias_kernel[(cdiv(num_cols, 128),)](
-        entries.first_V, entries.grad, slot_V, frequent_F, shares_2V, factor_2,
-        d_bias_V,
-        num_cols,
-        BLOCK_V=128,
-    )
-
-
-@kernel("first_ptr", "slot_ptr", "frequent_ptr", "factor_ptr", "d_bias_ptr")
-def _filtered_bias_kernel(
-    first_ptr,  # in: [V + 1] int32
-    grad_ptr,  # in: [M] fp32
-    slot_ptr,  # in: [V] int32
-    frequent_ptr,  # in: [F] fp32
-    share_ptr,  # in: [V] fp32
-    factor_ptr,  # in: [2] fp32
-    d_bias_ptr,  # in, out: [V] fp32
-    num_cols,
-    BLOCK_V: tl.constexpr,
-):
-    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_v = offs_v < num_cols
-    begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
-    end = tl.load(first_ptr + offs_v + 1, mask=in_v, other=0)
-    slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
-    share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
-    compensation = share * tl.load(factor_ptr) + tl.load(factor_ptr + 1)
-    part = tl.where(slot > 0, tl.load(frequent_ptr + slot - 1, mask=slot > 0, other=0), compensation)
-    total = tl.load(d_bias_ptr + offs_v, mask=in_v, other=0) + part
-    # Add the listed gradients of each column, one entry of every column at a time.
-    for step in range(0, tl.max(end - begin, 0)):
-        total += tl.load(grad_ptr + begin + step, mask=begin + step < end, other=0)
-    tl.store(d_bias_ptr + offs_v, total, mask=in_v)

@@ -119,25 +119,22 @@ def gather_frequent(ids_F: torch.Tensor, x: Operands, num_words: int) -> Frequen
     size, hidden_size = ids_F.shape[0], x.weight.shape[1]
     slot_V = torch.empty(33 * num_words, dtype=torch.int32, device=ids_F.device)
     weight_FD = torch.empty(size, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
-    bias_F = None if x.head.bias is None else x.head.bias.new_empty(size)
     _gather_frequent_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
-        ids_F, x.weight, x.head.bias,
-        slot_V, weight_FD, bias_F,
+        ids_F, x.weight,
+        slot_V, weight_FD,
         size, hidden_size, num_words, size.bit_length(),
         BLOCK_F=16, BLOCK_D=256, BLOCK_W=16,
     )
-    columns = x._replace(weight=weight_FD, head=x.head._replace(bias=bias_F), start=0, num_valid=size)
+    columns = x._replace(weight=weight_FD, start=0, num_valid=size)
     return Frequent(ids_F, slot_V, num_words, columns)
 
 
-@kernel("weight_ptr", "bias_ptr", "slot_ptr", "weight_out_ptr", "bias_out_ptr", "hidden_size")
+@kernel("weight_ptr", "slot_ptr", "weight_out_ptr", "hidden_size")
 def _gather_frequent_kernel(
     ids_ptr,  # in: [F] int64, ascending
     weight_ptr,  # in: [V, D]
-    bias_ptr,  # in: [V], or None
     slot_ptr,  # out: [33 W] int32: slots and words, as in ``Frequent``
     weight_out_ptr,  # out: [F, D]
-    bias_out_ptr,  # out: [F], or None
     size,
     hidden_size,
     num_words,
@@ -153,9 +150,6 @@ def _gather_frequent_kernel(
     column = tl.load(ids_ptr + offs_f, mask=in_f, other=0)
     row = tl.load(weight_ptr + column[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
     tl.store(weight_out_ptr + offs_f.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], row, mask=mask)
-    if bias_ptr is not None:
-        once = tl.where(tl.program_id(1) == 0, in_f, False)
-        tl.store(bias_out_ptr + offs_f, tl.load(bias_ptr + column, mask=once, other=0), mask=once)
 
     # The programs share the columns and write their slots. Bisection finds how many frequent columns come before each column.
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)

@@ -34,7 +34,7 @@ from cce_dist.kernels.memory import FALLBACK
 from cce_dist.kernels.tiles import stages_of_rows
 from cce_dist.kernels.waves import cdiv
 
-SLACK = 1.125  # factor by which lists reach below the threshold of the bound: enough for a usual z-loss or smoothing
+SLACK = 1.125  # factor by which lists reach below the threshold of the bound: enough for a usual z-loss
 # Most columns of a list. A single token without a usable list takes one tile of rows through the exact kernels: 1.7 ms for
 # gemma-2-2b (H200, 2026-11).
 LONGEST = 16384
@@ -245,7 +245,6 @@ def _served(
     stride = num_tokens.to(tl.int64)
     coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
     coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
-    coef_uniform = tl.load(coef_ptr + 2 * stride + offs_n, mask=in_n, other=0)
     bound = tl.load(bound_ptr + offs_n, mask=in_n, other=0)
     outside = tl.load(bound_ptr + stride + offs_n, mask=in_n, other=0)
     relative_to = tl.load(bound_ptr + 2 * stride + offs_n, mask=in_n, other=0)
@@ -255,7 +254,7 @@ def _served(
     log_ratio = tl.where(whole, 0.0, tl.log(coef_label) - tl.log(coef_p))
     # Comparisons with NaN are false, too. The sum is finite only if all of its terms are.
     served = (count <= longest) & (lse - bound < FARTHEST) & (bound - lse - log_ratio <= tl.log(slack))
-    served &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label + coef_uniform) < float("inf")
+    served &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label) < float("inf")
     # All columns of a short list are kept: their rows are read anyway, to compute the logits.
     threshold = tl.where(count <= entries, bound - tl.log(slack), lse + log_ratio) + log_eps
     return served, count, threshold, outside * tl.exp(relative_to - lse), lse - tl.log(coef_p)
@@ -402,42 +401,18 @@ def listed_gradients(
     A listed logit below backward's threshold is dropped; its entry gets the column ``num_valid``.
 
     Args:
-        coef_4N: Coefficients as in ``cce_dist.kernels``; P, LABEL and UNIFORM are read.
+        coef_4N: Coefficients as in ``cce_dist.kernels``; P and LABEL are read.
         compensate: Whether the control variate replaces dropped gradients.
         entries: out.
         total: out, or None: d_hidden of tokens whose list is one block is set to the list's part.
 
     Returns:
-        Each token's factors on the control variate, scale * P * m (or 0) and scale * UNIFORM, [2, N]; 0 if it is not listed.
+        Each token's factor on the control variate, scale * P * m (or 0), [N]; 0 if it is not listed.
     """
-    factor_2N = torch.empty(2, x.num_tokens, dtype=torch.float32, device=x.hidden.device)
-    _sum_lists(x, softmax, coef_4N, lists, how, factor_2N, entries=entries, total=total, compensate=compensate)
-    return factor_2N
-
-
-def listed_stats(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the softmax mass that each token drops, [N] fp32, and how many columns of its list are kept, [N] int32.
-
-    Both are 0 for tokens that are not listed.
-    """
-    dropped_N = torch.empty(x.num_tokens, dtype=torch.float32, device=x.hidden.device)
-    num_listed_N = torch.empty(x.num_tokens, dtype=torch.int32, device=x.hidden.device)
-    _sum_lists(x, softmax, coef_4N, lists, how, dropped_N, num_listed_N=num_listed_N)
-    return dropped_N, num_listed_N
-
-
-def _sum_lists(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions, factor: torch.Tensor, *,
-    entries: Entries | None = None, total: Sum | None = None, num_listed_N: torch.Tensor | None = None,
-    compensate: bool = True,
-) -> None:
-    """Compute the gradients of all lists, and sum the masses per token, for ``listed_gradients`` or ``listed_stats``."""
     num_tokens, hidden_size = x.hidden.shape
     most_blocks, device = how.block_token.shape[0], x.hidden.device
+    factor_N = torch.empty(num_tokens, dtype=torch.float32, device=device)
     mass_B = torch.empty(most_blocks, dtype=torch.float32, device=device)
-    kept_B = None if num_listed_N is None else torch.empty(most_blocks, dtype=torch.int32, device=device)
     block_d = triton.next_power_of_2(hidden_size)
     warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
     block_k = min(8, max(1, warps * WARP_ELEMENTS // block_d))
@@ -448,22 +423,22 @@ def _sum_lists(
         x.hidden, x.weight, x.head, x.ids, how.block_token, how.ends_2N, how.num_blocks,
         lists.columns_M, lists.begin_N, lists.count_N, how.numbers_3N, softmax.max, softmax.log_sum, coef_4N,
         # out
-        mass_B, kept_B, *(entries or (None, None, None)), high_ND, low_ND,
+        mass_B, *entries, high_ND, low_ND,
         # sizes
         num_tokens, hidden_size, lists.columns_M.shape[0], x.start, x.num_valid,
         # options
-        WANT_ENTRIES=entries is not None,
         WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
         # tiles
         ENTRIES=BLOCK, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
         num_warps=warps, **REGISTERS,
     )
     _dropped_kernel[(cdiv(num_tokens, 128),)](
-        mass_B, kept_B, how.listed_labels, how.ends_2N, lists.count_N, how.numbers_3N, coef_4N,
-        factor, num_listed_N,
+        mass_B, how.listed_labels, how.ends_2N, lists.count_N, how.numbers_3N, coef_4N,
+        factor_N,
         num_tokens, x.head.multiplier,
-        WANT_FACTORS=entries is not None, COMPENSATE=compensate, ENTRIES=BLOCK, BLOCK_N=128,
+        COMPENSATE=compensate, ENTRIES=BLOCK, BLOCK_N=128,
     )
+    return factor_N
 
 
 @kernel(
@@ -486,7 +461,6 @@ def _listed_gradients_kernel(
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
     mass_ptr,  # out: [B] fp32: softmax mass of the block's columns that are kept
-    kept_ptr,  # out: [B] int32: number of the block's columns that are kept; or None
     entry_column_ptr,  # out: [M] int32
     entry_token_ptr,  # out: [M] int32
     entry_grad_ptr,  # out: [M] fp32
@@ -497,7 +471,6 @@ def _listed_gradients_kernel(
     capacity,
     start,
     num_valid,
-    WANT_ENTRIES: tl.constexpr,
     WANT_HIDDEN: tl.constexpr,
     HAS_LOW: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -508,12 +481,11 @@ def _listed_gradients_kernel(
     block = tl.program_id(0)
     num_blocks = tl.load(num_blocks_ptr)
     if block >= num_blocks:
-        if WANT_ENTRIES:  # entries after the last token's are unused
-            end = tl.load(ends_ptr + num_tokens - 1)
-            step = (tl.num_programs(0) - num_blocks) * ENTRIES
-            for first in range(end + (block - num_blocks) * ENTRIES, capacity, step):
-                offs_m = first + tl.arange(0, ENTRIES)
-                tl.store(entry_column_ptr + offs_m, tl.zeros((ENTRIES,), tl.int32) + num_valid, mask=offs_m < capacity)
+        end = tl.load(ends_ptr + num_tokens - 1)  # entries after the last token's are unused
+        step = (tl.num_programs(0) - num_blocks) * ENTRIES
+        for first in range(end + (block - num_blocks) * ENTRIES, capacity, step):
+            offs_m = first + tl.arange(0, ENTRIES)
+            tl.store(entry_column_ptr + offs_m, tl.zeros((ENTRIES,), tl.int32) + num_valid, mask=offs_m < capacity)
         return
     token = tl.load(block_token_ptr + block).to(tl.int64)
     count = tl.load(count_ptr + token)
@@ -534,7 +506,6 @@ def _listed_gradients_kernel(
     h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
     d_hidden = tl.zeros((BLOCK_D,), tl.float32)
     listed = tl.zeros((BLOCK_K,), tl.float32)
-    num_listed = tl.zeros((BLOCK_K,), tl.int32)
     stop = tl.minimum(count, (number + 1) * ENTRIES)
     # Logits z [BLOCK_K] = weight rows [BLOCK_K, BLOCK_D] @ h [BLOCK_D], and their gradients; the next rows load meanwhile.
     for first in tl.range(number * ENTRIES, stop, BLOCK_K, num_stages=STAGES):
@@ -551,14 +522,12 @@ def _listed_gradients_kernel(
         kept = in_k & ((z >= threshold) | is_label)
         p = tl.where(kept, tl.exp((z - row_max) - log_sum) * slope, 0.0)
         listed += p
-        num_listed += kept.to(tl.int32)
-        if WANT_ENTRIES:
-            grad = coef_p * p + tl.where(is_label, coef_label * slope, 0.0)
-            tl.store(entry_column_ptr + begin + offs_k, tl.where(kept, column, num_valid), mask=in_k)
-            tl.store(entry_token_ptr + begin + offs_k, tl.zeros_like(column) + token.to(tl.int32), mask=in_k)
-            tl.store(entry_grad_ptr + begin + offs_k, grad, mask=in_k)
-            if WANT_HIDDEN:
-                d_hidden += tl.sum(tl.where(kept, grad, 0.0)[:, None] * w.to(tl.float32), 0)
+        grad = coef_p * p + tl.where(is_label, coef_label * slope, 0.0)
+        tl.store(entry_column_ptr + begin + offs_k, tl.where(kept, column, num_valid), mask=in_k)
+        tl.store(entry_token_ptr + begin + offs_k, tl.zeros_like(column) + token.to(tl.int32), mask=in_k)
+        tl.store(entry_grad_ptr + begin + offs_k, grad, mask=in_k)
+        if WANT_HIDDEN:
+            d_hidden += tl.sum(tl.where(kept, grad, 0.0)[:, None] * w.to(tl.float32), 0)
     if WANT_HIDDEN:
         alone = tl.where(count <= ENTRIES, in_d, False)
         high = d_hidden.to(high_ptr.dtype.element_ty)
@@ -567,24 +536,19 @@ def _listed_gradients_kernel(
             low = (d_hidden - high.to(tl.float32)).to(low_ptr.dtype.element_ty)
             tl.store(low_ptr + token * hidden_size + offs_d, low, mask=alone)
     tl.store(mass_ptr + block, tl.sum(listed, 0))
-    if kept_ptr is not None:
-        tl.store(kept_ptr + block, tl.sum(num_listed, 0))
 
 
-@kernel("factor_ptr", "num_listed_ptr")
+@kernel("factor_ptr")
 def _dropped_kernel(
     mass_ptr,  # in: [B] fp32
-    kept_ptr,  # in: [B] int32, or None
     labels_ptr,  # in: [N] int64: negative if the token is not listed
     ends_ptr,  # in: [2, N] int32, as in ``Decisions``
     count_ptr,  # in: [N] int32
     numbers_ptr,  # in: [3, N] fp32, as in ``Decisions``; the second row is read
     coef_ptr,  # in: [4, N] fp32
-    factor_ptr,  # out: [2, N] fp32; without WANT_FACTORS the mass, [N]
-    num_listed_ptr,  # out: [N] int32, or None
+    factor_ptr,  # out: [N] fp32
     num_tokens,
     logit_scale,
-    WANT_FACTORS: tl.constexpr,
     COMPENSATE: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -598,19 +562,11 @@ def _dropped_kernel(
     block = last - (count + ENTRIES - 1) // ENTRIES
     dropped = tl.load(numbers_ptr + stride + offs_n, mask=live, other=0)
     kept = tl.zeros((BLOCK_N,), tl.float32)
-    num_listed = tl.zeros((BLOCK_N,), tl.int32)
     # Sum the masses of each token's blocks.
     for _ in range(0, tl.max(last - block, 0)):
         kept += tl.load(mass_ptr + block, mask=block < last, other=0)
-        if kept_ptr is not None:
-            num_listed += tl.load(kept_ptr + block, mask=block < last, other=0)
         block += 1
     dropped = tl.maximum(dropped - kept, 0.0)
-    if WANT_FACTORS:
-        coef_p = tl.load(coef_ptr + offs_n, mask=live, other=0) * logit_scale
-        uniform = tl.load(coef_ptr + 2 * stride + offs_n, mask=live, other=0) * logit_scale
-        dropped *= coef_p if COMPENSATE else 0.0
-        tl.store(factor_ptr + stride + offs_n, uniform, mask=in_n)
+    coef_p = tl.load(coef_ptr + offs_n, mask=live, other=0) * logit_scale
+    dropped *= coef_p if COMPENSATE else 0.0
     tl.store(factor_ptr + offs_n, dropped, mask=in_n)
-    if num_listed_ptr is not None:
-        tl.store(num_listed_ptr + offs_n, num_listed, mask=in_n)

@@ -20,8 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Operands, Rows, Softmax, compensation
+from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
+from cce_dist.kernels.filter import compensation
 from cce_dist.kernels.filter.shares import PART, RUN, Centered, Dropped, Sample
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, Tiles, precision
@@ -100,9 +101,8 @@ def sample_columns(dropped: Dropped, size: int, x: Operands) -> SampledColumns:
     column_K = torch.empty(size, dtype=torch.int64, device=device)
     numbers_2K = torch.empty(2, size, dtype=torch.float32, device=device)
     weight_KD, centered_KD = (torch.empty(size, hidden_size, dtype=dtype, device=device) for _ in range(2))
-    bias_K = None if x.head.bias is None else x.head.bias.new_empty(size)
-    _launch_sampling(dropped, 0, size, x, centered_KD, column_K, numbers_2K, weight_KD, bias_K)
-    of_columns = x._replace(weight=weight_KD, head=x.head._replace(bias=bias_K), num_valid=size)
+    _launch_sampling(dropped, 0, size, x, centered_KD, column_K, numbers_2K, weight_KD)
+    of_columns = x._replace(weight=weight_KD, num_valid=size)
     return SampledColumns(column_K, numbers_2K, of_columns, centered_KD)
 
 
@@ -122,13 +122,13 @@ def _launch_sampling(
     dropped: Dropped, first: int, size: int, x: Operands, centered_KD: torch.Tensor, *copies: torch.Tensor | None,
     factors: Factors | None = None,
 ) -> None:
-    """Launch a program for each row of centered_KD. ``copies``: output for column, numbers, weight and bias, or nothing."""
-    column_K, numbers_2K, weight_KD, bias_K = copies or (None,) * 4
+    """Launch a program for each row of centered_KD. ``copies``: output for column, numbers and weight, or nothing."""
+    column_K, numbers_2K, weight_KD = copies or (None,) * 3
     num_runs = dropped.count_B.shape[0]
     _sample_columns_kernel[(centered_KD.shape[0],)](
-        dropped.shares_2V, dropped.count_B, dropped.shared_3D, x.weight, x.head.bias,
+        dropped.share_V, dropped.count_B, dropped.shared_2D, x.weight,
         None if factors is None else factors.values_4,
-        column_K, numbers_2K, weight_KD, centered_KD, bias_K,
+        column_K, numbers_2K, weight_KD, centered_KD,
         first, num_runs, x.num_valid, x.weight.shape[1], size, compensation.PARTS,
         CENTERED_ALONE=column_K is None, RUN=RUN, RUNS=1 << (num_runs - 1).bit_length(),
         BLOCK_D=1024,
@@ -136,20 +136,18 @@ def _launch_sampling(
 
 
 @kernel(
-    "shares_ptr", "count_ptr", "shared_ptr", "weight_ptr", "bias_ptr", "weight_out_ptr", "centered_ptr", "hidden_size"
+    "share_ptr", "count_ptr", "shared_ptr", "weight_ptr", "weight_out_ptr", "centered_ptr", "hidden_size"
 )
 def _sample_columns_kernel(
-    shares_ptr,  # in: [2, V] fp32
+    share_ptr,  # in: [V] fp32
     count_ptr,  # in: [runs] int64: shares as integers, summed over each run
-    shared_ptr,  # in: [3, D] fp32, as in ``Dropped``; the last row is read
+    shared_ptr,  # in: [2, D] fp32, as in ``Dropped``; the last row is read
     weight_ptr,  # in: [V, D]
-    bias_ptr,  # in: [V]
     factors_ptr,  # in: [4] fp32, with CENTERED_ALONE
     column_ptr,  # out: [K] int64
     number_ptr,  # out: [2, K] fp32, as in ``SampledColumns``
     weight_out_ptr,  # out: [K, D]
     centered_ptr,  # out: [K, D]
-    bias_out_ptr,  # out: [K], or None
     first_sample,
     num_runs,
     num_valid,
@@ -164,7 +162,7 @@ def _sample_columns_kernel(
     unused = (tl.load(factors_ptr + LINEAR) == 0) if CENTERED_ALONE else False
     if unused:
         return
-    center_ptr = shared_ptr + 2 * hidden_size
+    center_ptr = shared_ptr + hidden_size
     row = tl.program_id(0).to(tl.int64)
     number = first_sample + row
     offs_b = tl.arange(0, RUNS)
@@ -176,16 +174,14 @@ def _sample_columns_kernel(
     before = tl.sum(tl.where(offs_b < run, count, 0), 0)
     offs_v = run * RUN + tl.arange(0, RUN)
     in_v = offs_v < num_valid
-    share = tl.load(shares_ptr + offs_v, mask=in_v, other=0)
+    share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
     end = before + tl.cumsum((share * whole.to(tl.float32)).to(tl.int64), 0)
     column = run * RUN + tl.sum(((end <= wanted) & in_v).to(tl.int32), 0)
     column = tl.minimum(column, num_valid - 1)
     if not CENTERED_ALONE:
-        share = tl.load(shares_ptr + column)
+        share = tl.load(share_ptr + column)
         tl.store(column_ptr + row, column.to(tl.int64))
         tl.store(number_ptr + row, tl.where(share > 0, 1 / (size * share), 0.0))
-    if bias_out_ptr is not None:
-        tl.store(bias_out_ptr + row, tl.load(bias_ptr + column))
 
     # Copy and center one row of the weight [D], BLOCK_D elements at a time.
     square = tl.zeros((BLOCK_D,), tl.float32)
@@ -216,7 +212,7 @@ def weigh_tokens(dropped: Dropped, sample: Sample) -> SampledTokens | None:
 
 
 def squares_of_columns(
-    sampled: SampledColumns, sample: Sample, rows_SD: torch.Tensor, gain: torch.Tensor | None, softmax: Softmax,
+    sampled: SampledColumns, sample: Sample, rows_SD: torch.Tensor, softmax: Softmax,
     coef_4N: torch.Tensor, numbers_3N: torch.Tensor, tiles: Tiles, lines_SK: torch.Tensor | None,
 ) -> OfColumns:
     """Compute the signal and noise of the columns' correction at the sampled tokens, for ``factors_of``.
@@ -229,7 +225,6 @@ def squares_of_columns(
         sampled: The sampled columns.
         sample: The sampled tokens.
         rows_SD: Hidden states of the sampled tokens.
-        gain: Divisor of ``coef_4N``, or None.
         softmax: Statistics of the whole vocabulary.
         coef_4N: As in ``sampled_gradients``.
         numbers_3N: As in ``lists.Decisions``; the threshold is read.
@@ -241,44 +236,43 @@ def squares_of_columns(
     sampled_gradients(
         sampled, Rows(sample.token_S, sample.size, rows_SD), softmax, coef_4N, numbers_3N, grads_SK, tiles
     )
-    # Tokens are sampled by mass, so terms are divided by the root of the token's mass. A factor of K keeps fp16 in range.
-    mass = sample.numbers_3S if gain is None else sample.numbers_3S / gain
+    # Tokens are sampled by mass, so terms are divided by the root of the token's mass.
     squares_6P = _squares(
-        grads_SK, mass, size, sampled.centered_KD, sampled.numbers_2K, tiles.lse, lines_SK=lines_SK
+        grads_SK, sample.numbers_3S, size, sampled.centered_KD, sampled.numbers_2K[1], tiles.lse, lines_SK=lines_SK
     )
-    return OfColumns(squares_6P, mass, coef_4N)
+    return OfColumns(squares_6P, sample.numbers_3S, coef_4N)
 
 
 def squares_of_tokens(tokens: SampledTokens, dropped: Dropped, sampled: SampledColumns, tiles: Tiles) -> torch.Tensor:
     """Return partial sums of the squared correction of d_weight at sampled columns, and of its terms' squares. -> [2, P]"""
-    # Columns are sampled by share, so terms are divided by the root of the share. S and sqrt(V) keep fp16 in range.
+    # Columns are sampled by share, so terms are divided by the root of the share.
     return _squares(
-        tokens.parts_SV, sampled.column_K, sampled.column_K.shape[0], tokens.centered.rows_SD, tokens.centered.numbers_3S,
+        tokens.parts_SV, sampled.column_K, sampled.column_K.shape[0], tokens.centered.rows_SD, tokens.centered.square_S,
         tiles.lse, dropped,
     )
 
 
 def _squares(
-    given: torch.Tensor, of_rows: torch.Tensor, num_rows: int, centered_ID: torch.Tensor, numbers: torch.Tensor, tile: Tile,
+    given: torch.Tensor, of_rows: torch.Tensor, num_rows: int, centered_ID: torch.Tensor, square_I: torch.Tensor, tile: Tile,
     dropped: Dropped | None = None, lines_SK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return partial sums of the squares of ``terms @ centered_ID`` and of its terms.
 
     For the columns' correction R are the sampled tokens and I the sampled columns, for the tokens' correction the other way
-    round. ``numbers`` are ``SampledColumns.numbers_2K`` or ``Centered.numbers_3S``. ``tile`` gives the block of the inner axis.
+    round. ``square_I`` are the squared norms of the rows of ``centered_ID``. ``tile`` gives the block of the inner axis.
     """
     num_inner, hidden_size = centered_ID.shape
     block_r, block_d = 64, 512 // centered_ID.itemsize
     blocks_r, blocks_d = cdiv(num_rows, block_r), cdiv(hidden_size, block_d)
     parts = blocks_r * (blocks_d + 1)
     squares_6P = torch.empty(2 if lines_SK is None else 6, parts, dtype=torch.float32, device=centered_ID.device)
-    shares_2V, reweighting_2V, total = (
-        (None,) * 3 if dropped is None else (dropped.shares_2V, dropped.reweighting_2V, dropped.total)
+    share_V, reweighting_2V, total = (
+        (None,) * 3 if dropped is None else (dropped.share_V, dropped.reweighting_2V, dropped.total)
     )
     _squares_kernel[(parts,)](
-        given, of_rows, centered_ID, numbers, shares_2V, reweighting_2V, total, lines_SK,
+        given, of_rows, centered_ID, square_I, share_V, reweighting_2V, total, lines_SK,
         squares_6P,
-        num_rows, num_inner, hidden_size, given.stride(0), 1.0 if shares_2V is None else shares_2V.shape[1] ** 0.5,
+        num_rows, num_inner, hidden_size, given.stride(0), 1.0 if share_V is None else share_V.shape[0] ** 0.5,
         OF_TOKENS=dropped is not None, HAS_LINES=lines_SK is not None, BLOCK_R=block_r, BLOCK_D=block_d,
         BLOCK_I=tile.inner, PRECISION=precision(centered_ID.dtype), num_warps=8, num_stages=tile.stages,
     )
@@ -286,15 +280,15 @@ def _squares(
 
 
 @kernel(
-    "given_ptr", "of_rows_ptr", "centered_ptr", "shares_ptr", "lines_ptr", "squares_ptr", "num_inner", "hidden_size",
+    "given_ptr", "of_rows_ptr", "centered_ptr", "column_share_ptr", "lines_ptr", "squares_ptr", "num_inner", "hidden_size",
     "given_stride",
 )
 def _squares_kernel(
     given_ptr,  # in: [S, K]: g of the columns; with OF_TOKENS [S, V or more]: ``Dropped.parts_SV``
     of_rows_ptr,  # in: [S] fp32: dropped mass of each token; with OF_TOKENS [K] int64: the columns
     centered_ptr,  # in: [K or S, D]
-    number_ptr,  # in: [2, K] fp32, as in ``SampledColumns``; with OF_TOKENS [3, S], as in ``Centered``
-    shares_ptr,  # in: [2, V] fp32, with OF_TOKENS
+    square_ptr,  # in: [K or S] fp32: squared norms of the rows of centered_ptr
+    column_share_ptr,  # in: [V] fp32, with OF_TOKENS
     reweighting_ptr,  # in: [V] fp32, with OF_TOKENS
     total_ptr,  # in: [] fp32, with OF_TOKENS
     lines_ptr,  # in: [S, K] fp32, with HAS_LINES
@@ -311,8 +305,6 @@ def _squares_kernel(
     BLOCK_I: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    square_ptr = number_ptr + num_inner
-    share_ptr = number_ptr + 2 * num_inner
     # In each block of rows the last program sums the squares of terms. Each other program computes a block of the product
     # acc [BLOCK_R, BLOCK_D] = terms [BLOCK_R, I] @ centered [I, BLOCK_D], and sums its square.
     blocks = tl.cdiv(hidden_size, BLOCK_D) + 1
@@ -321,7 +313,7 @@ def _squares_kernel(
     in_r = offs_r < num_rows
     if OF_TOKENS:
         column = tl.load(of_rows_ptr + offs_r, mask=in_r, other=0)
-        own = tl.load(shares_ptr + column, mask=in_r, other=0)
+        own = tl.load(column_share_ptr + column, mask=in_r, other=0)
         total = tl.load(total_ptr)
         factor = tl.where(total > 0, 1 / (PART * total), 0.0) * tl.load(reweighting_ptr + column, mask=in_r, other=0)
         given_ptr += column[:, None]
@@ -346,7 +338,7 @@ def _squares_kernel(
             in_i = offs_i < num_inner
             mask = (own != 0)[:, None] & in_i[None, :]
             term = _terms(
-                given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own,
+                given_ptr, num_inner, offs_i, mask, given_stride, factor, own, root_of_own,
                 centered_ptr.dtype.element_ty, OF_TOKENS,
             )
             centered = tl.load(
@@ -374,7 +366,7 @@ def _squares_kernel(
             mask = (own != 0)[:, None] & in_i[None, :]
             square = tl.load(square_ptr + offs_i, mask=in_i, other=0)[None, :]
             term = _terms(
-                given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own,
+                given_ptr, num_inner, offs_i, mask, given_stride, factor, own, root_of_own,
                 centered_ptr.dtype.element_ty, OF_TOKENS,
             ).to(tl.float32)
             noise += term * term * square
@@ -394,13 +386,13 @@ def _squares_kernel(
 
 @triton.jit
 def _terms(
-    given_ptr, share_ptr, offs_i, in_i, mask, given_stride, factor, own, root_of_own, dtype: tl.constexpr,
+    given_ptr, num_inner, offs_i, mask, given_stride, factor, own, root_of_own, dtype: tl.constexpr,
     OF_TOKENS: tl.constexpr,
 ):
     """Return a block of the terms of the correction, 0 outside the mask."""
     if OF_TOKENS:
         given = tl.load(given_ptr + offs_i.to(tl.int64)[None, :] * given_stride, mask=mask, other=0)
-        rest = own[:, None] * tl.load(share_ptr + offs_i, mask=in_i, other=0)[None, :]
+        rest = own[:, None] / num_inner
     else:
         given = tl.load(given_ptr + offs_i[None, :], mask=mask, other=0)
         rest = own[:, None]
@@ -424,7 +416,7 @@ class OfColumns(NamedTuple):
 
     Attributes:
         squares_6P: [2 or 6, P] fp32: partial sums; see ``squares_of_columns``.
-        mass: ``Sample.numbers_3S`` in units of ``coef_4N``; the first row, the dropped mass, is read.
+        mass: ``Sample.numbers_3S``; the first row, the dropped mass, is read.
         coef_4N: The coefficients of the correction.
     """
 
@@ -435,7 +427,7 @@ class OfColumns(NamedTuple):
 
 def factors_of(
     columns: OfColumns | None, tokens_2P: torch.Tensor | None, sampled: SampledColumns, dropped: Dropped, sample: Sample,
-    shared_weight_2D: torch.Tensor | None, num_covariance: int, at_once: int,
+    shared_weight_D: torch.Tensor | None, num_covariance: int, at_once: int,
 ) -> Factors:
     """Return the factors, and subtract the means of the corrections from the shared rows of the control variate.
 
@@ -443,10 +435,9 @@ def factors_of(
         columns: As ``squares_of_columns`` returns them, or None.
         tokens_2P: As ``squares_of_tokens`` returns them, or None.
         sampled: The sampled columns.
-        dropped: The shares. With ``columns`` the first row of ``shared_3D`` is changed.
+        dropped: The shares. With ``columns`` the first row of ``shared_2D`` is changed.
         sample: The sampled tokens.
-        shared_weight_2D: in, out: the shared rows of d_weight (``Compensation``), or None. With ``tokens_2P`` the first row is
-            changed.
+        shared_weight_D: in, out: the shared row of d_weight (``Compensation``), or None. It is changed with ``tokens_2P``.
         num_covariance: Number of columns that the covariance is computed from; 0: no covariance.
         at_once: Number of these columns that are sampled at a time.
     """
@@ -463,7 +454,7 @@ def factors_of(
         squares_6P, sampled.centered_KD, tokens_2P, *((None, None) if centered is None else (centered.mean_D,
         centered.mass)), dropped.total, sampled.numbers_2K, sample.token_S, mass, coef_4N,
         # in, out
-        dropped.shared_3D, shared_weight_2D,
+        dropped.shared_2D, shared_weight_D,
         # out
         factors.values_4, *(factors.of_covariance or (None,) * 4),
         # sizes
@@ -491,8 +482,8 @@ def _factors_kernel(
     token_ptr,  # in: [S] int32
     own_ptr,  # in: [S] fp32: dropped mass of each sampled token, with HAS_LINEAR
     coef_ptr,  # in: [4, N] fp32, with HAS_LINEAR
-    shared_hidden_ptr,  # in, out: [3, D] fp32, as in ``Dropped``
-    shared_weight_ptr,  # in, out: [2, D] fp32
+    shared_hidden_ptr,  # in, out: [2, D] fp32, as in ``Dropped``
+    shared_weight_ptr,  # in, out: [D] fp32
     factors_ptr,  # out: [4] fp32, as in ``Factors``
     gain_ptr,  # out: [] fp32, as in ``OfCovariance``
     lines_ptr,  # out: [] fp32, as in ``OfCovariance``

@@ -1,18 +1,12 @@
 """Each column's share of the softmax mass that a filter drops, from a sample of the tokens.
 
-    sum over sampled tokens i of weight_i p_ij slope_ij / m_i   where z_ij < threshold_i, j not frequent and not the label
+    sum over sampled tokens i of p_ij slope_ij / m_i   where z_ij < threshold_i, j not frequent and not the label
 
 Tokens differ more in how much mass they drop, m_i, than in which columns they drop. So a few hundred tokens are enough to
-estimate the shares, while each token's own mass (``d_rows.py``) is exact. Two methods of survey sampling lower the sample's
-error:
+estimate the shares, while each token's own mass (``d_rows.py``) is exact. The sample is systematic, with probability
+proportional to size (Madow, 1949): lay the tokens end to end, each |P_i| m_i long, and pick at equal distances.
 
-* The sample is systematic, with probability proportional to size (Madow, 1949): lay the tokens end to end, each |P_i| m_i
-  long, and pick at equal distances.
-* It is calibrated (Deville and Sarndal, 1992). Its tokens are weighted so that the weighted mean of their hidden states agrees
-  with all tokens' mean in the direction of all tokens' mean, which determines how frequent ids are. With 512 tokens this lowers
-  the error of the mean of d_hidden from 0.006 to 0.0033 (gemma-2-2b's shape, 2026-11; bf16 alone changes it by 0.004 to 0.009).
-
-In all other directions the sample's mean hidden state is still off by a vector d. Moving a hidden state by -d multiplies its
+The sample's mean hidden state differs from the mean of all tokens by a vector d. Moving a hidden state by -d multiplies its
 probabilities by exp(-column . d), up to a constant, so the shares are multiplied by this factor, too. ``REWEIGHTING`` shrinks
 its exponent, because kept elements cut off its upper end. With 0.7 the error in the mean of d_hidden falls from 0.022, 0.014,
 0.010 and 0.011 to 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder (V 16,384, D 512, N 4,096, 512 sampled,
@@ -37,8 +31,9 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Operands, compensation
+from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
+from cce_dist.kernels.filter import compensation
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, num_programs, precision, sample_tile, stages_of_rows
 from cce_dist.kernels.tokens import gathered, sums_of_rows
@@ -61,8 +56,8 @@ class Sample(NamedTuple):
         label_S: int64: the labels of the tokens.
         size: [1] int32: number of sampled tokens; later elements are unused.
         centered: Centered hidden states for d_weight's correction; None if the sample is all tokens.
-        means_2D: [2, D] fp32: the mean hidden state of all tokens, weighted by the mass they drop; the sample's weighted mean
-            minus this mean, rounded to the hidden states' dtype. None if the sample is all tokens.
+        means_2D: [2, D] fp32: the mean hidden state of all tokens, weighted by the mass they drop; the sample's mean minus
+            this mean, rounded to the hidden states' dtype. None if the sample is all tokens.
     """
 
     token_S: torch.Tensor
@@ -78,14 +73,13 @@ class Centered(NamedTuple):
 
     Attributes:
         rows_SD: The differences in the hidden states' dtype, with the sign of the token's dropped mass times P.
-        numbers_3S: [3, S] fp32: dot product of hidden state and mean; squared norm of the row of ``rows_SD``; weight of the
-            token in the sample (all weights sum to 1).
-        mean_D: Mean of ``rows_SD`` with these weights, fp32.
+        square_S: Squared norms of the rows of ``rows_SD``, fp32.
+        mean_D: Mean of ``rows_SD``, fp32.
         mass: Sum over all tokens of the absolute values of P times dropped mass; a 0-d fp32 tensor.
     """
 
     rows_SD: torch.Tensor
-    numbers_3S: torch.Tensor
+    square_S: torch.Tensor
     mean_D: torch.Tensor
     mass: torch.Tensor
 
@@ -94,28 +88,27 @@ class Dropped(NamedTuple):
     """The columns' shares, and the dropped gradients of the sample.
 
     Attributes:
-        shares_2V: First row: each column's share (they sum to 1, or are 0 if nothing is dropped). Second row: 1 for infrequent
-            columns if ``uniform``, else 0.
+        share_V: Each column's share: they sum to 1, or are 0 if nothing is dropped.
         count_B: [B] int64: shares as integers, summed over each run of ``RUN`` columns; see ``compensation.sample``.
         total: Sum of the reweighted parts without the factor ``PART``, a 0-d fp32 tensor.
-        shared_3D: [3, D] fp32: mean row of the weight by share, from which ``factors_of`` subtracts; 0; the mean row again,
+        shared_2D: [2, D] fp32: mean row of the weight by share, from which ``factors_of`` subtracts; the mean row again,
             unchanged. None without a sample.
         reweighting_2V: [2, V] fp32: the reweighting factor of each column; the reweighted sums. None without a sample.
         parts_SV: [S, V or more] in the weight's dtype: ``PART`` times the dropped mass of each token in each column, divided by
             the token's dropped mass, without reweighting; 0 at frequent columns. None if it was not requested.
     """
 
-    shares_2V: torch.Tensor
+    share_V: torch.Tensor
     count_B: torch.Tensor
     total: torch.Tensor
-    shared_3D: torch.Tensor | None = None
+    shared_2D: torch.Tensor | None = None
     reweighting_2V: torch.Tensor | None = None
     parts_SV: torch.Tensor | None = None
 
 
 def sample_tokens(
     hidden_ND: torch.Tensor,
-    dropped_2N: torch.Tensor,
+    dropped_N: torch.Tensor,
     numbers_3N: torch.Tensor,
     labels_N: torch.Tensor,
     most: int,
@@ -124,7 +117,7 @@ def sample_tokens(
 
     Args:
         hidden_ND: Hidden states.
-        dropped_2N: Its first row is P times the mass that the token drops, of either sign; 0 if the token is not filtered.
+        dropped_N: P times the mass that the token drops, of either sign; 0 if the token is not filtered.
         numbers_3N: As in ``lists.Decisions``; threshold and reference are read.
         labels_N: Labels of the tokens.
         most: Number of tokens in the sample, a power of 2.
@@ -140,7 +133,7 @@ def sample_tokens(
     size_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
     mass = torch.empty((), dtype=torch.float32, device=device)
     _sample_tokens_kernel[(1,)](
-        dropped_2N, numbers_3N, labels_N,
+        dropped_N, numbers_3N, labels_N,
         size_3N, sample.token_S, sample.numbers_3S, sample.label_S, sample.size, mass,
         num_tokens, (num_tokens - 1).bit_length(),
         TAKE_ALL=take_all, SAMPLE=most, BLOCK=4096, num_warps=16,
@@ -151,20 +144,20 @@ def sample_tokens(
     means_2D = sums_of_rows(size_3N, hidden_ND)
     centered = Centered(
         torch.empty(most, hidden_size, dtype=dtype, device=device),
-        torch.empty(3, most, dtype=torch.float32, device=device),
+        torch.empty(most, dtype=torch.float32, device=device),
         torch.empty(hidden_size, dtype=torch.float32, device=device),
         mass,
     )
     _center_rows_kernel[(most,)](
         hidden_ND, sample.token_S, sample.numbers_3S, means_2D, sample.size,
-        rows_SD, centered.rows_SD, centered.numbers_3S,
+        rows_SD, centered.rows_SD, centered.square_S,
         hidden_size,
         BLOCK_D=1024,
     )
-    _calibrate_kernel[(cdiv(hidden_size, 32),)](
-        rows_SD, centered.rows_SD, sample.size, sample.numbers_3S, centered.numbers_3S, means_2D, centered.mean_D,
+    _means_kernel[(cdiv(hidden_size, 32),)](
+        rows_SD, centered.rows_SD, sample.size, means_2D, centered.mean_D,
         hidden_size,
-        SAMPLE=most, BLOCK_S=min(most, 64), ALL_D=1024, BLOCK_D=32,
+        SAMPLE=most, BLOCK_S=min(most, 64), BLOCK_D=32,
     )
     return sample._replace(centered=centered, means_2D=means_2D), rows_SD
 
@@ -242,7 +235,7 @@ def _center_rows_kernel(
     num_sampled_ptr,  # in: [1] int32
     rows_ptr,  # out: [S, D]: the sample's hidden states
     centered_ptr,  # out: [S, D]: ``Centered.rows_SD``
-    of_row_ptr,  # out: [3, S] fp32: ``Centered.numbers_3S`` without the last row
+    square_ptr,  # out: [S] fp32: ``Centered.square_S``
     hidden_size,
     BLOCK_D: tl.constexpr,
 ):
@@ -251,7 +244,6 @@ def _center_rows_kernel(
     live = row < tl.load(num_sampled_ptr)
     mass = tl.load(mass_ptr + row)
     sign = tl.where(mass > 0, 1.0, 0.0) - tl.where(mass < 0, 1.0, 0.0)
-    along = tl.zeros((BLOCK_D,), tl.float32)
     square = tl.zeros((BLOCK_D,), tl.float32)
     # Copy and center one hidden state [D], BLOCK_D elements at a time.
     for first in range(0, hidden_size, BLOCK_D):
@@ -262,81 +254,49 @@ def _center_rows_kernel(
         centered = ((h.to(tl.float32) - mean) * sign).to(centered_ptr.dtype.element_ty)
         tl.store(rows_ptr + row * hidden_size + offs_d, h, mask=in_d)
         tl.store(centered_ptr + row * hidden_size + offs_d, centered, mask=in_d)
-        along += h.to(tl.float32) * mean
         square += centered.to(tl.float32) * centered.to(tl.float32)
-    tl.store(of_row_ptr + row, tl.sum(along, 0))
-    tl.store(of_row_ptr + tl.num_programs(0) + row, tl.sum(square, 0))
+    tl.store(square_ptr + row, tl.sum(square, 0))
 
 
 @kernel("rows_ptr", "centered_ptr", "mean_ptr", "centered_mean_ptr", "hidden_size")
-def _calibrate_kernel(
+def _means_kernel(
     rows_ptr,  # in: [S, D]
     centered_ptr,  # in: [S, D]
     num_sampled_ptr,  # in: [1] int32
-    number_ptr,  # in, out: [3, S] fp32: the reference, in the second row
-    of_row_ptr,  # in, out: [3, S] fp32: as in ``Centered``; the last row is written
     mean_ptr,  # in, out: [2, D] fp32, as in ``Sample``; the second row is written
     centered_mean_ptr,  # out: [D] fp32
     hidden_size,
     SAMPLE: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    ALL_D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Weights are 1 + strength * (x - mean x), x being a token's dot product with the mean of all tokens. strength makes the
-    # weighted mean of x equal to the mean of x over all tokens.
-    square = tl.zeros((ALL_D,), tl.float32)
-    for first in range(0, hidden_size, ALL_D):
-        all_d = first + tl.arange(0, ALL_D)
-        mean = tl.load(mean_ptr + all_d, mask=all_d < hidden_size, other=0)
-        square += mean * mean
-    along = tl.load(of_row_ptr + tl.arange(0, SAMPLE))
-    mean_along = tl.sum(along, 0) / SAMPLE
-    variance = tl.sum((along - mean_along) * (along - mean_along), 0) / SAMPLE
-    strength = tl.where(variance > 0, (tl.sum(square, 0) - mean_along) / variance, 0.0)
     num_sampled = tl.load(num_sampled_ptr)
-    total = tl.sum(_weight(along - mean_along, strength), 0)
-
-    # Every program computes all weights, and BLOCK_D elements of both weighted means.
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     rows_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     centered_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    # Sum the sample's rows [S, BLOCK_D], BLOCK_S at a time.
     for first in range(0, SAMPLE, BLOCK_S):
         offs_s = first + tl.arange(0, BLOCK_S)
-        live = offs_s < num_sampled
-        weight = _weight(tl.load(of_row_ptr + offs_s) - mean_along, strength)
-        share = weight / total
-        if tl.program_id(0) == 0:
-            reference_ptr = number_ptr + SAMPLE + offs_s
-            tl.store(reference_ptr, tl.load(reference_ptr) - tl.log(tl.where(live, weight, 1.0)))
-            tl.store(of_row_ptr + 2 * SAMPLE + offs_s, share)
         where = offs_s[:, None] * hidden_size + offs_d[None, :]
-        mask = live[:, None] & in_d[None, :]
-        rows_sum += share[:, None] * tl.load(rows_ptr + where, mask=mask, other=0).to(tl.float32)
-        centered_sum += share[:, None] * tl.load(centered_ptr + where, mask=mask, other=0).to(tl.float32)
-    mean_shift = tl.sum(rows_sum, 0) - tl.load(mean_ptr + offs_d, mask=in_d, other=0)
+        mask = (offs_s < num_sampled)[:, None] & in_d[None, :]
+        rows_sum += tl.load(rows_ptr + where, mask=mask, other=0).to(tl.float32)
+        centered_sum += tl.load(centered_ptr + where, mask=mask, other=0).to(tl.float32)
+    mean_shift = tl.sum(rows_sum, 0) / SAMPLE - tl.load(mean_ptr + offs_d, mask=in_d, other=0)
     mean_shift = tl.where(num_sampled > 0, mean_shift, 0.0).to(rows_ptr.dtype.element_ty)
     tl.store(mean_ptr + hidden_size + offs_d, mean_shift.to(tl.float32), mask=in_d)
-    tl.store(centered_mean_ptr + offs_d, tl.sum(centered_sum, 0), mask=in_d)
-
-
-@triton.jit
-def _weight(centred, strength):
-    """Return the weights of sampled tokens, between 1/8 and 8."""
-    return tl.minimum(tl.maximum(1 + strength * centred, 0.125), 8.0)
+    tl.store(centered_mean_ptr + offs_d, tl.sum(centered_sum, 0) / SAMPLE, mask=in_d)
 
 
 def dropped_shares(
     rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile,
-    parts_SV: torch.Tensor | None = None, uniform: bool = True,
+    parts_SV: torch.Tensor | None = None,
 ) -> Dropped:
     """Estimate the columns' shares of dropped mass from the sample.
 
     Logits below the threshold are dropped, except at labels and frequent columns. A dropped logit counts exp(z - reference)
     times the softcap's slope times exp(-REWEIGHTING * scale * (column . shift)); ``shift`` is the second row of
-    ``Sample.means_2D``. ``rows_SD``: the sample's hidden states. ``parts_SV``: out, or None: ``Dropped.parts_SV``. ``uniform``:
-    as in ``shares_of``.
+    ``Sample.means_2D``. ``rows_SD``: the sample's hidden states. ``parts_SV``: out, or None: ``Dropped.parts_SV``.
     """
     num_rows, hidden_size = rows_SD.shape
     tile = sample_tile(tile, num_rows, rows_SD.itemsize, rows_SD.device)
@@ -358,10 +318,10 @@ def dropped_shares(
         # tiles
         TILE=tile, TMA=tma, PRECISION=precision(rows_SD.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )
-    return _reweighted(sums_BV, x, sample, slot_V, uniform)._replace(parts_SV=parts_SV)
+    return _reweighted(sums_BV, x, sample)._replace(parts_SV=parts_SV)
 
 
-def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, uniform: bool) -> Dropped:
+def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample) -> Dropped:
     """Reweight the columns' sums, and average the weight's rows with them. The weight is read once for both."""
     (num_blocks, num_valid), hidden_size, device = sums_BV.shape, x.weight.shape[1], sums_BV.device
     main_d = triton.next_power_of_2(hidden_size)
@@ -380,7 +340,7 @@ def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample, slot_V: torc
         HAS_SHIFT=sample.means_2D is not None, NUM_BLOCKS=num_blocks, BLOCK_V=block_v, MAIN_D=main_d, REST_D=rest_d,
         STAGES=stages_of_rows(block_v * (main_d + rest_d) * x.weight.itemsize), num_warps=4,
     )
-    return shares_of((reweighting_2V, total_P, mean_PD), slot_V, num_valid, uniform)
+    return shares_of((reweighting_2V, total_P, mean_PD), num_valid, device)
 
 
 @kernel("sums_ptr", "weight_ptr", "of_all_ptr", "mean_ptr", "hidden_size")
@@ -510,48 +470,44 @@ def _dropped_sums_kernel(
 
 
 def shares_of(
-    sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, slot_V: torch.Tensor, num_valid: int, uniform: bool
+    sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, num_valid: int, device: torch.device
 ) -> Dropped:
     """Return the shares of columns, and the mean row of the weight by share. Without sums the shares are 0.
 
     Args:
         sums: The outputs of ``_reweight_kernel``: ``Dropped.reweighting_2V``, partial totals [P], partial sums of rows [P, D].
-        slot_V: As in ``Frequent``: 1 plus the position among the frequent columns, or 0.
         num_valid: Number of columns.
-        uniform: Whether the second row of ``shares_2V`` marks the infrequent columns. Otherwise it is 0, so that only rows of
-            columns with a share are read from the weight.
+        device: Where the shares are.
     """
     reweighting_2V, total_P, mean_PD = sums or (None, None, None)
     num_parts, hidden_size = (0, 0) if mean_PD is None else mean_PD.shape
-    device, num_runs = slot_V.device, cdiv(num_valid, RUN)
-    shares_2V = torch.empty(2, num_valid, dtype=torch.float32, device=device)
+    num_runs = cdiv(num_valid, RUN)
+    share_V = torch.empty(num_valid, dtype=torch.float32, device=device)
     total = torch.empty((), dtype=torch.float32, device=device)
     count_B = torch.empty(num_runs, dtype=torch.int64, device=device)
-    shared_3D = torch.empty(3, hidden_size, dtype=torch.float32, device=device) if sums else None
+    shared_2D = torch.empty(2, hidden_size, dtype=torch.float32, device=device) if sums else None
     _shares_kernel[(num_runs,)](
-        reweighting_2V, total_P, mean_PD, slot_V,
-        shares_2V, count_B, total, shared_3D,
-        num_parts, num_valid, hidden_size, compensation.PARTS, int(uniform),
+        reweighting_2V, total_P, mean_PD,
+        share_V, count_B, total, shared_2D,
+        num_parts, num_valid, hidden_size, compensation.PARTS,
         HAS_SUMS=sums is not None, BLOCK_V=RUN, BLOCK_P=32, BLOCK_D=64,
     )
-    return Dropped(shares_2V, count_B, total, shared_3D, reweighting_2V)
+    return Dropped(share_V, count_B, total, shared_2D, reweighting_2V)
 
 
-@kernel("sums_ptr", "part_ptr", "mean_ptr", "slot_ptr", "shares_ptr", "count_ptr", "total_ptr", "hidden_size")
+@kernel("sums_ptr", "part_ptr", "mean_ptr", "share_ptr", "count_ptr", "total_ptr", "hidden_size")
 def _shares_kernel(
     sums_ptr,  # in: [2, V] fp32; the second row, the sums, is read
     part_ptr,  # in: [P] fp32
     mean_ptr,  # in: [P, D] fp32
-    slot_ptr,  # in: [V] int32
-    shares_ptr,  # out: [2, V] fp32
+    share_ptr,  # out: [V] fp32
     count_ptr,  # out: [runs] int64
     total_ptr,  # out: [] fp32
-    shared_ptr,  # out: [3, D] fp32, as in ``Dropped``
+    shared_ptr,  # out: [2, D] fp32, as in ``Dropped``
     num_parts,
     num_valid,
     hidden_size,
     whole,
-    uniform,
     HAS_SUMS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -585,8 +541,5 @@ def _shares_kernel(
                 mean += tl.load(where, mask=(offs_p < num_parts)[:, None] & in_d[None, :], other=0)
             center = tl.sum(mean, 0) / divisor
             tl.store(shared_ptr + offs_d, center, mask=in_d)
-            tl.store(shared_ptr + hidden_size + offs_d, tl.zeros((BLOCK_D,), tl.float32), mask=in_d)
-            tl.store(shared_ptr + 2 * hidden_size + offs_d, center, mask=in_d)
-    outside = (tl.load(slot_ptr + offs_v, mask=in_v, other=1) == 0) & (uniform != 0)
-    tl.store(shares_ptr + offs_v, share, mask=in_v)
-    tl.store(shares_ptr + stride + offs_v, outside.to(tl.float32), mask=in_v)
+            tl.store(shared_ptr + hidden_size + offs_d, center, mask=in_d)
+    tl.store(share_ptr + offs_v, share, mask=in_v)

@@ -358,7 +358,6 @@ def check_report(case: Pipe | Case) -> None:
     assert options is not None and tuple(parts) == options.reported()
     torch.testing.assert_close(parts["nll"] + parts["z_loss"], loss, rtol=2e-5, atol=0)
     assert parts["z_loss"] > 0.1 and 0 < parts["entropy"] < math.log(VOCAB)
-    assert parts["kept_tiles"] == 1 and parts["dropped_mass_mean"] == parts["dropped_mass_max_of_shards"] == 0
 
 
 def check_evaluation(stock: Any, ours: Any) -> None:

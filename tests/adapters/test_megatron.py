@@ -30,7 +30,7 @@ from tiny_trainer import compared, counted
 
 from cce_dist import GradFilter, groups
 from cce_dist.integrations import megatron as cce
-from cce_dist.integrations.deferred.taken import Head
+from cce_dist.integrations.deferred.subclass import Head
 from cce_dist.integrations.megatron import flags, loss
 from cce_dist.tools.ranks import Pool, run_ranks
 

@@ -18,19 +18,8 @@ PRETRAIN = [
 LONG = 300 * "a"
 CASES = {
     "pretrain": [*PRETRAIN, f"--out {LONG}", f"--cache {LONG}", f"--corpus {LONG}"],
-    "bench": [
-        "--tokens 0", "--tokens -1", "--tokens x", "--ignored nan", "--ignored 2", "--ignored -0.1", "--ignored 1",
-        "--workspace 0", "--workspace -256", "--repeats 0", "--repeats -3", "--tp 0", "--tp a,b", "--tp 2,", "--device nosuch",
-        "--device cuda:99", "--out /dev/null", "--show nosuch.json", "--shapes nosuch", "--shapes 0x8", "--shapes 8x",
-        f"--out {LONG}", f"--out nosuch/{LONG}", f"--show {LONG}",
-    ],
     "verify": [
         "--only nosuch", "--fuzz -1", "--fuzz x", "--seed -1", "--case -1", "--backend nosuch",
-    ],
-    "compare": [
-        "--steps 0", "--seeds 0", "--measure-every 0", "--gradients-every 0", "--eval-batches 0", "--filter-eps nan",
-        "--filter-eps 1", "--lr nan", "--clip -1", "--show nosuch.json", "--out /dev/null", "--warmup -1",
-        f"--out {LONG}", f"--show {LONG}",
     ],
     "plot": ["x.jsonl -o curves.nosuch", "x.jsonl -o nosuch/curves.png"],
 }  # fmt: skip

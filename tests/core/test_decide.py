@@ -77,8 +77,8 @@ NO_UPSTREAM = "one pass would have to know the upstream gradient in forward"
             id="filter-without-control-variate",
         ),
         pytest.param(
-            (GEMMA, {}, {"filter": Filter(2**-10), "tensors": "bias"}), ("filter", "two", (0, False), 256, 0),
-            id="filter-with-a-bias",
+            (GEMMA, {}, {"filter": Filter(2**-10, always=True), "tensors": "bias"}),
+            ("exact", "one", (4096, False), 2100, 0), id="filter-with-a-bias",
         ),
         pytest.param(
             (GEMMA, {}, {"filter": Filter(2**-10, always=True), "tensors": "bias factors"}),
@@ -105,8 +105,8 @@ def test_reasons() -> None:
     assert "bfloat16 alone" in way(GEMMA, {"dtype": "torch.float32"}).reason
     assert "these options" in way(GEMMA, invariant=True).reason
     assert "faster at these sizes" in way((512, 640, 32_064), None, filter=Filter(2**-10)).reason
-    assert "control variate" in way(GEMMA, None, filter=Filter(2**-10), **SMOOTH).reason
-    assert "tensor of the head" in way(GEMMA, None, filter=Filter(2**-10), tensors="factors").reason
+    assert "does not support label smoothing" in way(GEMMA, None, filter=Filter(2**-10), **SMOOTH).reason
+    assert "does not support" in way(GEMMA, None, filter=Filter(2**-10), tensors="factors").reason
 
 
 def test_symbols_are_decided_on_too() -> None:
@@ -147,9 +147,10 @@ def test_upstream_gradients() -> None:
 )
 def test_one_operator_in_a_graph(changes: dict[str, Any], forced: bool, wanted: bool) -> None:
     where = Where("triton", BF16, upstream="number")._replace(**changes)
-    assert decide.takes_operator_of_both(Spec(ShardLogits(0, 8), 8), where, forced) == wanted
+    with decide.of_rows(4 if forced else None):
+        assert decide.takes_operator(Spec(ShardLogits(0, 8), 8), where) == wanted
     filtered = Spec(ShardLogits(0, 8), 8, filter=Filter(2**-10))
-    assert not decide.takes_operator_of_both(filtered, where, forced)
+    assert not decide.takes_operator(filtered, where)
 
 
 def meta(num_tokens: int, hidden_size: int, num_columns: int, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
@@ -167,6 +168,11 @@ def test_explain() -> None:
     off = "the filter is off because exact is faster at these sizes"
     assert explain(*meta(512, 640, 32_064), grad_filter=GradFilter()).endswith(f"all exponentials kept, 256 MiB; {off}")
     assert explain(*meta(*GEMMA), grad_filter=GradFilter()) == "filtered, two passes, 256 MiB"
+    always = GradFilter(always=True)
+    off = "the filter is off because it does not support {} on Triton"
+    assert off.format("label smoothing") in explain(*meta(*GEMMA), grad_filter=always, label_smoothing=0.1)
+    assert off.format("a bias") in explain(*meta(*GEMMA), linear_bias=meta(*GEMMA)[1][:, 0], grad_filter=always)
+    assert off.format("fp16") in explain(*meta(*GEMMA, torch.float16), grad_filter=always)
     with torch.no_grad():
         assert explain(*meta(*GEMMA)) == "exact, forward alone, 256 MiB"
     with pytest.raises(TypeError, match="no_such_option"):

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from cce_dist import VocabShard, linear_kl_divergence
-from cce_dist.call import flat
+from cce_dist.autograd import flat
 from cce_dist.decide import Where, decide_heads
 from cce_dist.divergence import op as divergence_op
 from cce_dist.divergence.op import DivergenceCall

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from cce_dist import VocabShard, groups, linear_cross_entropy, merge, op
+from cce_dist import VocabShard, debug_ranks, decide, given, groups, linear_cross_entropy, merge
 from cce_dist.kernels import ShardLogits, Spec, dry_run, memory, waves
 from cce_dist.kernels.d_weight import joined, low_byte
 from cce_dist.kernels.dry_run import Live
@@ -35,7 +35,7 @@ from cce_dist.tools.verify.loss import LOSS
 @contextmanager
 def in_groups(rows: int = ROWS, times: int = 1) -> Iterator[None]:
     """Have calls made in groups, and see that so many were."""
-    with groups.of_rows(rows), mock.patch.object(groups, "loss", wraps=groups.loss) as loss:
+    with groups.of_rows(rows), mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as loss:
         yield
     assert loss.call_count == times
 
@@ -179,7 +179,7 @@ def test_under_torch_compile(options: dict[str, Any], backend: str, grouped: boo
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return -3.0 * linear_cross_entropy(hidden, weight, labels, linear_bias=bias, backend=backend, **options)
 
-    two_passes = mock.patch.object(groups, "decided_now", lambda call, x, *_: op.decided(call, x.hidden, N, 1))
+    two_passes = mock.patch.object(decide, "way_now", decide.decide)
     with groups.of_rows(ROWS), mock.patch.object(groups, "run", wraps=groups.run) as run:
         with nullcontext() if grouped else two_passes:
             found = torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors)
@@ -207,8 +207,8 @@ def test_under_torch_compile_no_upstream_gradients_are_expected() -> None:
 
 def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a comparison that the host reads."""
-    monkeypatch.setattr(groups, "is_unobserved", lambda *_: True)  # a dispatch mode does
-    monkeypatch.setattr(groups, "label_error", lambda *_: "")  # which reads labels on a CPU
+    monkeypatch.setattr(given, "_is_observed", lambda *_: False)  # a dispatch mode does
+    monkeypatch.setattr(debug_ranks, "label_error", lambda *_: "")  # which reads labels on a CPU
     with FakeTensorMode(), in_groups():  # whose tensors have no values to read
         hidden, weight = (torch.randn(rows, D, requires_grad=True) for rows in (N, V))
         labels, mask = torch.zeros(N, dtype=torch.int64), torch.ones(N)
@@ -267,7 +267,7 @@ def test_cuda_graph() -> None:
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side), mock.patch.object(groups, "loss", wraps=groups.loss) as made:
+    with torch.cuda.stream(side), mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as made:
         run()
     assert made.called
     torch.cuda.current_stream().wait_stream(side)
@@ -444,7 +444,7 @@ def test_one_group_is_alive_at_a_time(mib: int, monkeypatch: pytest.MonkeyPatch)
     launch_nothing(monkeypatch)
     # The interpreter misreads bf16, but nothing is launched.
     monkeypatch.setattr("cce_dist.operands.choose_backend", lambda *_: "triton")
-    monkeypatch.setattr(groups, "is_unobserved", lambda *_: True)  # Live does
+    monkeypatch.setattr(given, "_is_observed", lambda *_: False)  # Live does
     monkeypatch.setattr(memory, "KEPT_ROWS", 128)
     monkeypatch.setattr(memory, "usual_waves", lambda *_: (1.0, 0))
     hidden = torch.zeros(8192, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
@@ -534,7 +534,7 @@ def test_kept_exponentials_serve_each_group() -> None:
     (hidden, weight), labels = large_operands()
     found, peaks = [], []
     for mib in (1 << 14, 160):
-        with mock.patch.object(groups, "loss", wraps=groups.loss) as in_groups:
+        with mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as in_groups:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             loss = linear_cross_entropy(hidden, weight, labels, workspace_bytes=mib << 20)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cce_dist import GradFilter, LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
-from cce_dist.call import AUX, Call, build, flat
+from cce_dist.autograd import build, flat
+from cce_dist.call import AUX, Call
 from cce_dist.kernels import Filter, ShardLogits, Spec, Want, memory
 from cce_dist.tools.verify.cases import CASES
 from cce_dist.tools.verify.check import assert_no_worse, run_case
@@ -73,7 +74,7 @@ def test_compiles_as_one_graph(data):
 def test_operators_pass_torchs_own_check(data, tensors: str):
     hidden, weight, target = data
     head = [torch.randn(V, requires_grad=True)] if tensors else []
-    want = Want(uniform=True, entropy=True, filter_stats=True, largest=True)
+    want = Want(uniform=True, entropy=True, largest=True)
     logits = ShardLogits(0, V, tensors=tensors)
     call = Call(Spec(logits, V, filter=Filter(2.0**-12, always=True), want=want, workspace_bytes=1 << 20))
     assert build(Call, iter(flat(call))) == call
@@ -88,7 +89,7 @@ def test_named_outputs_alone_are_computed(data):
     target[:3] = logits[:3].argmax(1)
     target[3:5] = -100
     out = linear_cross_entropy(hidden, weight, target, return_aux=["label_is_max", "nll"])
-    assert out.entropy is None and out.filter_stats is None and out.label_is_max is not None
+    assert out.entropy is None and out.label_is_max is not None
     assert torch.equal(out.label_is_max, (target == logits.argmax(1)).float())
     assert out.label_is_max[:3].all() and not out.label_is_max[3:5].any() and not out.label_is_max.requires_grad
     assert out.max_logit is not None and not out.max_logit[3:5].any()

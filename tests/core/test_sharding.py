@@ -22,12 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from cce_dist import GradFilter, VocabParallelHead, VocabShard, decide, linear_cross_entropy, merge, op
-from cce_dist.call import Call, Layout
+from cce_dist import GradFilter, VocabParallelHead, VocabShard, decide, linear_cross_entropy, merge
+from cce_dist.call import Call
 from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, dense, memory
 from cce_dist.kernels.tiles import interpreted
-from cce_dist.tools.bench.collectives import Collectives, _is_kernel_of
+from cce_dist.merge import Layout
 from cce_dist.tools.verify.check import assert_no_worse
+from collectives import Collectives, _is_kernel_of
 
 N, D = 12, 8
 VOCABULARIES = (33, 5, 1)  # over four ranks: uneven; 2, 2, 1 and 0 rows; all but one empty
@@ -53,9 +54,9 @@ def test_groups_are_those_of_an_even_shard():
         hidden = torch.empty(1, hidden_size, dtype=torch.bfloat16)
         for num_valid in (0, 1, vocab_size // num_ranks, vocab_size):
             call = Call(Spec(ShardLogits(0, num_valid), vocab_size), Layout("tp"), "triton")
-            assert op.decided(call, hidden, num_tokens, num_ranks).way.ready_rows == rows
+            assert call.decided(hidden, num_tokens, num_ranks).way.ready_rows == rows
     filtered = call.spec._replace(filter=Filter(2.0**-12, always=True))
-    assert op.decided(call._replace(spec=filtered), hidden, 16384, 8).way.ready_rows == 10880
+    assert call._replace(spec=filtered).decided(hidden, 16384, 8).way.ready_rows == 10880
 
 
 def test_kernels_of_a_collective():

@@ -81,7 +81,7 @@ def test_same_numbers_as_dense(
         )
         for dtype in (torch.float64, DTYPE)
     )
-    with groups.of_rows(rows), mock.patch.object(groups, "loss", wraps=groups.loss) as one_pass:
+    with groups.of_rows(rows), mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as one_pass:
         out = linear_cross_entropy(
             tensors[0], tensors[1], labels, linear_bias=tensors[2], backend=backend, return_aux=True, **call
         )
@@ -410,7 +410,7 @@ def test_kept_exponentials_serve_each_group(name: str) -> None:
     truth = dense([hidden, weight], labels, torch.float64, **how)
     found = []
     for mib in (1 << 14, 160):
-        with mock.patch.object(groups, "loss", wraps=groups.loss) as one_pass:
+        with mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as one_pass:
             loss = linear_cross_entropy(hidden, weight, labels, workspace_bytes=mib << 20, **how)
             found.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
         assert one_pass.called == (mib == 160)

@@ -1,4 +1,4 @@
-"""A few architectures of transformers through the script that counts all of them."""
+"""A few architectures of transformers, whose loss and gradients ``convert`` leaves equal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import transformers
-from count_architectures import compare, difference, names_of, quiet, run
+from support.architectures import compare, difference, names_of, quiet, run
 
 NAMES = [
     "LlamaForCausalLM",
@@ -50,7 +50,7 @@ def test_every_class_is_equal_or_says_why_not(mapping: str) -> None:
     assert not wrong and sum(result.outcome == "equal" for result in results) > len(results) / 2, wrong
 
 
-def test_the_script_sees_a_difference() -> None:
+def test_a_difference_is_seen() -> None:
     import torch
 
     one = torch.ones(())

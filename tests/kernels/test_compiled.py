@@ -22,13 +22,12 @@ EXACT = {
     "_grad_weight_kernel",
 }
 FILTERED = {"_list_columns_kernel", "_filtered_hidden_kernel", "_filtered_weight_kernel"}
-LOG_PROBS = {"_cells_kernel", "_logits_kernel", "_threshold_kernel", "_choose_kernel"}
+LOG_PROBS = {"_cells_kernel", "_logits_kernel"}
 OF_LISTS = {"_list_logits_kernel", "_list_hidden_kernel", "_column_rows_kernel"}
 OF_TWO_HEADS = {"_pair_sums_kernel", "_pair_gradients_kernel"}
 PRODUCTS = EXACT - {"_gather_targets_kernel", "_scale_kernel"} | {"_logits_kernel"}
-# Bytes that kernels may spill, by Triton's version and the device. On 100, whose tiles were not tuned, a whole row's logits are
-# in 16 warps.
-SPILLS = {version: {"90": {("_lse_kernel", "28")}, "100": {("_choose_kernel", "16")}} for version in ("3.6", "3.7")}
+# Bytes that kernels may spill, by Triton's version and the device.
+SPILLS = {version: {"90": {("_lse_kernel", "28")}, "100": set()} for version in ("3.6", "3.7")}
 SPILLS["3.6"]["90"] |= {("_lse_kernel", "4")}
 SHARED = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB that a program of a device can have
 ROOT = Path(__file__).resolve().parents[2]

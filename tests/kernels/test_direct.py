@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +109,28 @@ def test_a_kind_that_came_before_passes_triton_by(
     monkeypatch.setattr(direct, "watched", lambda: True)
     call(8, 7, "a")
     assert kernel.launches == 8
+
+
+def test_launchers_in_c_are_loaded_one_at_a_time() -> None:
+    """Catches: a kernel that gets another kernel's launcher, which a thread loads between Triton's import of a launcher and its
+    look at the imported module."""
+    inside, most = [0], [0]
+
+    def loading(*_: Any, **__: Any) -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.002)
+        inside[0] -= 1
+
+    class Compiled:
+        run = property(loading)
+
+    kernel = direct.Kernel(SimpleNamespace(run=loading))
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(16):
+            threads.submit(direct.load, Compiled())
+            threads.submit(kernel.by_triton, (), (1,), {})
+    assert most == [1]
 
 
 def test_launches_share_descriptors_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

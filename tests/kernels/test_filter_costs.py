@@ -12,9 +12,9 @@ import pytest
 from cce_dist.kernels import memory
 from cce_dist.kernels.filter import costs
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
-# Columns of a token outside the frequent ids whose probability reaches 2^-10: those that lists must hold. The bench's workloads
-# as it draws them on CPUs in fp32, of 8,192 tokens (Phi-3.5) and 4,096. Of captured states the kernels
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+# Columns of a token outside the frequent ids whose probability reaches 2^-10: those that lists must hold. The workloads of
+# benchmarks/heads.py as drawn on CPUs in fp32, of 8,192 tokens (Phi-3.5) and 4,096. Of captured states the kernels
 # counted them: less the frequent ids, to 2 of a vocabulary of 32,768 and to 7 of 131,072.
 LISTED = {
     "gemma-2-2b": {"unigram": 0.5, "early": 35.0, "spread": 46.9, "middle": 33.3, "trained": 1.8, "sharp": 3.6},

@@ -14,12 +14,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from shards import DEVICE, GPU, Problem, launch_nothing, nan_memory, needs_gpu
+from shards import DEVICE, GPU, Problem, launch_nothing, nan_memory, needs_gpu, upstream_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cce_dist import GradFilter, op, reference
-from cce_dist.call import Call, Layout, flat
+from cce_dist.autograd import flat
+from cce_dist.call import Call
 from cce_dist.kernels import (
     IGNORED,
     OUTSIDE,
@@ -29,16 +30,19 @@ from cce_dist.kernels import (
     ShardLogits,
     Softmax,
     Spec,
+    Upstream,
     Want,
     direct,
     dry_run,
     exact,
+    losses,
     memory,
     tiles,
     tokens,
 )
 from cce_dist.kernels import dense as dense_backend
 from cce_dist.kernels.dry_run import Live
+from cce_dist.merge import Layout
 from cce_dist.tools.verify.check import assert_no_worse
 
 KEPT_IN = torch.bfloat16 if GPU else torch.float32
@@ -205,7 +209,8 @@ def local_stats(p: Problem, case: Case) -> tuple[Tensor, ...]:
 def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], saved: Sequence[Tensor], **how: Any) -> Any:
     softmax = Softmax(merged[0], merged[1], merged[2] if case.entropy else None)
     grads = Grads(want_bias=p.bias is not None)._replace(**how)
-    return exact.gradients(operands(p), softmax, p.coef, list(saved), grads, spec_of(p, case))
+    spec = spec_of(p, case)
+    return exact.gradients(operands(p), softmax, upstream_of(p.coef, spec.vocab_size), list(saved), grads, spec)
 
 
 def prepared(case: Case, dtype: torch.dtype = KEPT_IN) -> tuple[Problem, tuple[Tensor, ...], list[Tensor]]:
@@ -302,7 +307,9 @@ def test_second_backward_has_the_same_bits(cached: int, entropy: bool) -> None:
 
     def without_entropy() -> Any:
         softmax = Softmax(merged[0], merged[1])
-        return exact.gradients(operands(p), softmax, p.coef, cache, Grads(want_bias=False), spec_of(p, case))
+        spec = spec_of(p, case)
+        upstream = upstream_of(p.coef, spec.vocab_size)
+        return exact.gradients(operands(p), softmax, upstream, cache, Grads(want_bias=False), spec)
 
     results = [(gradients(p, case, merged, cache), without_entropy()) for p in (p, p._replace(coef=3 * p.coef), p)]
     for first, again in zip(results[0], results[2], strict=True):
@@ -327,7 +334,7 @@ def test_exponentials_of_groups_have_the_same_bits(options: dict[str, Any], monk
     seen = set()
     made = exact._keep_exponentials
     monkeypatch.setattr(
-        exact, "_keep_exponentials", lambda x, rows, *rest: (seen.add(len(rows.index)), made(x, rows, *rest))
+        exact, "_keep_exponentials", lambda x, rows, *rest: (seen.add(len(rows.index)), made(x, rows, *rest))[1]
     )
     merged, results = dense(p, whole, torch.float64).merged, []
     for case in (whole, groups):
@@ -517,7 +524,7 @@ def test_who_waits_for_d_hidden() -> None:
         (Layout(), 1, True), (plain, 1, True), (plain, 2, False), (partial, 2, True), (sliced, 1, False),
         (sliced, 2, False),
     ):  # fmt: skip
-        assert op.decided(Call(spec, layout, "triton"), hidden, 8, num_ranks).spec.alone == alone
+        assert Call(spec, layout, "triton").decided(hidden, 8, num_ranks).spec.alone == alone
 
 
 def test_where_exponentials_are_kept() -> None:
@@ -612,6 +619,44 @@ def test_all_kept_in_the_least_budget(what: str, needs: tuple[bool, bool], monke
     assert seen.backward <= max(room, 0 if needs[0] else hidden_bytes) + few
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(sized(), id="nothing-kept"),
+        pytest.param(sized(num_tokens=300, ignored=0.7, budget=2000, uniform=True, entropy=True), id="groups"),
+        pytest.param(sized(cached=128, spread=300.0), id="kept"),
+        pytest.param(sized(num_tokens=100, cached=128, budget=1, uniform=True), id="kept-in-groups"),
+        pytest.param(sized(cached=64, entropy=True), id="a-part-kept"),
+        pytest.param(sized(num_tokens=0), id="no-tokens"),
+        pytest.param(sized(num_valid=0, entropy=True), id="only-padding"),
+    ],
+)
+@pytest.mark.parametrize("further", [False, True])
+def test_one_rank_finishes_in_one_launch(case: Case, further: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of the statistics and of the losses that are merged from them. Catches: a label's logit that is read where
+    it was not written, parts of a group's mean that overwrite another group's, rows that are not levelled."""
+    monkeypatch.setattr(memory, "KEPT_ROWS", memory.KEPT_ROWS if GPU else 48)
+    monkeypatch.setattr(exact, "columns_kept", lambda *_: case.cached)
+    p = problem(case, KEPT_IN)
+    p.labels[1:2] = p.labels[5:7] = -100
+    ids = tokens.label_ids(p.labels, -100, 1 << 20)
+    x, spec = operands(p)._replace(ids=ids), spec_of(p, case)
+    want = spec.want._replace(mean=True, sum_p_squared=further, best=further)
+    x, spec = x._replace(order=tokens.compact(ids)), spec._replace(want=want)
+    stats, saved = exact.statistics(x, spec)
+    expected, softmax = losses.token_losses(stats[None], x, spec)
+    for _ in range(2):  # the counter of arrivals starts anew
+        ours, ours_softmax, stats_TKN, ours_saved = exact.losses_alone(x, spec)
+        assert (stats_TKN is not None) == (further or case.num_tokens == 0 or case.num_valid == 0)
+        if stats_TKN is not None:
+            rows = [row for row in range(spec.num_rows) if row != 2]
+            assert torch.equal(stats_TKN[0, rows], stats[rows])
+        for a, b in zip([*ours[:5], *ours_softmax, *ours_saved], [*expected[:5], *softmax, *saved], strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        count = (ids != IGNORED).sum().clamp(min=1)
+        torch.testing.assert_close((ours.mean, ours.count), ((ours.nll.double().sum() / count).float(), count))
+
+
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize(("uniform", "entropy"), [(False, False), (True, False), (False, True), (True, True)])
 def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy: bool):
@@ -627,11 +672,8 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
         ordered, order = tokens.ordered_ids(some, -100, vocab_size)
         assert torch.equal(ordered, dense_backend.label_ids(some, -100, vocab_size))
         kept = (ordered >= 0).nonzero().view(-1)
-        assert torch.equal(order[0][: len(kept)], kept.int()) and (order[1] == len(kept) or len(some) == 0)
+        assert torch.equal(order[0][: len(kept)], kept.int()) and order[1].tolist() == [len(kept), 0]
         assert torch.equal(order[0].sort().values, torch.arange(len(some), device=DEVICE).int())
-        nll = torch.rand(len(some), device=DEVICE)
-        for ours, theirs in zip(tokens.mean(nll, some, -100), dense_backend.mean(nll, some, -100), strict=True):
-            torch.testing.assert_close(ours, theirs)
 
     stats = torch.rand(num_shards, 3 + 2 * uniform + entropy, num_tokens, device=DEVICE) * 50 + 1
     stats[:, 0] -= 30
@@ -641,25 +683,27 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
         stats[2] = 0
         stats[2, 0] = -torch.inf
     stats[0, 1, 8], stats[0, 0, 9], stats[:, 0, 10] = torch.nan, torch.inf, -torch.inf
-    spec = Spec(ShardLogits(0, 0), vocab_size, want=Want(uniform=uniform, entropy=entropy))
-    got = tokens.token_losses(stats, ids, spec)
-    want = dense_backend.token_losses(stats, ids, spec)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2e-6, equal_nan=True)
-    torch.testing.assert_close(
-        torch.where(ids >= 0, tokens.merged_lse(stats), 0), torch.where(ids >= 0, want[1], 0), equal_nan=True
-    )
+    spec = Spec(ShardLogits(0, 0), vocab_size, want=Want(uniform=uniform, entropy=entropy, mean=True))
+    hidden = torch.zeros(num_tokens, 1, device=DEVICE)
+    finite = ids.masked_fill(ids == OUTSIDE, IGNORED)
+    finite[8:11] = IGNORED
+    for some in (ids, finite, torch.full_like(ids, IGNORED), ids[:0]):
+        x = Operands.of(hidden, hidden, some, spec.logits)._replace(order=tokens.compact(some))
+        given = stats[:, :, : len(some)]
+        got = [losses.token_losses(given, x, spec) for _ in range(2)]  # the counter of arrivals starts anew
+        want = dense_backend.token_losses(given, x, spec)
+        for ours, theirs in ((got[0], want), (got[1], got[0])):
+            for a, b in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=2e-6, equal_nan=True)
+        assert want[0].mean is not None and want[0].mean.isnan() == (some is ids)
+        lse = torch.where(some >= 0, losses.merged_lse(given), 0)
+        torch.testing.assert_close(lse, torch.where(some >= 0, want[0].lse, 0), equal_nan=True)
 
     one = torch.randn((), device=DEVICE).expand(num_tokens)  # what a mean sends back: stride 0
     strided = list(torch.randn(num_tokens, 5, device=DEVICE).unbind(1))
     of_mean = torch.tensor(2.5, device=DEVICE), torch.tensor(37, device=DEVICE)
-    for *given, mean in (
-        [one, *[None] * 4, None],
-        [*[None] * 5, of_mean],
-        [None, *strided[1:], None],
-        [*strided, of_mean],
-    ):
-        ours, theirs = (backend.coefficients(given, ids, vocab_size, mean) for backend in (tokens, dense_backend))
+    for given in ([one], [*[None] * 5, *of_mean], [None, *strided[1:]], [*strided, *of_mean]):
+        ours, theirs = (backend.coefficients(Upstream(*given), ids, vocab_size) for backend in (tokens, dense_backend))
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
         assert (ours[:, ids < 0] == 0).all()
 
@@ -693,7 +737,8 @@ def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPa
         x = Operands.of(hidden, hidden[:1000], labels, logits)
         spec = Spec(logits, 1000, workspace_bytes=64 << 20)
         stats, saved = exact.statistics(x, spec)
-        exact.gradients(x, Softmax(stats[0], stats[1]), torch.zeros(4, num_tokens, device=DEVICE), saved, Grads(), spec)
+        upstream = Upstream(torch.zeros(num_tokens, device=DEVICE))
+        exact.gradients(x, Softmax(stats[0], stats[1]), upstream, saved, Grads(), spec)
     assert seen[0].keys() >= {"_lse_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel"}
     sizes = [memory.Sizes(n, 256, 1000, 2) for n in (1024, 30000)]
     on = tiles.choose_tiles(torch.bfloat16, torch.device(DEVICE)), tiles.num_programs(torch.device(DEVICE))

@@ -15,11 +15,12 @@ from commands import outputs_of
 
 import cce_dist
 from cce_dist.integrations.options import ModelOptions as Options
-from cce_dist.tools.bench import records
+from records import Results, read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+FILES = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md"))
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 CODE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 MOST_LINES, MOST_WORDS = 150, 900
 
@@ -55,15 +56,18 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_readme_leads_to_every_page() -> None:
+    """Pages of results are the business of docs/results.md, and of test_results.py."""
     linked = set(re.findall(r"\]\(([^)#\s]+)", README))
-    assert {page for page in PAGES if page != "README.md"} <= linked
+    assert {page for page in PAGES if page != "README.md" and not page.startswith("benchmarks/results/")} <= linked
 
 
 def test_files_that_pages_name_are_there() -> None:
     """Catches a source file that moved."""
     wrong = []
     for page in PAGES.keys() - {"CHANGELOG.md"}:
-        for name in re.findall(r"`((?:cce_dist|kernels|integrations|launch|tests|docs)/[\w./]*)`", PAGES[page]):
+        for name in re.findall(
+            r"`((?:cce_dist|kernels|integrations|benchmarks|launch|tests|docs)/[\w./]*)`", PAGES[page]
+        ):
             if not (ROOT / name).exists():
                 wrong.append(f"{page}: {name}")
     assert not wrong, "\n".join(wrong)
@@ -100,7 +104,7 @@ def test_the_readmes_claim_is_in_the_raw_rounds() -> None:
     assert claim
     times, memories = [], []
     for name in ("h200-steps", "h200-models-gemma-3-270m", "h200-models-qwen-3-0.6b", "h100-models-gemma-3-1b"):
-        for case in records.read_json(ROOT / "docs" / "results" / f"{name}.json").cases:
+        for case in read_json(ROOT / "benchmarks" / "results" / f"{name}.json", Results).cases:
             rows = {row.name: row for row in case.rows}
             ours, base = rows["cce-dist-default+layers"], rows["torch-compile+layers"]
             if ours.problem or base.problem:
@@ -123,7 +127,7 @@ def test_public_names_are_all_there() -> None:
     page = PAGES["docs/api.md"]
     headings = " ".join(re.findall(r"^## (.*)$", page, re.MULTILINE))
     assert set(re.findall(r"`(\w+)`", headings)) == set(cce_dist.__all__)
-    for field in cce_dist.LinearCrossEntropyOutput._fields + cce_dist.LogProbs._fields + cce_dist.FilterStats._fields:
+    for field in cce_dist.LinearCrossEntropyOutput._fields + cce_dist.LogProbs._fields:
         assert f"`{field}`" in page
     for other in PAGES:
         for block in blocks(other, "python"):

@@ -11,53 +11,38 @@ from pathlib import Path
 from typing import Any
 
 from cce_dist.tools.arguments import wholes
-from cce_dist.tools.plan.devices import DEVICES, HOSTS, Device, measure
-from cce_dist.tools.plan.layers import RECOMPUTE, Layout
+from cce_dist.tools.plan.devices import DEVICES, Device, measure
+from cce_dist.tools.plan.layers import RANKS, RECOMPUTE, Layout
 from cce_dist.tools.plan.picture import COLORS, draw
 from cce_dist.tools.plan.planning import LOSSES, METHODS, MIB, Plan, named, plan
 from cce_dist.tools.plan.scale import GLOBAL_TOKENS, Step, grow
-from cce_dist.tools.plan.sizes import MODELS, Config, Model, read_config
+from cce_dist.tools.plan.sizes import MODELS, Model, read_config
 from cce_dist.tools.report import table
 
-BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")
-# Options that a script may have, too. The command line overrides them.
-DEFAULTS = {"tokens": 8192, "micro_batch": 1, "tp": 1, "pp": 1, "cp": 1, "vpp": 1, "ep": 1, "recompute": "none"}
+BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")  # sizes without a default
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cce-dist plan``."""
-    model = parser.add_argument_group(
-        "model: a name, a Megatron script or a config.json, or sizes, which override a name or script"
-    )
+    model = parser.add_argument_group("model: a name, a config.json, or sizes, which override those of a name")
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     model.add_argument(
         "--models", nargs="+", metavar="NAME", help="print only the largest batch of each of these models"
     )
-    model.add_argument("--config", type=Path, metavar="FILE", help="Hugging Face config.json, or a Megatron script")
+    model.add_argument("--config", type=Path, metavar="FILE", help="config.json of Hugging Face, or its folder")
     for name in (*BY_HAND, "num_kv_heads", "head_size"):
         model.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
 
     layout = parser.add_argument_group("layout")
-    layout.add_argument("--tokens", type=int, metavar="N", help="tokens of a sequence (default: the file's, or 8192)")
-    layout.add_argument("--micro-batch", type=int, metavar="B", help="sequences of a microbatch (default: 1)")
-    layout.add_argument("--tp", type=int, help="tensor-parallel ranks (default: 1)")
-    layout.add_argument("--pp", type=int, help="pipeline ranks (default: 1)")
-    layout.add_argument("--cp", type=int, help="context-parallel ranks (default: 1)")
-    layout.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
-    layout.add_argument("--vpp", type=int, help="chunks of layers per pipeline rank (default: 1)")
-    layout.add_argument(
-        "--zero-stage",
-        type=int,
-        choices=range(4),
-        help="what data-parallel ranks split (default: the script's, else 1)",
-    )
+    layout.add_argument("--tokens", type=int, default=8192, metavar="N", help="tokens of a sequence")
+    layout.add_argument("--micro-batch", type=int, default=1, metavar="B", help="sequences of a microbatch")
+    for name, what in RANKS.items():
+        layout.add_argument(f"--{name}", type=int, default=1, help=what)
+    layout.add_argument("--zero-stage", type=int, choices=range(4), default=1, help="what data-parallel ranks split")
     layout.add_argument("--no-sequence-parallel", action="store_true", help="activations are whole on every rank")
-    layout.add_argument("--recompute", choices=RECOMPUTE, help="recompute layers' activations (default: none)")
+    layout.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute layers' activations")
     layout.add_argument(
         "--eager", action="store_true", help="add the time of layers' elementwise kernels in plain torch"
-    )
-    layout.add_argument(
-        "--host", choices=HOSTS, default="", help="add the host's time in this engine of pretrain, where it is longer"
     )
     layout.add_argument("--attention", action="store_true", help="add attention's products of queries and keys")
     layout.add_argument("--framework", choices=METHODS, default="megatron", help="compare with this framework's losses")
@@ -112,39 +97,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
+    if args.tokens < 1 or args.micro_batch < 1:
+        raise ValueError(f"--tokens and --micro-batch must be at least 1, got {args.tokens}, {args.micro_batch}")
+    if args.cp < 1 or args.tokens % args.cp:
+        raise ValueError(f"--tokens {args.tokens} cannot be split over --cp {args.cp} ranks")
+    layout = Layout(
+        **{name: getattr(args, name) for name in (*RANKS, "recompute", "zero_stage", "framework")},
+        sequence_parallel=not args.no_sequence_parallel,
+        num_tokens=args.tokens // args.cp * args.micro_batch,
+        seq_len=args.tokens if args.attention else 0,
+        elementwise=1.0 if args.eager else 0.0,
+    )
+    return _model(args), layout
+
+
+def _model(args: argparse.Namespace) -> Model:
     if args.model and args.config:
         raise ValueError("--model and --config are two models; give one")
     sizes = {name: getattr(args, name) for name in (*BY_HAND, "num_kv_heads", "head_size")}
     given = {name: value for name, value in sizes.items() if value is not None}
     if args.config:
-        config = read_config(args.config, **given, **({"tp": args.tp} if args.tp else {}))
-    elif args.model:
-        config = Config(dataclasses.replace(named(MODELS, args.model, "model"), **given), {})
-    else:
-        missing = [f"--{name.replace('_', '-')}" for name in BY_HAND if name not in given]
-        if missing:
-            raise ValueError(f"no model: --model, --config, or sizes by hand; missing {', '.join(missing)}")
-        config = Config(Model(**given), {})
-    options: dict[str, Any] = dict(DEFAULTS)
-    for source in (config.options, vars(args)):
-        options |= {name: source[name] for name in DEFAULTS if source.get(name) is not None}
-    tokens, micro_batch, cp = options.pop("tokens"), options.pop("micro_batch"), options["cp"]
-    if tokens < 1 or micro_batch < 1:
-        raise ValueError(f"--tokens and --micro-batch must be at least 1, got {tokens}, {micro_batch}")
-    if cp < 1 or tokens % cp:
-        raise ValueError(f"--tokens {tokens} cannot be split over --cp {cp} ranks")
-    layout = Layout(
-        **options,
-        sequence_parallel=config.options.get("sequence_parallel", True) and not args.no_sequence_parallel,
-        dp=args.dp,
-        zero_stage=config.options.get("zero_stage", 1) if args.zero_stage is None else args.zero_stage,
-        num_tokens=tokens // cp * micro_batch,
-        seq_len=tokens if args.attention else 0,
-        framework=args.framework,
-        elementwise=1.0 if args.eager else 0.0,
-        host=args.host,
-    )
-    return config.model, layout
+        if given:
+            raise ValueError(f"--config has its own sizes; leave out --{min(given).replace('_', '-')}")
+        try:
+            return read_config(args.config)
+        except ValueError as error:
+            raise ValueError(f"--config {args.config}: {error}") from error
+    if args.model:
+        return dataclasses.replace(named(MODELS, args.model, "model"), **given)
+    missing = [f"--{name.replace('_', '-')}" for name in BY_HAND if name not in given]
+    if missing:
+        raise ValueError(f"no model: --model, --config, or sizes by hand; missing {', '.join(missing)}")
+    return Model(**given)
 
 
 def _batches(args: argparse.Namespace, name: str, device: Device, workspace: int | None) -> dict[str, str]:

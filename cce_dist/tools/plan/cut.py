@@ -5,23 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from cce_dist.tools.plan.layers import Layout
-
-
-class Times(NamedTuple):
-    """Seconds of a layer and of the head for one microbatch, on the GPU and on the host that launches the kernels."""
-
-    layer: float
-    head: float
-    layer_launches: float = 0.0
-    head_launches: float = 0.0
-
-    def stage(self, layers: int, has_head: bool) -> float:
-        """Return the seconds of a stage: on the GPU or on the host, whichever is longer."""
-        on_gpu, on_host = layers * self.layer, layers * self.layer_launches
-        return max(on_gpu + has_head * self.head, on_host + has_head * self.head_launches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +23,8 @@ class Cut:
         return max(self.seconds) / (sum(self.seconds) / len(self.seconds)) - 1
 
 
-def best_cut(num_layers: int, times: Times, layout: Layout) -> Cut:
-    """Return the cut whose slowest rank takes least time.
+def best_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
+    """Return the cut whose slowest rank takes least time. ``layer`` and ``head`` are seconds for one microbatch.
 
     The embedding takes no time: its backward is a sum of rows. Of equally fast cuts this returns the one with most layers in
     the last stage, because the first stage holds most activations. Where layers cannot be split evenly, later stages get one
@@ -46,11 +32,11 @@ def best_cut(num_layers: int, times: Times, layout: Layout) -> Cut:
     """
     pp, vpp = layout.pp, layout.vpp
     if pp == 1:
-        return even_cut(num_layers, times, layout)
+        return even_cut(num_layers, layer, head, layout)
 
     def slowest(last: int) -> float:
         most = -(-(num_layers - last) // (pp - 1))
-        return max(times.stage(most, has_head=False), times.stage(last, has_head=True))
+        return max(most * layer, last * layer + head)
 
     # No chunk is empty but the one with the head.
     choices = range(vpp - 1, num_layers - vpp * (pp - 1) + 1)
@@ -61,18 +47,19 @@ def best_cut(num_layers: int, times: Times, layout: Layout) -> Cut:
     while sum(tail) > last:
         tail[tail.index(max(tail))] -= 1
     by_rank.append([*tail, last - sum(tail)])
-    return timed([by_rank[rank][chunk] for chunk in range(vpp) for rank in range(pp)], times, layout)
+    return timed([by_rank[rank][chunk] for chunk in range(vpp) for rank in range(pp)], layer, head, layout)
 
 
-def even_cut(num_layers: int, times: Times, layout: Layout) -> Cut:
+def even_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
     """Return the cut that frameworks make by default: equal numbers of layers, one more in later stages for the rest."""
-    return timed(_spread(num_layers, layout.pp * layout.vpp), times, layout)
+    return timed(_spread(num_layers, layout.pp * layout.vpp), layer, head, layout)
 
 
-def timed(layers: list[int], times: Times, layout: Layout) -> Cut:
+def timed(layers: list[int], layer: float, head: float, layout: Layout) -> Cut:
     """Return a cut with the seconds of each rank."""
-    pp = layout.pp
-    return Cut(layers, [times.stage(sum(layers[rank::pp]), has_head=rank == pp - 1) for rank in range(pp)])
+    seconds = [sum(layers[rank :: layout.pp]) * layer for rank in range(layout.pp)]
+    seconds[-1] += head
+    return Cut(layers, seconds)
 
 
 def _spread(count: int, ways: int) -> list[int]:

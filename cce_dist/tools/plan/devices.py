@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+from cce_dist.kernels.rates import H200
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -28,14 +30,13 @@ class Device:
 _GIB = 2**30
 _SHARE = "data sheet x the share that the H200 reaches of its own"
 
-# The H200's rates, read on November 21, 2026: 3 plain products of 8,192 tokens of Llama-3-8B's and Gemma-2-2B's heads on one
-# GPU; bytes per second of F.cross_entropy's elementwise passes over their logits; one all-reduce of 64 MiB over four GPUs in
-# 0.33 ms. Rates of the other GPUs are their data sheet's times the H200's shares: 0.71 of 989 Tflop/s, 0.83 of 4.8 TB/s, 0.68
-# of 450 GB/s of NVLink in one direction. InfiniBand is taken to reach 0.8 of 400 Gb/s (200 for the A100); nobody measured it.
+# The H200's links: one all-reduce of 64 MiB over four GPUs took 0.33 ms on November 21, 2026. Rates of the other GPUs are their
+# data sheet's times the H200's shares: 0.71 of 989 Tflop/s, 0.83 of 4.8 TB/s, 0.68 of 450 GB/s of NVLink in one direction.
+# InfiniBand is taken to reach 0.8 of 400 Gb/s (200 for the A100); nobody measured it.
 DEVICES = {
     device.name: device
     for device in (
-        Device("h200", 700e12, 4.0e12, 140 * _GIB, 9, 132, 305e9, 40e9, "measured, November 2026"),
+        Device("h200", *H200[2], 140 * _GIB, 9, 132, 305e9, 40e9, "measured, November 2026"),
         Device("h100", 700e12, 2.8e12, 79 * _GIB, 9, 132, 305e9, 40e9, _SHARE),
         Device("a100", 240e12, 1.7e12, 79 * _GIB, 8, 108, 200e9, 20e9, _SHARE),
         Device("b200", 1600e12, 6.6e12, 178 * _GIB, 10, 148, 610e9, 40e9, _SHARE),
@@ -65,28 +66,6 @@ class Costs(NamedTuple):
 # cce-dist-cached less those products; ``group`` from ten heads in 512 MiB, 1 GiB and the default. Our launches were
 # counted for docs/results.md#small-shards. A filter's costs are in ``kernels/filter/costs.py``.
 COSTS = Costs()
-
-
-class Host(NamedTuple):
-    """Seconds in which the host launches a microbatch in an engine of ``pretrain``. The GPU waits if this takes longer."""
-
-    layer: float  # a layer, forward and backward
-    exact: float  # this library's exact loss and its gradient
-    elementwise: float  # not seconds: bytes that elementwise kernels of the layers move, in units of plain torch's
-
-    def head(self, loss: str) -> float:
-        """Return the seconds of a loss of a plan and its gradient."""
-        if loss in ("dense", "fused"):
-            return DENSE_LAUNCHES
-        return self.exact + (FILTER_LAUNCHES if loss == "filtered" else 0.0)
-
-
-# A least-squares fit of the logarithms of step times of small models on one machine with H200s, November 2026.
-# DeepSpeed's engine has the layers of "torch". Hosts differ: another one took 0.6 of these times.
-_PLAIN = Host(3.4e-3, 5.9e-3, 1.0)
-HOSTS = {"torch": _PLAIN, "deepspeed": _PLAIN, "megatron": Host(5.2e-3, 2.0e-3, 0.65)}
-# Seconds on the host, from docs/results.md#small-shards: a dense loss; a filter beyond the exact loss.
-DENSE_LAUNCHES, FILTER_LAUNCHES = 0.3e-3, 2.0e-3
 
 
 class Dense(NamedTuple):

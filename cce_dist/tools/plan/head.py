@@ -15,6 +15,7 @@ from cce_dist.kernels import Filter, ShardLogits, Spec, dry_run, memory, waves
 from cce_dist.kernels.filter import costs
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.planned import Planned
+from cce_dist.kernels.rates import Rates
 from cce_dist.kernels.tiles import Tiles, table_tiles
 from cce_dist.kernels.waves import cdiv
 from cce_dist.tools.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Dense, Device
@@ -276,7 +277,7 @@ def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
 def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
     """Return the seconds that a filter adds to the product of forward, and of its backward with ``FEW_LISTED`` columns."""
     frequent = memory.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
-    rates = costs.Rates(device.flops, device.bandwidth)
+    rates = Rates(device.flops, device.bandwidth)
     forward, backward = costs.filter_seconds(head.sizes, workspace_bytes, rates, frequent)
     return forward, backward + listed_seconds(head, FEW_LISTED)
 

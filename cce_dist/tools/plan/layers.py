@@ -13,6 +13,14 @@ from cce_dist.tools.plan.head import collective_seconds
 from cce_dist.tools.plan.sizes import Model
 
 RECOMPUTE = ("none", "full")
+RANKS = {  # numbers of ranks by their names in ``Layout``, and what they are
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline ranks",
+    "dp": "data-parallel ranks",
+    "cp": "context-parallel ranks",
+    "vpp": "chunks of layers per pipeline rank",
+    "ep": "expert-parallel ranks",
+}
 
 # Bytes that elementwise kernels of a layer of ``pretrain`` read and write per token in bf16, forward and backward, counted from
 # its operations. Per hidden element: 20 for norms, 246 for the rotation of queries and keys in fp32, 36 for attention and its
@@ -40,13 +48,10 @@ class Layout:
     seq_len: int = 0  # tokens that attention looks over; 0 leaves out its products of queries and keys
     recompute: str = "none"  # "full": a layer keeps nothing but its input
     sequence_parallel: bool = True  # activations between tensor-parallel products are slices
-    framework: str = (
-        "megatron"  # or "deepspeed", "torchtitan", "torch": their losses, and dtypes of weights and gradients
-    )
+    framework: str = "megatron"  # or "deepspeed", "torchtitan", "torch", whose losses and dtypes are planned
     elementwise: float = (
-        0.0  # bytes moved by a layer's elementwise kernels, in units of plain torch's; 0: all are hidden
+        0.0  # bytes that a layer's elementwise kernels move, in units of plain torch's; 0: all are hidden
     )
-    host: str = ""  # an engine of ``devices.HOSTS`` whose launches take time; "": launches take none
 
     @property
     def num_gpus(self) -> int:

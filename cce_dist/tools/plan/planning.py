@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from cce_dist.tools.plan.cut import Cut, Times, advice, best_cut, even_cut
-from cce_dist.tools.plan.devices import DEVICES, HOSTS, Device
+from cce_dist.tools.plan.cut import Cut, advice, best_cut, even_cut
+from cce_dist.tools.plan.devices import DEVICES, Device
 from cce_dist.tools.plan.head import Cost, Head, cost
 from cce_dist.tools.plan.layers import RECOMPUTE, LayerTime, Layout, layer_time, stage_activations, state_bytes
 from cce_dist.tools.plan.sizes import MODELS, Model
@@ -111,9 +111,7 @@ def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspac
     def at(num_tokens: int) -> LossPlan:
         there = dataclasses.replace(layout, num_tokens=num_tokens)
         found, layer = head_cost(model, there, device, loss, workspace_bytes), layer_time(model, there, device).seconds
-        launches = (HOSTS[layout.host].layer, HOSTS[layout.host].head(loss)) if layout.host else ()
-        times = Times(layer, found.seconds, *launches)
-        best, even = best_cut(model.num_layers, times, there), even_cut(model.num_layers, times, there)
+        best, even = (cut(model.num_layers, layer, found.seconds, there) for cut in (best_cut, even_cut))
         first, last = (stage_bytes(model, there, best, found, rank) for rank in (0, layout.pp - 1))
         return LossPlan(loss, found, found.seconds / layer, best, even, last, first, 0)
 
@@ -152,8 +150,6 @@ def check(model: Model, layout: Layout) -> None:
             raise ValueError(f"{name} must be at least 1, got {getattr(layout, name)}")
     if layout.framework not in METHODS:
         raise ValueError(f"unknown framework {layout.framework}; choose from {', '.join(METHODS)}")
-    if layout.host and layout.host not in HOSTS:
-        raise ValueError(f"unknown host {layout.host}; choose from {', '.join(HOSTS)}")
     if layout.recompute not in RECOMPUTE:
         raise ValueError(f"unknown recomputation {layout.recompute}; choose from {', '.join(RECOMPUTE)}")
     if layout.zero_stage not in range(4):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from cce_dist.tools.plan import megatron
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,43 +154,22 @@ MODELS = {
 }
 
 
-class Config(NamedTuple):
-    """What a file says."""
+def read_config(path: Path) -> Counted:
+    """Read a model from a Hugging Face config.json, or from its folder.
 
-    model: Model
-    options: dict[str, Any]  # of the plan, by name; None where the file does not say
-
-
-def read_config(path: Path, **given: int) -> Config:
-    """Read a model from a Hugging Face config.json (or its folder), or from a shell script that starts Megatron.
-
-    ``given`` has sizes of ``Model``, and ``tp``, that take precedence over the script's.
+    transformers builds it on the meta device, without memory or network.
 
     Raises:
-        ValueError: The file cannot be read, transformers cannot build its model, or a size is not in it.
-        ModuleNotFoundError: The file is a config.json, and transformers is not installed.
+        ValueError: The file cannot be read, or transformers cannot build its model.
+        ModuleNotFoundError: transformers is not installed.
     """
-    try:
-        if path.is_dir() or path.suffix == ".json":
-            if by_hand := sorted(given.keys() - {"tp"}):
-                raise ValueError(f"has its own sizes; leave out --{by_hand[0].replace('_', '-')}")
-            return Config(_build(path), {})
-        found = megatron.read(path.read_text(), given)
-        sizes = {field.name: found[field.name] for field in dataclasses.fields(Model)}
-        return Config(Model(**sizes), found)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _build(path: Path) -> Counted:
-    """Have transformers build the model of a config.json on the meta device, without memory or network, and count it."""
     try:
         import transformers
     except ModuleNotFoundError:
         hint = "plan --config needs transformers: pip install transformers"
         raise ModuleNotFoundError(hint, name="transformers") from None
-    path.stat()
     try:
+        path.stat()
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         if not is_text and type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:

@@ -1,9 +1,9 @@
 """The main job, ``cce-dist pretrain``: a GPT of our own, tensor-parallel, with a ``VocabParallelHead`` as its last layer.
 
 Reading order: ``recipe`` (what a run is), ``launch`` (from a command line to ranks; what a failure says), ``train`` (the
-loop), ``engines`` (what the loop drives: plain torch, Megatron, DeepSpeed), ``build`` and ``model``, ``data`` (a folder of
-text files to packed batches), ``ranks`` (device, mesh, microbatches), ``checkpoint``, ``log`` (metrics and progress bar),
-``plot`` (the figure).
+loop), ``engine`` (model and optimizer, which the loop drives), ``build`` and ``model``, ``data`` (a folder of text files to
+packed batches), ``ranks`` (device, mesh, microbatches), ``checkpoint``, ``log`` (metrics and progress bar), ``plot`` (the
+figure).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from typing import NoReturn
 
 from cce_dist.tools.arguments import whole
-from cce_dist.tools.pretrain.exits import HOPELESS, UsageError, speaks_for_all, tell_torchrun
+from cce_dist.tools.pretrain.exits import HOPELESS, UsageError, is_reporting_rank, tell_torchrun
 from cce_dist.tools.pretrain.recipe import LOSSES, Recipe, add_flags
 
 positive = whole(1)
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """End for a wrong argument, which one rank tells and no restart mends."""
-    if speaks_for_all():
+    if is_reporting_rank():
         print(f"{parser.prog}: {message} (--help lists all options)", file=sys.stderr)
     tell_torchrun(HOPELESS)
     raise SystemExit(2)

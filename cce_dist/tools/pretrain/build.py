@@ -1,8 +1,6 @@
-"""From a recipe to a model and its optimizer, in plain torch; the other engines take weights and optimizer from here."""
+"""From a recipe to a model and its optimizer."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 from torch import nn
@@ -16,7 +14,7 @@ from cce_dist.tools.pretrain.recipe import Recipe
 
 def build_model(recipe: Recipe, ranks: Ranks) -> GPT:
     """Return the model on its device, sharded; its weights depend on torch's CPU seed alone."""
-    model = GPT(recipe.shape, build_head(recipe, ranks, want_stats=True))
+    model = GPT(recipe.shape, build_head(recipe, ranks))
     if ranks.tp_mesh is not None:
         shard_model(model, ranks.tp_mesh, recipe.sequence_parallel)
     model.to(ranks.device)
@@ -30,14 +28,9 @@ def build_model(recipe: Recipe, ranks: Ranks) -> GPT:
     return model
 
 
-def build_head(
-    recipe: Recipe, ranks: Ranks, *, weight: nn.Parameter | None = None, want_stats: bool = False
-) -> nn.Module:
-    """Return the head that the recipe's loss names, over ``weight`` if there is one.
-
-    ``want_stats`` has a filtered head return what its filter did.
-    """
-    shape, grad_filter = recipe.shape, recipe.grad_filter
+def build_head(recipe: Recipe, ranks: Ranks, *, weight: nn.Parameter | None = None) -> nn.Module:
+    """Return the head that the recipe's loss names, over ``weight`` if there is one."""
+    shape = recipe.shape
     head = VocabParallelHead(
         shape.hidden_size,
         shape.vocab_size,
@@ -46,17 +39,9 @@ def build_head(
         init_std=0.02,
         device=ranks.device,
         sequence_parallel=recipe.sequence_parallel and ranks.tp > 1,
-        grad_filter=grad_filter,
-        return_aux=("filter_stats",) if want_stats and grad_filter is not None else False,
+        grad_filter=recipe.grad_filter,
     )
     return DenseHead(head, ranks.tp_mesh, recipe.sequence_parallel) if recipe.loss == "dense" else head
-
-
-def build_whole(recipe: Recipe) -> GPT:
-    """Return the model with which ``--engine torch`` starts, whole and on the CPU, whatever the number of ranks."""
-    torch.manual_seed(recipe.seed)
-    alone = dataclasses.replace(recipe, loss="exact", sequence_parallel=False, compile=False)
-    return build_model(alone, Ranks(torch.device("cpu")))
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool = False) -> torch.optim.Optimizer:
@@ -65,3 +50,9 @@ def make_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool = False) -> 
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=fused)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Have an optimizer take its next step with this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor import parallel as tp
 
-from cce_dist import FilterStats
 from cce_dist.tools.pretrain.recipe import Shape
 
 
@@ -38,10 +37,9 @@ class GPT(nn.Module):
         self.head = head
         nn.init.normal_(self.embedding.weight, std=0.02)
 
-    def forward(self, ids: Tensor, labels: Tensor, num_tokens: int) -> tuple[Tensor, FilterStats | None]:
-        """Return the summed loss of ``labels`` over ``num_tokens``, and what the filter did; ids and labels [s, b] int64."""
-        output = self.head(self.hidden_states(ids), labels, num_tokens=num_tokens)
-        return (output, None) if isinstance(output, Tensor) else (output.loss, output.filter_stats)
+    def forward(self, ids: Tensor, labels: Tensor, num_tokens: int) -> Tensor:
+        """Return the summed loss of ``labels`` over ``num_tokens``; ids and labels [s, b] int64."""
+        return self.head(self.hidden_states(ids), labels, num_tokens=num_tokens)
 
     def hidden_states(self, ids: Tensor) -> Tensor:
         """Return what the head gets, [s, b, D]."""

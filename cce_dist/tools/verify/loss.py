@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cce_dist import groups, objectives, reference
 from cce_dist.filter import GradFilter
-from cce_dist.loss import TIE, LinearCrossEntropyOutput, linear_cross_entropy
+from cce_dist.given import TIE, LinearCrossEntropyOutput
+from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
 from cce_dist.tools.verify import check, oracle
 from cce_dist.tools.verify.cases import FP32, PER_TOKEN, Bounds, Drawn, Gaussian, LossCase, Problem, Truth
@@ -140,7 +141,7 @@ def _as_record(out: Any, shape: torch.Size) -> LinearCrossEntropyOutput:
         return LinearCrossEntropyOutput(out, *nothing)
     if any(getattr(out, name).shape != shape for name in PER_TOKEN):
         raise AssertionError(f"an auxiliary output has another shape than {tuple(shape)}: {out}")
-    return out if out.filter_stats is None else out._replace(filter_stats=torch.stack(tuple(out.filter_stats)))
+    return out
 
 
 def _tokens(drawn: Drawn) -> Problem:
@@ -156,8 +157,6 @@ def _tokens(drawn: Drawn) -> Problem:
 def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str, Tensor], truth: Truth) -> list[Error]:
     """Compare by the rule of ``check``, widened by the rounding that no order of operations avoids; a filter by norms."""
     case = drawn.case
-    if name == "filter_stats":
-        return [_sane(ours)]
     wholes = [baseline[name], truth.values[name], truth.plain.get(name, truth.values[name])]
     rough, right, plain = (part(whole).cpu() for whole in wholes)
     ours = ours.cpu().reshape(right.shape)
@@ -241,12 +240,6 @@ def _wrong_ties(ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tens
     close = (largest - at_label).abs() <= 2 * noise + 4 * TIE * largest.abs().clamp(min=1)
     wrong = (ours != truth["label_is_max"].cpu()) & ~close & largest.isfinite() & at_label.isfinite()
     return Error("label_is_max", float(wrong.sum()), 0.0)
-
-
-def _sane(stats: Tensor) -> Error:
-    kept, mean, most = stats.tolist()
-    sane = 0.0 <= kept <= 1.0 and 0.0 <= mean <= most + 1e-6 and most <= 1.0 + 1e-5
-    return Error(f"filter_stats {stats.tolist()}", 0.0 if sane else 1.0, 0.0)
 
 
 LOSS = Function(draw, reference_of, call, judge, ("loss",), _truth, FP32)

@@ -1,0 +1,130 @@
+"""The engine: a model and its optimizer, tensor-parallel by DTensor and data-parallel by FSDP2, and how they are driven."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from cce_dist.tools.pretrain import checkpoint
+from cce_dist.tools.pretrain.build import build_model, make_optimizer, set_learning_rate
+from cce_dist.tools.pretrain.data import Batches, num_valid
+from cce_dist.tools.pretrain.model import GPT
+from cce_dist.tools.pretrain.ranks import Ranks
+from cce_dist.tools.pretrain.recipe import Recipe
+
+
+class Step(NamedTuple):
+    """The results of an optimizer step, on the device: nothing has waited for them.
+
+    Attributes:
+        loss: 0-d, mean over those tokens of the whole batch that are not ignored.
+        grad_norm: 0-d, of the whole gradient, before clipping.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class Engine:
+    """A model, its optimizer and how they are driven. Every rank calls every method, and all communicate.
+
+    ``model`` is one that is there already; ``fused`` steps in one kernel, for plain tensors.
+    """
+
+    def __init__(self, recipe: Recipe, ranks: Ranks, model: GPT | None = None, *, fused: bool = False) -> None:
+        self.recipe, self.ranks = recipe, ranks
+        self.model = build_model(recipe, ranks) if model is None else model
+        self.optimizer = make_optimizer(self.model, recipe, fused=fused)
+
+    def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> Step:
+        """Take optimizer step number ``step``, counted from 1, on a whole batch: ids and labels, [batch size, s] int64."""
+        set_learning_rate(self.optimizer, self.recipe.learning_rate(step))
+        loss = self._accumulate_gradients(ids, labels)
+        grad_norm = clip_gradients(self.model, self.recipe.clip, self.ranks)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Step(loss, grad_norm)
+
+    @torch.no_grad()
+    def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
+        """Return the mean loss of the first batches, ``eval_batches`` unless said, the same ones every time; on every rank."""
+        batches = held_out.first(num_batches or self.recipe.eval_batches, self.recipe.batch_size)
+        num_tokens = num_valid(*(labels for _, labels in batches))
+        total = torch.zeros((), device=self.ranks.device)
+        for ids, labels in batches:
+            for part_ids, part_labels in self.ranks.microbatches(ids, labels, self.recipe.accumulate):
+                with self.recipe.autocast():
+                    total += self.model(part_ids, part_labels, num_tokens)
+        return self._sum_over_dp(total).item()
+
+    def save_tensors(self, folder: Path) -> None:
+        """Write this rank's part of model and optimizer to a folder that all ranks share and that is not there yet.
+
+        Raises:
+            torch.distributed.checkpoint.CheckpointException, OSError: Some rank could not write; on every rank, at the end.
+        """
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        checkpoint.write_tensors(folder, {"model": model, "optimizer": optimizer})
+
+    def load_tensors(self, folder: Path) -> None:
+        """Read it again, on any number of ranks."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        checkpoint.read_tensors(folder, {"model": model, "optimizer": optimizer})
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def _accumulate_gradients(self, ids: np.ndarray, labels: np.ndarray) -> Tensor:
+        """Add up the gradient of the batch's mean loss, and return that loss.
+
+        Every rank divides by the valid tokens of the whole batch, which it holds, so the parts add up to the mean.
+        """
+        num_tokens = num_valid(labels)
+        total = torch.zeros((), device=self.ranks.device)
+        for part_ids, part_labels in self.ranks.microbatches(ids, labels, self.recipe.accumulate):
+            with self.recipe.autocast():
+                loss = self.model(part_ids, part_labels, num_tokens)
+            # FSDP averages gradients over its ranks; ours are to be summed.
+            (loss * self.ranks.dp).backward()
+            total += loss.detach()
+        return self._sum_over_dp(total)
+
+    def _sum_over_dp(self, value: Tensor) -> Tensor:
+        if self.ranks.dp_mesh is not None:
+            dist.all_reduce(value, group=self.ranks.dp_mesh.get_group())
+        return value
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks) -> Tensor:
+    """Scale all gradients so that their norm is ``max_norm`` at most, and return the norm that they had.
+
+    Communication: one all-reduce of a number, so that every rank scales by the same bits (``clip_grad_norm_`` sums a mesh's
+        dimensions one after the other); and one per norm under sequence parallelism, whose gradients are not summed yet.
+    """
+    square = torch.zeros((), device=ranks.device)
+    gradients = []
+    for parameter in model.parameters():
+        gradient, num_shards = parameter.grad, 1
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            if gradient.placements != parameter.placements:
+                parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+            sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            num_shards = math.prod(size for size, placement in sizes if not placement.is_replicate())
+            gradient = gradient.to_local()
+        if gradient is not None:
+            square += gradient.float().square().sum() * (num_shards / ranks.world_size)  # every copy adds its share
+            gradients.append(gradient)
+    if ranks.world_size > 1:
+        dist.all_reduce(square)
+    norm = square.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale)
+    return norm

@@ -1,0 +1,418 @@
+"""From the partials of a pass over the vocabulary to each token's losses: merge the parts, then the shards.
+
+On one rank ``finish`` does all of it in one launch: it levels the kept exponentials, merges a token's partials, and writes its
+losses, the numbers of its softmax, and the program's part of the mean. With ranks ``finish`` writes the shard's statistics, and
+after the all-gather ``token_losses`` merges the shards and writes the same outputs.
+
+The last program to arrive adds up the parts of the mean, in order, so a mean has the same bits in every run. Programs count
+their arrivals by an integer atomic. The counter is the second element of ``num_kept``, so it belongs to the call. The kernel
+that writes ``num_kept`` sets it to 0, and so does the last program.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from cce_dist.kernels import IGNORED, Losses, Operands, Rows, Softmax, Spec, Want
+from cce_dist.kernels.blocks import kernel, on_device
+from cce_dist.kernels.kept import Leveling, leveled
+from cce_dist.kernels.lse import (
+    BELOW,
+    BEST,
+    COUNT,
+    MAX,
+    MOMENT,
+    NOTHING_MORE,
+    SHIFT,
+    SLOPED,
+    SMALLER,
+    SQUARE,
+    SUM,
+    Sums,
+)
+from cce_dist.kernels.tokens import compact
+from cce_dist.kernels.waves import cdiv
+
+_IGNORED = tl.constexpr(IGNORED)
+_BLOCK = 128  # tokens per program
+_LEVELED = 16  # tokens per program that also levels exponentials
+Results = tuple[Losses, Softmax, "torch.Tensor | None", list[torch.Tensor]]  # of ``losses_alone``
+
+
+class Finished(NamedTuple):
+    """Tensors of all tokens that one or several launches write."""
+
+    losses: Losses
+    softmax: Softmax
+    part_2B: torch.Tensor | None  # fp32: sum of nll and number of labels that are not ignored, by program; with the mean
+    arrived: torch.Tensor  # ``num_kept`` of the compact order, which has the counter of arrivals
+
+    @classmethod
+    def new(cls, x: Operands, num_kept: torch.Tensor, want: Want, num_programs: int) -> Finished:
+        wanted = (True, True, True, want.uniform, want.entropy, True, True, want.entropy)
+        *losses, row_max, log_sum, entropy = (_empty(x, x.num_tokens) if is_wanted else None for is_wanted in wanted)
+        mean = count = part_2B = None
+        if want.mean:
+            mean, count, part_2B = _empty(x), _empty(x, dtype=torch.int64), _empty(x, 2, num_programs)
+        softmax = Softmax(row_max, log_sum, entropy)  # type: ignore[arg-type]
+        return cls(Losses(*losses, mean, count), softmax, part_2B, num_kept)  # type: ignore[arg-type]
+
+
+def _empty(x: Operands, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=x.ids.device)
+
+
+def rows_per_program(levels: bool) -> int:
+    """Return how many tokens a program of ``finish`` takes."""
+    return _LEVELED if levels else _BLOCK
+
+
+def merge_splits(
+    partials_KPR: torch.Tensor,
+    x: Operands,
+    rows: Rows,
+    stats_KN: torch.Tensor,
+    *,
+    want: Want = NOTHING_MORE,
+    sloped_N: torch.Tensor | None = None,
+) -> None:
+    """Merge the partials of all parts into statistics: ``finish`` without losses and kept exponentials."""
+    finish(x, rows, partials_KPR, want=want, stats_KN=stats_KN, sloped_N=sloped_N)
+
+
+def finish(
+    x: Operands,
+    rows: Rows,
+    partials_KPR: torch.Tensor | None,
+    *,
+    want: Want = NOTHING_MORE,
+    leveling: Leveling | None = None,
+    target_N: torch.Tensor | None = None,
+    vocab_size: int = 0,
+    stats_KN: torch.Tensor | None = None,
+    sloped_N: torch.Tensor | None = None,
+    out: Finished | None = None,
+    first_program: int = 0,
+) -> int:
+    """Merge the partials of all parts, in order, at the tokens of a group, and level their kept exponentials.
+
+    Args:
+        x: Operands of all tokens.
+        rows: The group.
+        partials_KPR: From ``lse_partials``; None: level only.
+        want: The wanted sums and losses.
+        leveling: Exponentials to level, or None.
+        target_N: Logit of each token's label, fp32; None: 0.
+        vocab_size: Size of the whole vocabulary, for ``out``.
+        stats_KN: Out: statistics, except TARGET. Tokens without a label get a maximum of 0, a sum of 1, and zeros.
+        sloped_N: Out: sum of exp times the softcap's slope.
+        out: Out: losses and softmax, if this shard is the whole vocabulary.
+        first_program: Number of programs that earlier groups took, for the mean.
+
+    Returns:
+        The number of programs that this group took.
+    """
+    num_rows, block = rows.index.shape[0], rows_per_program(leveling is not None)
+    programs = cdiv(num_rows, block)
+    losses, softmax, part_2B, arrived = out or (None, None, None, None)
+    exp_RV, tile_reference_BR, reference_R, tile_cols = leveling or (None, None, None, 0)
+    _finish_kernel[(programs,)](
+        # in
+        partials_KPR, rows.index, rows.num_kept, x.ids, target_N, tile_reference_BR,
+        # in, out
+        exp_RV, part_2B, arrived,
+        # out
+        reference_R, stats_KN, sloped_N, losses, softmax,
+        # sizes
+        num_rows, x.num_tokens, 0 if partials_KPR is None else partials_KPR.shape[1], x.num_valid, vocab_size,
+        0 if tile_reference_BR is None else tile_reference_BR.shape[0], 0 if exp_RV is None else exp_RV.shape[1],
+        first_program, 0 if part_2B is None else part_2B.shape[1],
+        # tiles
+        WANT=Sums.of(want, sloped_N is not None), WANT_LOSSES=out is not None, BLOCK_N=block, BLOCK_V=tile_cols, BLOCK_T=32,
+    )
+    return programs
+
+
+@kernel("partial_ptr", "exp_ptr", "tile_reference_ptr", "exp_cols")
+def _finish_kernel(
+    partial_ptr,  # in: [K, P, R] fp32, or None
+    index_ptr,  # in: [R] int32
+    num_kept_ptr,  # in: [1] int32
+    ids_ptr,  # in: [N] int64
+    target_ptr,  # in: [N] fp32, or None
+    tile_reference_ptr,  # in: [B, R] fp32, or None
+    exp_ptr,  # in, out: [R, B * BLOCK_V], or None
+    part_ptr,  # in, out: [2, programs] fp32, or None
+    arrived_ptr,  # in, out: [2] int32, the second one counts; or None
+    reference_ptr,  # out: [R] fp32, or None
+    stats_ptr,  # out: [K, N] fp32, or None
+    sloped_ptr,  # out: [N] fp32, or None
+    losses,  # out: Losses, or None
+    softmax,  # out: Softmax, or None
+    num_rows,
+    num_tokens,
+    num_splits,
+    num_valid,
+    vocab_size,
+    num_tiles,
+    exp_cols,
+    first_program,
+    num_programs,
+    WANT: tl.constexpr,  # Sums
+    WANT_LOSSES: tl.constexpr,  # Triton 3.6 cannot compare a tuple that holds None with None
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_rows
+    live = offs_n < tl.load(num_kept_ptr)
+    if tile_reference_ptr is not None:
+        leveled(
+            exp_ptr, tile_reference_ptr, reference_ptr, offs_n, live, num_rows, num_tiles, exp_cols, BLOCK_N, BLOCK_V, BLOCK_T
+        )
+    if partial_ptr is not None:
+        merged = _merged_parts(partial_ptr, offs_n, live, num_rows.to(tl.int64), num_splits, WANT)
+        token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
+        if stats_ptr is not None:
+            _store_stats(stats_ptr + token, merged, live, in_n, num_tokens.to(tl.int64), num_valid, WANT)
+        if WANT.sloped:
+            tl.store(sloped_ptr + token, tl.where(live, merged[4], 0.0), mask=in_n)
+        if WANT_LOSSES:
+            target = tl.zeros((BLOCK_N,), tl.float32)
+            if target_ptr is not None:
+                target += tl.load(target_ptr + token, mask=in_n, other=0)
+            row_max, sum_exp, below, moment, _, _, _ = merged
+            row_max = tl.where(live, row_max, 0.0)
+            sum_exp = tl.where(live, sum_exp, 1.0)
+            ids = tl.load(ids_ptr + token, mask=in_n, other=_IGNORED)
+            nll = _store_losses(losses, softmax, token, in_n, ids, row_max, sum_exp, target, below, moment, vocab_size)
+            if losses.mean is not None:
+                _add_to_mean(
+                    nll, ids, losses.mean, losses.count, part_ptr, arrived_ptr, first_program + tl.program_id(0), num_programs
+                )
+
+
+@triton.jit
+def _merged_parts(partial_ptr, offs_n, live, row_stride, num_splits, WANT: tl.constexpr):
+    """Merge the partials of all parts. Return the maximum, and six sums, 0 if not wanted, relative to it.
+
+    The sums are those of exp, of ``below`` and of ``moment`` (``kernels/__init__.py``), of exp times the softcap's slope, of
+    exp squared, and the bits of the best column.
+    """
+    plane = num_splits * row_stride
+    merged_max = tl.full(offs_n.shape, float("-inf"), tl.float32)
+    best = tl.zeros(offs_n.shape, tl.float32)
+    # Merge the maxima of all parts into merged_max [BLOCK_N].
+    for split in range(0, num_splits):
+        where = partial_ptr + split * row_stride + offs_n
+        part_max = tl.load(where + MAX * plane, mask=live, other=0)
+        if WANT.best:
+            # Parts are in column order, so the first of equal maxima has the smallest column.
+            best = tl.where(part_max > merged_max, tl.load(where + BEST * plane, mask=live, other=0), best)
+        merged_max = tl.maximum(merged_max, part_max)
+    base = tl.where(merged_max > float("-inf"), merged_max, 0.0)
+
+    sum_exp = tl.zeros(offs_n.shape, tl.float32)
+    below = tl.zeros(offs_n.shape, tl.float32)
+    moment = tl.zeros(offs_n.shape, tl.float32)
+    sloped = tl.zeros(offs_n.shape, tl.float32)
+    square = tl.zeros(offs_n.shape, tl.float32)
+    # Rescale the sums of each part, [BLOCK_N], to the merged maximum and add them up.
+    for split in range(0, num_splits):
+        where = partial_ptr + split * row_stride + offs_n
+        drop = base - tl.load(where + SHIFT * plane, mask=live, other=0)
+        part = tl.load(where + SUM * plane, mask=live, other=0)
+        # A sum of 0 is not rescaled, because its reference may be far off. Any other sum, NaN too, is.
+        rescale = tl.where(part == 0, 1.0, tl.exp(-drop))
+        sum_exp += part * rescale
+        if WANT.below:
+            columns = tl.load(where + COUNT * plane, mask=live, other=0)
+            below += tl.load(where + BELOW * plane, mask=live, other=0) + columns * drop
+        if WANT.moment:
+            part_moment = tl.load(where + MOMENT * plane, mask=live, other=0)
+            rise = base - tl.load(where + MAX * plane, mask=live, other=0)
+            moment += tl.where(part == 0, 0.0, rescale * (part_moment - rise * part))
+        if WANT.sloped:
+            sloped += tl.load(where + SLOPED * plane, mask=live, other=0) * rescale
+        if WANT.square:
+            square += tl.load(where + SQUARE * plane, mask=live, other=0) * rescale * rescale
+    return merged_max, sum_exp, below, moment, sloped, square, best
+
+
+@triton.jit
+def _store_stats(stats, merged, live, in_n, stride, num_valid, WANT: tl.constexpr):
+    """Store a shard's statistics of these tokens, except TARGET."""
+    merged_max, sum_exp, below, moment, _, square, best = merged
+    tl.store(stats, tl.where(live, merged_max, 0.0), mask=in_n)
+    tl.store(stats + stride, tl.where(live, sum_exp, 1.0), mask=in_n)
+    if WANT.below:
+        tl.store(stats + 3 * stride, tl.where(live, below, 0.0), mask=in_n)
+        tl.store(stats + 4 * stride, tl.zeros(live.shape, tl.float32) + num_valid, mask=in_n)
+    if WANT.moment:
+        tl.store(stats + (3 + 2 * WANT.below) * stride, tl.where(live, moment, 0.0), mask=in_n)
+    next_row = stats + (3 + 2 * WANT.below + WANT.moment) * stride
+    if WANT.square:
+        tl.store(next_row, tl.where(live, square / (SMALLER * SMALLER), 0.0), mask=in_n)
+    if WANT.best:
+        tl.store(next_row + WANT.square * stride, tl.where(live, best, 0.0), mask=in_n)
+
+
+@triton.jit
+def _store_losses(losses, softmax, token, in_n, ids, row_max, sum_exp, target, below, moment, vocab_size):
+    """Store the losses of these tokens and the numbers of their softmax over the whole vocabulary. Return nll."""
+    log_sum = tl.log(sum_exp)
+    tl.store(softmax.max + token, row_max, mask=in_n)
+    tl.store(softmax.log_sum + token, log_sum, mask=in_n)
+    instead = tl.where(ids == _IGNORED, 0.0, float("nan"))
+    nll = tl.where(ids >= 0, row_max - target + log_sum, instead)
+    tl.store(losses.nll + token, nll, mask=in_n)
+    tl.store(losses.lse + token, tl.where(ids >= 0, row_max + log_sum, instead), mask=in_n)
+    tl.store(losses.target + token, tl.where(ids >= 0, target, instead), mask=in_n)
+    if losses.uniform is not None:
+        tl.store(losses.uniform + token, tl.where(ids >= 0, below / vocab_size + log_sum, instead), mask=in_n)
+    if losses.entropy is not None:
+        entropy = log_sum - moment / sum_exp
+        tl.store(softmax.entropy + token, entropy, mask=in_n)
+        tl.store(losses.entropy + token, tl.where(ids >= 0, entropy, instead), mask=in_n)
+    return nll
+
+
+@triton.jit
+def _add_to_mean(nll, ids, mean_ptr, count_ptr, part_ptr, arrived_ptr, program, num_programs):
+    """Store this program's part of the mean. If all programs have stored theirs, add the parts up, in order."""
+    tl.store(part_ptr + program, tl.sum(nll, 0))
+    tl.store(part_ptr + num_programs + program, tl.sum((ids != _IGNORED).to(tl.float32), 0))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
+        PARTS: tl.constexpr = 1024
+        total = tl.zeros((PARTS,), tl.float32)
+        count = tl.zeros((PARTS,), tl.int32)
+        # Add up the parts, PARTS of them at a time. They come from other multiprocessors, so not from this one's cache.
+        for first in range(0, num_programs, PARTS):
+            offs = first + tl.arange(0, PARTS)
+            part = part_ptr + offs
+            total += tl.load(part, mask=offs < num_programs, other=0, cache_modifier=".cg")
+            count += tl.load(part + num_programs, mask=offs < num_programs, other=0, cache_modifier=".cg").to(tl.int32)
+        divisor = tl.maximum(tl.sum(count, 0), 1)
+        tl.store(mean_ptr, tl.div_rn(tl.sum(total, 0), divisor.to(tl.float32)))
+        tl.store(count_ptr, divisor.to(tl.int64))
+        tl.store(arrived_ptr + 1, 0)
+
+
+def of_statistics(x: Operands, spec: Spec, stats_KN: torch.Tensor, saved: list[torch.Tensor]) -> Results:
+    """Return the results of ``losses_alone`` from the statistics of a shard that is the whole vocabulary."""
+    return *token_losses(stats_KN[None], x, spec), stats_KN[None], saved
+
+
+def token_losses(stats_TKN: torch.Tensor, x: Operands, spec: Spec) -> tuple[Losses, Softmax]:
+    if stats_TKN.shape[1] > spec.num_stats:
+        stats_TKN = stats_TKN[:, : spec.num_stats]
+    stats_TKN = stats_TKN.contiguous()
+    num_shards, num_stats, num_tokens = stats_TKN.shape
+    programs = max(1, cdiv(num_tokens, _BLOCK))  # without tokens the mean is still to be written
+    out = Finished.new(x, (x.order or compact(x.ids))[1], spec.want, programs)
+    with on_device(stats_TKN):
+        _token_losses_kernel[(programs,)](
+            stats_TKN, x.ids,
+            out.part_2B, out.arrived,
+            out.losses, out.softmax,
+            num_shards, num_stats, spec.vocab_size, num_tokens, programs,
+            BLOCK_N=_BLOCK,
+        )
+    return out.losses, out.softmax
+
+
+@kernel("stats_ptr")
+def _token_losses_kernel(
+    stats_ptr,  # in: [T, K, N] fp32
+    ids_ptr,  # in: [N] int64
+    part_ptr,  # in, out: [2, programs] fp32, or None
+    arrived_ptr,  # in, out: [2] int32, the second one counts; or None
+    losses,  # out: Losses
+    softmax,  # out: Softmax
+    num_shards,
+    num_stats,
+    vocab_size,
+    num_tokens,
+    num_programs,
+    BLOCK_N: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_tokens
+    plane = num_tokens.to(tl.int64)
+    merged_max = _merged_max(stats_ptr, offs_n, in_n, num_shards, num_stats * plane)
+
+    sum_exp = tl.zeros((BLOCK_N,), tl.float32)
+    target = tl.zeros((BLOCK_N,), tl.float32)
+    sum_below = tl.zeros((BLOCK_N,), tl.float32)
+    moment = tl.zeros((BLOCK_N,), tl.float32)
+    # Rescale each shard's sums, [BLOCK_N], to the merged maximum and add them up, in rank order.
+    for shard in range(0, num_shards):
+        where = stats_ptr + shard * num_stats * plane + offs_n
+        below = _below(tl.load(where, mask=in_n, other=0), merged_max)
+        weight = tl.exp(below)
+        shard_sum = tl.load(where + plane, mask=in_n, other=1)
+        sum_exp += weight * shard_sum
+        target += tl.load(where + 2 * plane, mask=in_n, other=0)
+        if losses.uniform is not None:
+            count = tl.load(where + 4 * plane, mask=in_n, other=0)
+            sum_below += tl.load(where + 3 * plane, mask=in_n, other=0) + tl.where(count > 0, -below * count, 0.0)
+        if losses.entropy is not None:
+            shard_moment = tl.load(where + (num_stats - 1) * plane, mask=in_n, other=0)
+            moment += tl.where(weight == 0, 0.0, weight * (shard_moment + below * shard_sum))
+    ids = tl.load(ids_ptr + offs_n, mask=in_n, other=_IGNORED)
+    nll = _store_losses(losses, softmax, offs_n, in_n, ids, merged_max, sum_exp, target, sum_below, moment, vocab_size)
+    if losses.mean is not None:
+        _add_to_mean(nll, ids, losses.mean, losses.count, part_ptr, arrived_ptr, tl.program_id(0), num_programs)
+
+
+@triton.jit
+def _merged_max(stats_ptr, offs_n, in_n, num_shards, shard_stride):
+    merged_max = tl.full(offs_n.shape, float("-inf"), tl.float32)
+    for shard in range(0, num_shards):
+        shard_max = tl.load(stats_ptr + shard * shard_stride + offs_n, mask=in_n, other=0)
+        merged_max = tl.maximum(merged_max, shard_max, propagate_nan=tl.PropagateNan.ALL)
+    return merged_max
+
+
+@triton.jit
+def _below(shard_max, merged_max):
+    # An empty shard or a row of -inf logits has a maximum of -inf, and -inf - -inf would be NaN.
+    return tl.where(shard_max == merged_max, 0.0, shard_max - merged_max)
+
+
+def merged_lse(stats_T3N: torch.Tensor) -> torch.Tensor:
+    num_shards, num_stats, num_tokens = stats_T3N.shape
+    lse_N = torch.empty(num_tokens, dtype=torch.float32, device=stats_T3N.device)
+    if num_tokens:
+        with on_device(stats_T3N):
+            _merged_lse_kernel[(cdiv(num_tokens, _BLOCK),)](
+                stats_T3N, lse_N, num_shards, num_stats, num_tokens, BLOCK_N=_BLOCK
+            )
+    return lse_N
+
+
+@kernel("lse_ptr")
+def _merged_lse_kernel(
+    stats_ptr,  # in: [T, K, N] fp32
+    lse_ptr,  # out: [N] fp32
+    num_shards,
+    num_stats,
+    num_tokens,
+    BLOCK_N: tl.constexpr,
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < num_tokens
+    plane = num_tokens.to(tl.int64)
+    merged_max = _merged_max(stats_ptr, offs_n, in_n, num_shards, num_stats * plane)
+    sum_exp = tl.zeros((BLOCK_N,), tl.float32)
+    for shard in range(0, num_shards):
+        where = stats_ptr + shard * num_stats * plane + offs_n
+        below = _below(tl.load(where, mask=in_n, other=0), merged_max)
+        sum_exp += tl.exp(below) * tl.load(where + plane, mask=in_n, other=1)
+    tl.store(lse_ptr + offs_n, merged_max + tl.log(sum_exp), mask=in_n)

@@ -1,0 +1,331 @@
+"""Tables of heads: the workload is what it says, no time for a wrong gradient, and a failure that ends its own row alone."""
+
+import json
+import math
+import sys
+import time
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._inductor import metrics
+
+import command
+import heads
+import methods
+import problem
+import report
+from cce_dist import VocabShard
+from loop import Clock, Job, Method, relative_error, time_in_turns
+from peers import dense
+from problem import loss_of, measure_problem, reference_of
+from records import Case, Collective, Results, Row, read_json, write_json
+from workload import IGNORE_INDEX, RUNGS, SHAPES, HeadShape, make_workload
+
+TINY = HeadShape(hidden_size=32, vocab_size=300)
+
+
+def tiny_workload(**options):
+    return make_workload(TINY, 64, **{"dtype": torch.float32, "ignored": 0.25} | options)
+
+
+def test_workload_has_the_statistics_of_a_trained_model():
+    workload = make_workload(SHAPES["phi-3.5"], 256, dtype=torch.bfloat16)
+    assert 3.1 < workload.loss < 4.3
+    assert 0.4 < workload.top_probability < 0.6
+    assert 4e-4 < workload.probability_50 < 1e-3
+    # what a filter lives on: many tiles of 128 tokens x 256 ids hold nothing that matters
+    probability = F.linear(workload.hidden, workload.weight).float().softmax(1)
+    matters = F.pad(probability >= 2**-12, (0, -32_064 % 256)).view(2, 128, -1, 256).any(3).any(1)
+    assert 0.4 < matters.float().mean() < 0.75
+    # Zipf: the first eighth of the ids holds most of the labels, yet ids are not in exact order of frequency
+    assert (workload.labels < 32_064 // 8).float().mean() > 0.7
+
+
+def test_the_ladder_goes_from_unigram_to_sharp():
+    """Catches a rung that is another's, candidates that keep no mass, and hot ids counted as outside."""
+    shape = HeadShape(256, 8192)
+    rungs = [make_workload(shape, 512, rung=rung, dtype=torch.float32) for rung in RUNGS]
+    losses = [rung.loss for rung in rungs]
+    assert losses[0] > 5.5 and losses[-1] < 2.0 and len(losses) >= 6
+    assert sorted(losses[:4], reverse=True) == losses[:4]
+    probability = F.linear(rungs[2].hidden, rungs[2].weight).softmax(1)
+    assert rungs[2].num_above == pytest.approx((probability >= 2**-12).sum(1).double().mean().item())
+    outside = [rung.num_outside for rung in rungs]
+    assert min(outside[1:4]) > 30 > outside[-1]
+    assert all(rung.num_outside < rung.num_above for rung in rungs)
+
+
+def test_heads_read_captured_states(tmp_path, capsys):
+    """Catches labels that are drawn anew, and a file's own sizes replaced by those of a shape."""
+    hidden, weight = torch.randn(40, 16), torch.randn(90, 16)
+    labels = torch.randint(90, (40,))
+    labels[::4] = -100
+    path = tmp_path / "step-7.pt"
+    torch.save({"hidden": hidden, "weight": weight, "labels": labels}, path)
+    options = ["--repeats", "2", "--device", "cpu", "--dtype", "float32", "--methods", "torch", "--no-forward"]
+    assert heads.main(["--workload", str(path), *options, "--out", str(tmp_path)]) == 0
+    assert "### captured, step-7, N 40, D 16, V 90, float32" in capsys.readouterr().out
+    (case,) = read_json(tmp_path / "bench.json", Results).cases
+    assert case.loss == pytest.approx(F.cross_entropy(hidden @ weight.T, labels).item(), rel=1e-5)
+    assert not case.rows[0].forward.seconds and len(case.rows[0].total.seconds) == 2
+    for name in ("sharpest", 300 * "a"):
+        with pytest.raises(SystemExit, match="is neither a rung"):
+            heads.main(["--workload", name, "--device", "cpu"])
+    other = tmp_path / "other.pt"
+    for write in (lambda: other.write_text("{}"), lambda: torch.save([1], other)):
+        write()
+        with pytest.raises(SystemExit, match=r"other\.pt was not written by 'training.py --capture'$"):
+            heads.main(["--workload", str(other), *options, "--out", str(tmp_path)])
+
+
+def test_workload_is_reproducible_and_ignores_the_share_asked_for():
+    workload, again = (make_workload(TINY, 2000, ignored=0.667, seed=3) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(workload[:3], again[:3], strict=True))
+    kept = workload.labels[workload.labels != IGNORE_INDEX]
+    assert 1 - len(kept) / 2000 == pytest.approx(0.667, abs=0.04)
+    assert kept.min() >= 0 and kept.max() < TINY.vocab_size
+
+
+def test_reference_is_autograd_in_float64(monkeypatch):
+    workload = tiny_workload()
+    monkeypatch.setattr(problem, "REFERENCE_CHUNK_BYTES", 7 * TINY.vocab_size * 8)  # ragged last chunk
+    truth = reference_of(loss_of(*workload[:3]))
+    hidden, weight = workload.hidden.double().requires_grad_(), workload.weight.double().requires_grad_()
+    loss = F.cross_entropy(F.linear(hidden, weight), workload.labels)
+    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
+    assert truth.value.item() == pytest.approx(loss.item(), rel=1e-12)
+    assert relative_error([(truth.d_hidden, d_hidden)]) < 1e-12
+    assert relative_error([(truth.d_weight, d_weight)]) < 1e-12
+
+
+def planted(operand, scale):
+    """Return a method with the right loss, whose gradient of one operand is off by a factor."""
+
+    def scaled(tensor):
+        scaled = tensor.view_as(tensor)
+        if scaled.requires_grad:
+            scaled.register_hook(lambda grad: grad * scale)
+        return scaled
+
+    def loss(hidden, weight, labels):
+        return dense(scaled(hidden), weight, labels) if operand == "dE" else dense(hidden, scaled(weight), labels)
+
+    return Method(lambda *case: loss)
+
+
+def failing(error):
+    return Method(mock.Mock(side_effect=error))
+
+
+def measure(workload, chosen, repeats, **options):
+    shard = VocabShard.even(len(workload.weight), None)
+    return measure_problem(loss_of(*workload[:3]), shard, chosen, repeats, **options)
+
+
+def measure_tiny(**wrong):
+    rows, _, floor = measure(tiny_workload(), {"right": Method(lambda *case: dense)} | wrong, repeats=2)
+    return {row.name: row for row in rows}, floor
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        pytest.param(planted("dE", 1.2), "wrong gradient of hidden states: relative error", id="dE-off-by-20-percent"),
+        pytest.param(planted("dC", float("nan")), "wrong gradient of the weight: relative error", id="dC-nan"),
+        pytest.param(Method(lambda *case: lambda *x: dense(*x) + 1.0), "wrong loss", id="loss"),
+    ],
+)
+def test_what_is_wrong_is_refused_a_time(method, says):
+    rows, _ = measure_tiny(wrong=method)
+    assert rows["wrong"].problem.startswith(says)
+    assert not rows["wrong"].total.seconds and not rows["wrong"].forward.seconds
+    assert len(rows["right"].total.seconds) == 2
+
+
+def test_a_method_that_fails_says_why_and_the_rest_goes_on():
+    rows, floor = measure_tiny(
+        absent=failing(ModuleNotFoundError("No module named 'quack'", name="quack")),
+        broken=failing(RuntimeError("\nno kernel image\nis available")),
+        large=failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")),
+    )
+    assert rows["absent"].problem == "quack is not installed"
+    assert rows["absent"].missing
+    assert rows["broken"].problem == "RuntimeError: no kernel image"
+    assert rows["large"].problem == "out of memory"
+    assert len(rows["right"].total.seconds) == 2
+    assert floor.four.median > 0
+
+
+@pytest.mark.slow
+def test_every_method_that_needs_no_gpu_is_right_or_says_why():
+    available = methods.methods_of(workspace_mib=[1])
+    chosen = {name: m for name, m in available.items() if "compile" not in name}  # compiling takes a minute
+    rows, _, _ = measure(tiny_workload(), chosen, repeats=1)
+    by_name = {row.name: row for row in rows}
+    for name in ("cce-dist@1MiB", "cce-dist-cached", "cce-dist-filtered@1MiB", "torch"):
+        assert by_name[name].problem == ""
+    assert by_name["quack"].missing
+    assert by_name["torch-lce"].missing != hasattr(F, "linear_cross_entropy")
+
+
+class CountingClock(Clock):
+    """Remembers what it was given; the third time that it is given "c" fails."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.order = []
+
+    def times(self, job):
+        self.order.append(job())
+        if self.order[-1] == "c" and self.order.count("c") == 3:
+            raise RuntimeError("no more")
+        return float(len(self.order)), len(self.order) / 2
+
+
+def test_jobs_are_timed_in_turns_and_a_failure_ends_its_own_method_alone():
+    """Catches a fixed order, a first round that is counted, and a method that is timed again after it failed."""
+    rows, clock = [Row(name, ours=False) for name in "abcdefgh"], CountingClock()
+    time_in_turns([Job(row, row.total, partial(str, row.name)) for row in rows], 3, clock, lambda line: None)
+    rounds = ["".join(clock.order[start : start + 8]) for start in (0, 8, 16)] + ["".join(clock.order[24:])]
+    assert [sorted(turn) for turn in rounds] == [list("abcdefgh")] * 3 + [list("abdefgh")]
+    assert len(set(rounds)) == 4 and "abcdefgh" not in rounds
+    assert {row.name: len(row.total.seconds) for row in rows} == dict.fromkeys("abcdefgh", 3) | {"c": 1}
+    assert min(seconds for row in rows for seconds in row.total.seconds) == 9
+    assert all(row.total.host == [seconds / 2 for seconds in row.total.seconds] for row in rows)
+    assert [row.problem for row in rows if row.problem] == ["RuntimeError: no more"]
+
+
+def test_a_command_prints_and_writes_what_it_measured(tmp_path, capsys, monkeypatch):
+    """Catches two sizes exchanged, rounds or wrong gradients that are lost, and a part that --show does not find again."""
+    table = {"torch": Method(lambda *case: dense), "wrong": planted("dC", 2.0)}
+    monkeypatch.setattr(methods, "methods_of", lambda *choice: table)
+    run = ["--shapes", "toy", "24x2048", "--tokens", "32", "--repeats", "2", "--device", "cpu"]
+    assert heads.main([*run, "--out", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "| torch" in output and "wrong gradient" in output
+    assert " ms" not in output.replace("fwd ms", "")  # a CPU's times are not printed
+    cases = json.loads((tmp_path / "bench.json").read_text())["cases"]
+    sizes = [(case["shape"], case["hidden_size"], case["vocab_size"]) for case in cases]
+    assert sizes == [("toy", 256, 4096), ("24x2048", 24, 2048)]
+    right, wrong = cases[0]["rows"]
+    assert len(right["total"]["seconds"]) == 2 and wrong["total"]["seconds"] == []
+    assert wrong["errors"]["d_weight"] == pytest.approx(1.0, rel=1e-2)
+
+    show = ["--show", str(tmp_path / "bench.json")]
+    assert heads.main([*show, "--columns", "dC", "total/3", "--methods", "wrong"]) == 0
+    header, _, row = capsys.readouterr().out.splitlines()
+    assert header.replace(" ", "") == "|errdC;/3GEMMs|toy,V4,096|24x2048,V2,048|"
+    assert row.split("|")[1].strip() == "wrong" and row.count("wrong gradient") == 2
+    assert heads.main([*show, "--shapes", "24x2048"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "### 24x2048, N 32, D 24, V 2,048, bfloat16"
+    assert heads.main(show) == 0
+    assert output.startswith(capsys.readouterr().out.rstrip())  # the same tables again
+
+
+def test_showing_nothing_is_one_line(tmp_path):
+    file = tmp_path / "bench.json"
+    for content, says in (
+        ('{"runs": []}', r"holds no Results \(KeyError: 'runs'\)"),
+        ('{"environment": {}, "cases": []}', "nothing of what is asked for is in"),
+    ):
+        file.write_text(content)
+        with pytest.raises(SystemExit, match=says):
+            heads.main(["--show", str(file), "--columns", "total"])
+
+
+def test_a_file_keeps_what_was_measured(tmp_path):
+    """Catches a field that comes back as a dict or a list, a NaN that is no JSON, a column that has no such number."""
+    workload = tiny_workload()
+    found = measure(workload, {"right": Method(lambda *case: dense), "nan": planted("dE", float("nan"))}, repeats=2)
+    found = found._replace(collectives={"right": [Collective("all_reduce", 8, 1, None, 1e-3)]})
+    case = Case("tiny", 64, *TINY[:2], "float32", on_gpu=False, **workload.drawn, **found._asdict())
+    results = Results({"device": "CPU"}, [case])
+    write_json(tmp_path / "bench.json", results)
+    json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)
+    again = read_json(tmp_path / "bench.json", Results)
+    assert repr(again) == repr(results) and "err dE" in report.table(again.cases[0])
+    right, wrong = again.cases[0].rows
+    assert wrong.errors is not None and math.isnan(wrong.errors.d_hidden)
+    assert right.total.host == []  # a CPU's host computes
+
+    # As on a GPU.
+    again.cases[0].on_gpu = True
+    right.total.seconds, right.total.host, right.peak_bytes = [0.0435, 0.0455], [1e-3, 3e-3, 2e-3], 256 << 20
+    shown, refused = (line for line in report.table(again.cases[0]).splitlines() if line.startswith(("| r", "| n")))
+    assert " 44.50 (1.00) |" in shown and "| 256 |" in shown and "wrong gradient" in refused
+    lines = report.summary(again.cases, ["host", "MiB"])
+    assert [line.replace(" ", "") for line in lines[-2:]] == ["|right|2.00;256|", "|nan|-;-|"]
+
+
+def test_a_method_is_a_row_of_the_groups_that_it_can_run_in():
+    """Catches a library without a vocabulary-parallel loss that is given a shard, and a budget that a row does not say."""
+    table = methods.methods_of(workspace_mib=[64, 128])
+    alone, split = ({name for name, method in table.items() if method.is_for(size)} for size in (1, 2))
+    ours = "cce-dist@64MiB cce-dist@128MiB cce-dist-cached cce-dist-filtered@64MiB"
+    assert {*ours.split(), "torch-compile", "cce", "fla"} <= alone & split
+    assert {"torch", "torch-compile-chunked", "liger", "quack", "trl", "torchtune", "mgmalek"} <= alone - split
+    assert {"cce-dist-sp@64MiB", "megatron", "deepspeed"} <= split - alone
+    chosen = command.choose(["cce-dist-sp", "cce-dist"], table)
+    assert list(chosen) == ["cce-dist@64MiB", "cce-dist@128MiB", "cce-dist-sp@64MiB", "cce-dist-sp@128MiB"]
+    with pytest.raises(SystemExit, match="unknown method tochr; choose from cce-dist"):
+        command.choose(["tochr"], table)
+    stages = methods.methods_of("megatron")
+    assert stages["cce-dist-main-grad"].build.args[1] == {"workspace_bytes": 256 << 20}  # type: ignore[attr-defined]
+    assert stages["cce-dist-default"].build.args[1] == {}  # type: ignore[attr-defined]
+
+
+def test_the_hosts_time_is_that_of_the_call(monkeypatch):
+    """Catches a time that has the matmuls before the job in it, or the wait for the device."""
+    done = []
+    event = SimpleNamespace(record=lambda: done.append("event"), elapsed_time=lambda end: 7.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.2))
+    monkeypatch.setattr(torch, "mm", lambda *operands, out: time.sleep(0.01))
+    clock = Clock(torch.device("cpu"))
+    clock.meeting, clock.heat, clock.heated = SimpleNamespace(is_cuda=True), None, None  # type: ignore[assignment]
+
+    def job():
+        done.append("job")
+        time.sleep(0.02)
+
+    seconds, host = clock.times(job)
+    assert seconds == 7e-3 and done == ["event", "job", "event"]
+    assert host is not None and 0.02 <= host < 0.15
+
+
+@pytest.mark.parametrize(
+    ("settings", "split", "says"),
+    [
+        ({"auto_chunker": None}, 0, f"the auto-chunker of torch {torch.__version__} does not split this loss"),
+        ({"auto_chunker": None}, 1, ""),
+        ({}, 1, f"torch {torch.__version__} has no torch._inductor.config.auto_chunker"),
+    ],
+)
+def test_the_auto_chunker_says_if_it_split_nothing(settings, split, says, monkeypatch):
+    """Catches the plain compiled loss timed as the auto-chunker's."""
+
+    def run(*operands):
+        metrics.num_auto_chunking += split
+        return dense(*operands)
+
+    monkeypatch.setattr(metrics, "num_auto_chunking", 5, raising=False)
+    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace(**settings))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: run)
+    (row,), _, _ = measure(tiny_workload(), {"chunked": methods.methods_of()["torch-compile-chunked"]}, repeats=1)
+    assert row.problem == says and row.missing == bool(says)
+
+
+def test_a_library_that_is_not_here_is_one_line(monkeypatch):
+    """Catches a peer whose absence ends the run, and one that is no row."""
+    libraries = {"liger": "liger_kernel", "cce": "cut_cross_entropy", "mgmalek": "efficient_cross_entropy"}
+    for name, library in (libraries | {name: name for name in ("quack", "fla", "trl", "torchtune")}).items():
+        for module in [module for module in sys.modules if module.startswith(f"{library}.")]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.setitem(sys.modules, library, None)
+        method = methods.methods_of()[name]._replace(needs_cuda=False)
+        (row,), _, _ = measure(tiny_workload(), {name: method}, repeats=1)
+        assert row.missing and library in row.problem and "\n" not in row.problem

@@ -1,0 +1,107 @@
+"""The other scripts, on a CPU and at small sizes; and each script as a program."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.plan_pairs import pairs
+
+import count_architectures
+import fingerprint
+import kernel_times
+from cce_dist.tools.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = ROOT / "benchmarks" / "plan_measured.py"  # has no options
+SCRIPTS = [path for path in ROOT.glob("benchmarks/*.py") if path != PLAN and "if __name__" in path.read_text()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_is_a_program(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Catches a script that cannot be started, and one whose --help does not show how."""
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(script), run_name="__main__")
+    assert f"python benchmarks/{script.name}" in capsys.readouterr().out or script.stem == "fingerprint"
+
+
+def test_the_kernels_of_a_loss_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the matmuls of backward counted in forward, a warm-up round that is counted, and times of a wrong gradient."""
+    out = tmp_path / "times.json"
+    argv = ["24x2048", "--tokens", "16", "--methods", "torch", "quack", "trl", "--repeats", "2", "--out", str(out)]
+    monkeypatch.setitem(sys.modules, "quack", None)
+    table = kernel_times.methods_of()
+    wrong = table["torch"]._replace(build=lambda *case: lambda *operands: 2 * table["torch"].build(*case)(*operands))
+    monkeypatch.setattr(kernel_times, "methods_of", lambda: table | {"trl": wrong})
+    assert kernel_times.main(argv) == 0
+    times = json.loads(out.read_text())["times"]
+    assert list(times) == ["torch"] and set(map(len, times["torch"].values())) == {2}
+    slope = "aten::_log_softmax_backward_data"
+    assert {"forward: aten::_log_softmax", f"backward: {slope}", "backward: aten::mm"} <= set(times["torch"])
+    assert f"forward: {slope}" not in times["torch"]
+    table_text, _, refusals = capsys.readouterr().out.partition("### quack")
+    lines = [line for line in table_text.splitlines() if line.startswith("|")]
+    *parts, total = [float(line.split("|")[2]) for line in lines[2:]]
+    assert total == pytest.approx(sum(parts), abs=0.01)
+    assert "quack" in refusals and "wrong loss: relative error 1.0e+00" in refusals
+
+
+def test_the_plans_errors_are_those_of_its_rows() -> None:
+    """Catches a file whose largest error is left out, and a script that starts only where the tests are known."""
+    files = [ROOT / "benchmarks" / "results" / f"h200-{name}.json" for name in ("heads", "kept")]
+    ran = subprocess.run([sys.executable, PLAN, *files], capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    cells = [cell.strip() for cell in ran.stdout.splitlines()[-1].split("|")]  # the second file has no such rows
+    errors = [pair.time_error for pair in pairs(files[0])]
+    assert cells[2:4] == [str(len(errors)), f"{min(errors):+.1%} to {max(errors):+.1%}"]
+
+
+def test_architectures_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """Catches a class that is not counted, and a page that keeps its old table."""
+    pytest.importorskip("transformers")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- causal_lm -->\nold\n<!-- end of causal_lm -->\n")
+    monkeypatch.setattr(count_architectures, "PAGE", page)
+    results = {"LlamaForCausalLM": "equal", "BertLMHeadModel": "differs", "XForCausalLM": "not built"}
+    monkeypatch.setattr(
+        count_architectures, "run", lambda name, _: count_architectures.Result(name, results[name], "why")
+    )
+    monkeypatch.setattr(count_architectures, "quiet", lambda: None)
+    assert count_architectures.main([*results, "--write"]) == 1
+    assert "2 of 3 classes were built, **1 of these are equal**" in page.read_text()
+    assert "| BertLMHeadModel | differs | why |" in page.read_text() and "old" not in page.read_text()
+
+
+def record_some(folder: str) -> None:
+    """Record a few cases, on a rank of its own: what the recorder replaces stays replaced."""
+    cases = fingerprint.cases
+    fingerprint.cases = lambda *args: itertools.islice(cases(*args), 4)
+    fingerprint.record_rank(folder, ["torch"])
+
+
+@pytest.mark.slow
+def test_a_fingerprint_sees_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Catches a bit of a gradient that moves unseen, and a case that is gone."""
+    run_ranks(record_some, 1, str(tmp_path))
+    cases = json.loads((tmp_path / "1.0.json").read_text())
+    assert len(cases) == 4
+    name, other, *_ = (name for name, hashes in cases.items() if "gradient of input" in hashes)
+    new = {key: hashes for key, hashes in cases.items() if key != other}
+    new[name] = cases[name] | {"gradient of input": "moved"}
+    files = [str(tmp_path / "old.json"), str(tmp_path / "new.json")]
+    for file, found in zip(files, (cases, new), strict=True):
+        Path(file).write_text(json.dumps({"made with": {}, "torch T=1": found}))
+    assert fingerprint.compare(files[0], files[0]) == 0
+    assert fingerprint.compare(*files) == 1
+    said = capsys.readouterr().out
+    assert f"{name}: gradient of input" in said and f"{other}: vanished" in said
