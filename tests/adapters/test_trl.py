@@ -227,6 +227,11 @@ def trainer_of(kind: str, data: str, **given: Any) -> Callable:
     return make
 
 
+def distillation(model: Any, out: Path, **more: Any) -> Any:
+    teacher = tiny_model("Gemma2", hidden_size=48).eval()
+    return trainer_of("Distillation", "prompt", teacher_model=teacher)(model, out, **more)
+
+
 ROLLOUT: dict[str, Any] = dict(num_generations=2, max_completion_length=6, temperature=0.7, beta=0.1)
 TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
     "sft": (sft, "Llama", {}),
@@ -243,11 +248,12 @@ TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
         {"cast_lm_head_to_fp32": True, **ROLLOUT},
     ),
     "rloo": (trainer_of("RLOO", "prompt", reward_funcs=reward), "Llama", ROLLOUT),
+    "distillation": (distillation, "Gemma2", {"temperature": 0.7, "max_completion_length": 6, "beta": 0.5}),
 }
 
 
 def trained(make: Callable, model: Any, out: Path, **more: Any) -> tuple[list[dict[str, float]], Any, list[str]]:
-    """Return what a trainer logs, its parameters, and what TRL's function with ours inside was asked for."""
+    """Return what a trainer logs, its parameters, and what TRL's functions with ours inside were asked for."""
     from transformers import AutoModelForCausalLM
 
     asked: list[str] = []
@@ -260,6 +266,7 @@ def trained(make: Callable, model: Any, out: Path, **more: Any) -> tuple[list[di
     forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cce_trl._Score, "_compute", counted)
+        patch.setattr("cce_dist.integrations.trl_distillation.say_once", asked.append)
         if make is not sft:  # reference models are read from where the model was
             model.save_pretrained(out)
             model = AutoModelForCausalLM.from_pretrained(out)
@@ -283,35 +290,6 @@ def test_trainers_log_and_learn_as_they_do(make: Callable, name: str, more: dict
     assert_same_log(ours, stock, TOLERANCE)
     assert_same_parameters(found, expected, TOLERANCE)
     start = tiny_model(name).state_dict()
-    assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
-
-
-def distilled(out: Path, **more: Any) -> tuple[list[dict[str, float]], Any]:
-    """Return what DistillationTrainer logs, and its parameters."""
-    from trl import DistillationConfig, DistillationTrainer
-
-    forget()
-    teacher = tiny_model("Gemma2", hidden_size=48).eval()
-    how: dict[str, Any] = dict(bf16=False, gradient_checkpointing=False, learning_rate=1e-2, max_steps=3)
-    args = arguments(out, DistillationConfig, temperature=0.7, max_completion_length=6, **how | more)
-    given = {"train_dataset": rows("prompt"), "processing_class": tokenizer()}
-    trainer = DistillationTrainer(tiny_model("Gemma2"), teacher, args, **given)
-    torch.manual_seed(0)
-    trainer.train()
-    return logged(trainer), trainer.accelerator.get_state_dict(trainer.model_wrapped)
-
-
-def test_distillation_trainer_logs_and_learns_as_it_does(tmp_path: Path) -> None:
-    stock, expected = distilled(tmp_path, beta=0.5)
-    cce_trl.install()
-    with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr("cce_dist.integrations.trl_distillation.say_once", said.append)
-        ours, found = distilled(tmp_path, beta=0.5)
-    assert len(said) >= 3
-    assert_same_log(ours, stock, TOLERANCE)
-    assert_same_parameters(found, expected, TOLERANCE)
-    start = tiny_model("Gemma2").state_dict()
     assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
 
 
