@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cce_dist.kernels.waves import cdiv, fill_waves, usual_waves
 
 if TYPE_CHECKING:
-    from cce_dist.kernels.tiles import Tiles
+    from cce_dist.kernels.tiles import Tile, Tiles
 
 LEAST_BYTES = 32 << 20  # smaller budgets count as this: the rows of a chunk would not fill a device
 CHUNK_COST = 2500  # fixed cost of a chunk, in recomputed columns: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
@@ -38,7 +38,6 @@ KEPT_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together:
 # list with a probability of RARELY. A list has at most one slot per LEAST_SPARSE columns; a slot is four logits and a column.
 TOP_STEP, RARELY, LEAST_SPARSE, TOP_SLOT_BYTES = 63, 1e-6, 8, 20
 
-FALLBACK = 128  # most tokens, one tile of rows, whose gradient is exact while the filter lists the others; a power of 2
 MOST_COVARIANCE = 1 << 25  # most elements of the rows that ``covariance_columns`` samples: noise falls with columns and D
 SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient; a power of 2
 
@@ -287,10 +286,11 @@ def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int, items
     return max(1, min(available // ENTRY_BYTES, num_tokens * min(MOST_LISTED, num_columns // COLUMNS_PER_ENTRY)))
 
 
-def fallback_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
-    """Return the columns per chunk of the exact gradient of ``rows`` tokens: a chunk takes a quarter of the budget."""
-    most = max(workspace_bytes, LEAST_BYTES) // 4 // (rows * itemsize) // tile_cols * tile_cols
-    return max(tile_cols, min(most, cdiv(num_columns, tile_cols) * tile_cols))
+def unserved_area(num_tokens: int, num_columns: int, itemsize: int, workspace_bytes: int, tile: Tile) -> int:
+    """Return how many gradients of unserved tokens' logits are alive at a time: half of the budget, at least one tile a row."""
+    rows, cols = cdiv(num_tokens, tile.rows) * tile.rows, cdiv(num_columns, tile.cols) * tile.cols
+    fit = max(workspace_bytes, LEAST_BYTES) // 2 // itemsize
+    return min(max(fit, rows * tile.cols), rows * cols, 1 << 30)
 
 
 def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int) -> Chunks:

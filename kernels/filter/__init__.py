@@ -18,9 +18,9 @@ columns, and share_j is column j's part of all dropped mass, estimated from samp
 right to rounding, and its column sums to the sample's error. Sampled columns correct d_hidden, and sampled tokens correct
 d_weight (sampling).
 
-A token falls back to the exact kernels if its list is too long, backward needs more columns than forward listed, the bound was
-too high, or a number is not finite. Most steps have few of these tokens, and without any the exact kernels return at once. All
-tokens fall back if the lists together are too long. Only the device knows which tokens fall back, and nothing waits for it.
+A token is unserved if its list is too long, backward needs more columns than forward listed, the bound was too high, or a
+number is not finite. Its gradient is exact (unserved). Most steps have no such token, and the kernel returns at once. All
+tokens are unserved if the lists together are too long. Only the device knows which tokens are, and nothing waits for it.
 
 Source: the filter of *Cut Your Losses* (Wijmans et al., 2024, section 4.3), which judges tiles of a sorted vocabulary. Lists,
 frequent columns and compensation are this project's.
@@ -36,7 +36,7 @@ import torch
 
 from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Want, exact, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.d_hidden import Sum, add_d_hidden
+from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter.bound import bound_of_shard, sample_outside, sampled_sums
@@ -72,6 +72,7 @@ from cce_dist.kernels.filter.sampling import (
     weigh_tokens,
 )
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
+from cce_dist.kernels.filter.unserved import set_unserved
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
     Marks,
@@ -82,7 +83,7 @@ from cce_dist.kernels.lse import (
     merge_splits,
     new_partials,
 )
-from cce_dist.kernels.memory import FALLBACK, SAMPLE
+from cce_dist.kernels.memory import SAMPLE
 from cce_dist.kernels.tiles import Tiles, choose_tiles
 from cce_dist.kernels.tokens import (
     coefficients,
@@ -92,7 +93,6 @@ from cce_dist.kernels.tokens import (
     mean,
     merged_lse,
     ordered_ids,
-    some_rows,
     sums_of_rows,
     token_losses,
 )
@@ -323,15 +323,15 @@ def _filtered_gradients(
         tiles = choose_tiles(x.hidden.dtype, device)
         frequent = gather_frequent(lists.ids_F, x, cdiv(num_valid, 32))
         how = decide(x, softmax, coef_4N, lists, frequent.slot_V, spec.filter.eps)
-        # First set the exact gradients, of all tokens or of those that fall back. Then add the filtered ones.
-        d_hidden, d_weight, _ = exact.gradients(
-            x._replace(ids=how.exact_labels), softmax, coef_4N, list(exact.new_kept(x, how.exact_order)),
-            grads._replace(hidden_ready=None, ready_rows=None, often_empty=True), spec,
-        )
-        target = d_weight if grads.weight_out is None else grads.weight_out
-        _add_fallback(x, softmax, coef_4N, how, (d_hidden, target), grads, spec)
-        entries = new_entries(lists.columns_M.shape[0], device)
+        d_hidden, target, _ = exact.new_gradients(x, grads)
         total = _listed_sum(d_hidden, x, spec)
+        of_unserved = total if total is not None or d_hidden is None else Sum(d_hidden, None)
+        # First set the exact gradients, usually of no token. Then add the filtered ones.
+        set_unserved(
+            x, softmax, coef_4N, [how.unserved, how.num_unserved], how.counters_2, of_unserved, target, tiles.dlogits,
+            spec.workspace_bytes, add=grads.weight_out is not None,
+        )
+        entries = new_entries(lists.columns_M.shape[0], device)
         factor_N = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
         comp = _compensation(x, softmax, coef_4N, frequent, how, factor_N, tiles, grads, spec)
         work = _Work(frequent, how, lists, entries, factor_N, comp, tiles)
@@ -350,7 +350,7 @@ def _filtered_gradients(
         if target is not None and frequent_weight_FD is not None:
             columns = by_column(entries, num_valid)
             _finish_weight(target, x, columns, frequent_weight_FD, work, add=grads.weight_out is not None)
-    return d_hidden, d_weight
+    return d_hidden, None if grads.weight_out is not None else target
 
 
 def _finish_weight(
@@ -415,36 +415,6 @@ def _compensation(
         covariance_DD = covariance_of(dropped, num_covariance, at_once, sampled, sample, factors, x, tiles)
         comp = comp._replace(covariance_DD=covariance_DD)
     return comp._replace(sampled=sampled if grads.want_hidden else None, tokens=tokens, factors=factors)
-
-
-def _add_fallback(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, how: Decisions,
-    out: tuple[torch.Tensor | None, torch.Tensor | None], grads: Grads, spec: Spec,
-) -> None:
-    """Set the exact gradients of the tokens that fall back while the lists of other tokens are used.
-
-    These tokens are at most one tile of rows, so chunks of the vocabulary are long. If there are none, the kernels return at
-    once and d_weight is not written.
-    """
-    d_hidden, d_weight = out
-    num_valid = x.num_valid
-    tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-    rows = gathered(x.hidden, (how.fallback, how.num_fallback), new_rows(x, FALLBACK))
-    cols = memory.fallback_columns(num_valid, FALLBACK, x.hidden.itemsize, spec.workspace_bytes, tiles.dlogits.cols)
-    dlogits_RV = new_rows(x, FALLBACK, cols)
-    total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, FALLBACK))
-    for first in range(0, num_valid, cols):
-        stop = min(first + cols, num_valid)
-        dlogits_chunk(x, rows, softmax, coef_4N, first, dlogits_RV, tiles)
-        if total is not None:
-            add_d_hidden(
-                total, dlogits_RV, some_rows(x.weight, first, stop), rows, None, None, tiles.grad_hidden, first=first == 0
-            )
-        if d_weight is not None:
-            add_d_weight(
-                some_rows(d_weight, first, stop), dlogits_RV, rows, None, tiles.grad_weight, add=grads.weight_out is not None,
-                often_empty=True,
-            )
 
 
 def _add_rows(

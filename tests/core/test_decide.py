@@ -77,7 +77,7 @@ NO_UPSTREAM = "one pass would have to know the upstream gradient in forward"
             id="filter-without-control-variate",
         ),
         pytest.param(
-            (GEMMA, {}, {"filter": Filter(2**-10), "tensors": "bias"}), ("filter", "two", (0, False), 256, 0),
+            (GEMMA, {}, {"filter": Filter(2**-10), "tensors": "bias"}), ("exact", "one", (4096, False), 2100, 0),
             id="filter-with-a-bias",
         ),
         pytest.param(
@@ -105,7 +105,7 @@ def test_reasons() -> None:
     assert "bfloat16 alone" in way(GEMMA, {"dtype": "torch.float32"}).reason
     assert "these options" in way(GEMMA, invariant=True).reason
     assert "faster at these sizes" in way((512, 640, 32_064), None, filter=Filter(2**-10)).reason
-    assert "control variate" in way(GEMMA, None, filter=Filter(2**-10), **SMOOTH).reason
+    assert "label smoothing" in way(GEMMA, None, filter=Filter(2**-10), **SMOOTH).reason
     assert "tensor of the head" in way(GEMMA, None, filter=Filter(2**-10), tensors="factors").reason
 
 

@@ -34,8 +34,9 @@ from cce_dist.kernels import (
     filter,
     memory,
 )
+from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.direct import launching
-from cce_dist.kernels.filter import bound, compensation, frequent, lists, sampling, shares
+from cce_dist.kernels.filter import bound, compensation, frequent, lists, sampling, shares, unserved
 from cce_dist.kernels.tiles import choose_tiles
 from cce_dist.tools.bench.shapes import HeadShape
 from cce_dist.tools.bench.workload import make_workload
@@ -64,7 +65,6 @@ class Case(NamedTuple):
     budget: int = 1 << 30
     longest: int = 8192  # more than there are columns
     capacity: int = 2048 if not GPU else 1 << 20  # more than all lists hold
-    fallback: int = 128
     sampled: int = 0
 
 
@@ -88,7 +88,6 @@ CASES = [
     ),
     pytest.param(Case(num_tokens=40 if not GPU else 3000, budget=1000, sampled=32), id="groups-of-tokens"),
     pytest.param(Case(capacity=50 if not GPU else 400), id="lists-without-room-so-all-is-exact"),
-    pytest.param(Case(coefs="large", fallback=1), id="more-than-a-few-are-not-served-so-all-is-exact"),
 ]
 OF_BOTH_SIGNS = Case(
     40 if not GPU else 70, 32, logit_scale=0.8, softcap=9.0, coefs="signed", sampled=32
@@ -184,7 +183,7 @@ def exact_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) ->
     whole = (p.coef[0] == 0) | (p.coef[1] == 0)
     ratio = torch.where(whole, 1.0, p.coef[0].abs() / p.coef[1].abs())
     exact = labelled & ((count > case.longest) | (gap * ratio > 1.125) | state[0].isnan())
-    return labelled if count.sum() > columns.shape[0] or exact.sum() > case.fallback else exact
+    return labelled if count.sum() > columns.shape[0] else exact
 
 
 def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,8 +270,6 @@ def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def limits(monkeypatch: pytest.MonkeyPatch):
     def set_limits(case: Case) -> None:
         monkeypatch.setattr(lists, "LONGEST", case.longest)
-        monkeypatch.setattr(lists, "FALLBACK", case.fallback)
-        monkeypatch.setattr(filter, "FALLBACK", case.fallback)
         monkeypatch.setattr(memory, "list_capacity", lambda *_: case.capacity)
         monkeypatch.setattr(memory, "sampled_columns", lambda _: case.sampled)
         monkeypatch.setattr(memory, "ROWS", memory.ROWS if GPU else 16)  # groups of a few tokens
@@ -354,7 +351,7 @@ def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
 
     # the case is one: something is dropped, and where the name says so, some tokens are exact and some are not
     served = labelled & ~exact
-    all_exact = not room or case.fallback < 10
+    all_exact = not room
     assert all_exact == (not served.any())
     assert all_exact or (grad - exact_grad)[served].abs().sum() > 0
     assert all_exact or exact.any() == (case.coefs == "large")
@@ -580,6 +577,42 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     expected -= mass * more * (sample.means_2D[1].double() @ spread)
     assert expected.abs().max() > 0.002 * rank_1.abs().max()
     assert (bent.double() - rank_1.double() - expected).abs().max() < 2e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 9.0])
+@pytest.mark.parametrize("count", [0, 1, 18])
+def test_unserved_tokens_are_exact(count: int, softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of one tile of columns, and of several. Catches: a chunk read before it is whole, columns past the last one,
+    another token's row, a buffer that is set, anything written where no token is unserved."""
+    case = Case(
+        num_tokens=40, hidden_size=40, num_rows=150, num_valid=141, start=5, ids=170, softcap=softcap, ignored=0.0
+    )
+    p = problem(case, torch.float32)
+    d = dense(p)
+    index = torch.randperm(case.num_tokens)[:count].sort().values.to(DEVICE)
+    order = [torch.cat((index, index.new_zeros(case.num_tokens - count))).int(), index.new_tensor([count]).int()]
+    grad = p.coef[0, :, None] * d.p * d.slope + p.coef[1, :, None] * d.is_label * d.slope
+    chosen = torch.zeros(case.num_tokens, 1, dtype=torch.bool, device=DEVICE).index_fill(0, index, True)
+    grad = torch.where(chosen, grad, 0.0)
+    tile, softmax = choose_tiles(torch.float32, p.hidden.device).dlogits, Softmax(d.maximum.float(), d.log_sum.float())
+    for area in (48 * tile.cols, 1 << 20):
+        monkeypatch.setattr(unserved, "unserved_area", lambda *_, area=area: area)
+        for add in (False, True):
+            d_hidden = torch.full_like(p.hidden, 7.0)
+            d_weight = torch.full_like(p.weight, 0.5 if add else 7.0)
+            counters = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+            given = operands(p), softmax, p.coef, order, counters, Sum(d_hidden, None), d_weight, tile
+            unserved.set_unserved(*given, 1 << 20, add=add)
+            expected = torch.where(chosen, grad @ p.weight[:141].double(), 7.0)
+            torch.testing.assert_close(d_hidden.double(), expected, rtol=1e-3, atol=1e-6)
+            assert torch.equal(d_hidden[~chosen[:, 0]], torch.full_like(d_hidden, 7.0)[~chosen[:, 0]])
+            of_weight = (
+                grad.T @ p.hidden.double() + 0.5 * add
+                if count
+                else torch.full_like(grad[0, :, None], 0.5 if add else 7.0)
+            )
+            torch.testing.assert_close(d_weight[:141].double(), of_weight.expand(141, 40), rtol=1e-3, atol=1e-6)
+            assert (d_weight[141:] == (0.5 if add else 7.0)).all()
 
 
 @pytest.mark.parametrize("side", ["hidden", "weight"])
