@@ -46,6 +46,8 @@ from cce_dist.kernels.waves import cdiv, num_parts
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
+FAR = tl.constexpr(87.0)  # nats; exp(-87) is above 2^-126, and exp(87) is finite
+
 NUM_PLANES = 7  # planes of the partials that are always allocated
 # Planes of the partials: running maximum, reference of the sums, sum of exp, then the optional sums. The last two, sum of
 # squares and bits of the best column, are allocated only if wanted.
@@ -405,8 +407,9 @@ def _merge_splits_kernel(
         where = partial_ptr + split * row_stride + offs_n
         drop = base - tl.load(where + SHIFT * plane, mask=live, other=0)
         part = tl.load(where + SUM * plane, mask=live, other=0)
-        # A sum of 0 is not rescaled, because its reference may be far off. Any other sum, NaN too, is.
-        rescale = tl.where(part == 0, 1.0, tl.exp(-drop))
+        # A sum of 0 is not rescaled, because its reference may be far off. Any other sum, NaN too, is. A filter's reference is
+        # the bound over all shards: where a shard's logits are FAR below it, sums are below fp32's normal range and count as 0.
+        rescale = tl.where(part == 0, 1.0, tl.where(drop < -FAR, 0.0, tl.exp(-drop)))
         sum_exp += part * rescale
         if WANT.below:
             columns = tl.load(where + COUNT * plane, mask=live, other=0)

@@ -75,7 +75,8 @@ def gradients(shard: Shard, saved: list[Tensor]) -> list[Tensor]:
 @pytest.fixture
 def no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists overflow: all of them share 100 places."""
-    monkeypatch.setattr(memory, "list_capacity", lambda *_: 100)
+    monkeypatch.setattr(memory, "list_slots", lambda *_: NUM_COLUMNS)
+    monkeypatch.setattr(memory, "entry_capacity", lambda *_: 100)
 
 
 @pytest.mark.usefixtures("no_capacity")
@@ -85,7 +86,7 @@ def test_nothing_can_be_filtered() -> None:
     second backward that differs from the first."""
     shard = random_logits(2.0)
     _, saved, ours = step(shard)
-    assert int(saved[3].sum()) > 100
+    assert int(saved[2].sum()) > 100
     expected: Any = exact.gradients(
         shard.x, shard.softmax, shard.coef, without_filter(shard), Grads(), shard.spec
     )  # fmt: skip
@@ -114,10 +115,10 @@ def test_nothing_is_computed_for_what_nobody_will_read(monkeypatch: pytest.Monke
         "_squares_kernel",
         "_reweight_kernel",
         "_dropped_sums_kernel",
-        "_compensated_weight_kernel",
+        "_set_weight_kernel",
     } <= of_filter.keys()
-    # Entries are sorted, columns sampled and the frequent columns' rows gathered, whatever there is.
-    always = {"_by_column_kernel", "_sample_columns_kernel", "_gather_frequent_kernel"}
+    # Columns are counted and sampled, and the frequent columns' rows gathered, whatever there is.
+    always = {"_begin_kernel", "_sample_columns_kernel", "_gather_frequent_kernel"}
     assert all(n < 3 * NUM_COLUMNS for name, n in of_filter.items() if name not in always), of_filter
 
 
