@@ -670,31 +670,24 @@ SECTIONS: dict[str, dict | None] = {
 }
 
 
-def losses_of(engine: Any) -> list[float]:
-    """Return the loss of a batch in training, and in evaluation."""
-    if hasattr(engine, "train_batch"):
-        return [engine.train_batch(batches(0, False, 0)).item(), engine.eval_batch(batches(0, False, 0)).item()]
-    ids, labels = next(batches(0, False, 0))
-    losses = []
-    for mode in (True, False):
-        engine.train(mode)
-        losses.append(engine(ids, labels=labels)[0].item())
-    return losses
+def losses_of(engine: Any, case: Pipe | Case) -> list[float]:
+    """Return the losses of a step whose learning rate is 0, and of an evaluation."""
+    return [*train(engine, 0, case), evaluated(engine, case).item()]
 
 
-def one_after_another(make: Callable[[], Any], zero: int = 0) -> None:
+def one_after_another(make: Callable[[], Any], case: Pipe | Case) -> None:
     """Engines of one model, each beside the first engine of a copy of it. Catches what an earlier engine left behind."""
     import deepspeed
 
     def engine(model: Any, section: dict | None, initialize: Callable) -> Any:
-        config = ds_config(True, Case(zero=zero))
+        config = ds_config(True, case)
         config |= {"cce_dist": section} if section is not None else {}
         if section is None:
             del config["cce_dist"]
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
         return initialize(model=model, optimizer=optimizer, config=config)[0]
 
-    expected = {name: losses_of(engine(make(), section, cce.initialize)) for name, section in SECTIONS.items()}
+    expected = {name: losses_of(engine(make(), section, cce.initialize), case) for name, section in SECTIONS.items()}
     assert expected["z-loss"][0] > expected["off"][0] + 0.5, expected
     model, before = make(), None
     for name, initialize in (
@@ -708,7 +701,8 @@ def one_after_another(make: Callable[[], Any], zero: int = 0) -> None:
         ("absent", cce.initialize),
     ):
         own = engine(model, SECTIONS[name], initialize)
-        torch.testing.assert_close(losses_of(own), expected[name], rtol=2e-5, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+        found = losses_of(own, case)
+        torch.testing.assert_close(found, expected[name], rtol=2e-5, atol=0, msg=lambda m, n=name: f"{n}: {m}")
         if before is not None:
             with pytest.raises(RuntimeError, match=r"no head of this engine|a later engine has taken over the model"):
                 cce.require(before)
@@ -720,11 +714,9 @@ def one_after_another(make: Callable[[], Any], zero: int = 0) -> None:
             with pytest.raises(ValueError, match=r"which .* does not have|not for pipelines"):
                 engine(model, {"enabled": True, "head": "absent"}, cce.initialize)
             cce.require(own)  # a refused engine takes nothing
-    if not isinstance(own, deepspeed.runtime.pipe.engine.PipelineEngine):  # pyright: ignore
-        other = copy.deepcopy(engine(model, Z_LOSS, cce.initialize).module)
-        torch.testing.assert_close(
-            losses_of(engine(other, None, deepspeed.initialize)), expected["off"], rtol=2e-5, atol=0
-        )
+    if isinstance(case, Case):
+        other = engine(copy.deepcopy(engine(model, Z_LOSS, cce.initialize).module), None, deepspeed.initialize)
+        torch.testing.assert_close(losses_of(other, case), expected["off"], rtol=2e-5, atol=0)
 
 
 def one_pipeline(tied: bool, kind: type = nn.Embedding, head: Callable = tied_logits) -> Any:
@@ -748,10 +740,10 @@ def one_model(tied: bool = False) -> nn.Module:
 
 def engines_of_one_model() -> None:
     prepare()
-    for make, zero in ((one_model, 0), (lambda: one_model(tied=True), 2)):
-        run(one_after_another, make, zero)
+    run(one_after_another, one_model, Case())
+    run(one_after_another, lambda: one_model(tied=True), Case(zero=2, tied=True))
     for tied in (False, True):
-        run(one_after_another, lambda tied=tied: one_pipeline(tied))
+        run(one_after_another, lambda tied=tied: one_pipeline(tied), Pipe(tied=tied))
     run(tied_heads_are_one_product)
     run(losses_may_be_modules)
     run(layers_without_a_gradient)
