@@ -308,7 +308,8 @@ def _add_to_mean(nll, ids, mean_ptr, count_ptr, part_ptr, arrived_ptr, program, 
 
 def of_statistics(x: Operands, spec: Spec, stats_KN: torch.Tensor, saved: list[torch.Tensor]) -> Results:
     """Return the results of ``losses_alone`` from the statistics of a shard that is the whole vocabulary."""
-    return *token_losses(stats_KN[None], x, spec), stats_KN[None], saved
+    stats_TKN = stats_KN[None]
+    return *token_losses(stats_TKN, x, spec), stats_TKN, saved
 
 
 def token_losses(stats_TKN: torch.Tensor, x: Operands, spec: Spec) -> tuple[Losses, Softmax]:
