@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cce_dist import merge
+from cce_dist.autograd import leaves_of
 from cce_dist.call import Options, checked
 from cce_dist.checks import kind, tensors
 from cce_dist.integrations import peft
@@ -110,13 +112,38 @@ class Rows:
         """FSDP2's dtypes; None among them stands for the parameter's or the gradient's own."""
         return MixedPrecisionPolicy() if self.state is None else self.state._mp_policy
 
-    def enter(self, model: nn.Module) -> None:
-        """Find the model's ``fully_shard`` call if ``_watch`` has not seen it, as before torch 2.13."""
-        for module in () if self.state is not None else model.modules():
-            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-            groups: Any = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-            if groups[0] is not None:
-                return self.belong_to(state, groups[0].mesh_info.mesh, nn.Module())
+    @_outside_of_graphs
+    def enter(self, module: nn.Module, hidden: Tensor | None = None) -> None:
+        """Find the ``fully_shard`` call of a converted model, or of a head with its ``hidden``, if ``_watch`` has not seen it.
+
+        No call covers the rows before torch 2.13, or if only other parts of the model are wrapped. A model then follows a call
+        inside of it. A head does not know its model. It refuses a call that it would have to follow.
+
+        Raises:
+            ValueError: A module that hidden states come from has another mesh or a divide factor.
+        """
+        calls = [] if self.state is not None else _fully_shard_calls()
+        near = [call for call in calls if any(part is module for part in call[0].modules())]
+        near = near or [call for call in calls if call[2] and call[0] in set(module.modules())]
+        for _, state, group in near:
+            return self.belong_to(state, group.mesh_info.mesh if group else self.mesh, nn.Module())
+        apart = [call for call in calls if self._differs(*call[1:])] if hidden is not None else []
+        leaves = {id(leaf) for leaf in leaves_of(hidden)} if apart and hidden is not None else ()
+        for wrapped, _, group in apart:
+            gathered = [getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params]
+            if any(id(parameter) in leaves for parameter in gathered):
+                raise ValueError(
+                    f"shard_over is {self.mesh}, and no fully_shard call covers the head, but the one for a "
+                    f"{type(wrapped).__name__} has {group.mesh_info.mesh}, or a divide factor: call fully_shard for the module "
+                    "that holds the head, too, with ignored_params=set(head.parameters())"
+                )
+
+    def _differs(self, state: Any, group: Any) -> bool:
+        """Whether a ``fully_shard`` call with parameters has a divide factor, or other ranks or replicas."""
+        if group is None:
+            return False
+        same_ranks = torch.equal(group.mesh_info.mesh.mesh, self.mesh.mesh)
+        return not same_ranks or getattr(state, "cce_divide_factor", None) is not None
 
     def belong_to(self, state: Any, mesh: DeviceMesh, module: nn.Module) -> None:
         """Follow the first ``fully_shard`` call that covers the head, as FSDP2 does, and put a module's rows on its mesh.
@@ -368,6 +395,17 @@ def _watch() -> None:
         Place(_fsdp_init.__name__, "_init_param_group").put(add_group_of_all_but_rows)
     Place(FSDPModule.__module__, "FSDPModule.set_gradient_divide_factor").put(set_gradient_divide_factor)
     Place(DistributedDataParallel.__module__, "DistributedDataParallel.__init__").put(wrap_none_with_rows)
+
+
+def _fully_shard_calls() -> list[tuple[nn.Module, Any, Any]]:
+    """Return module, state and parameter group of each ``fully_shard`` call, in order. A module without parameters has None."""
+    found = []
+    for module in list(_module_state_mapping):
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups: Any = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            found.append((module, state, groups[0]))
+    return found
 
 
 def _with_rows(*modules: nn.Module) -> list[tuple[nn.Module, Rows]]:

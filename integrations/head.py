@@ -161,6 +161,8 @@ class VocabParallelHead(nn.Module):
 
         The gradient of logits with respect to hidden is this shard's part, not summed over the group.
         """
+        if self.rows is not None:
+            self.rows.enter(self, hidden)
         if labels is None:
             return self._local_logits(hidden)
         if self.rows is not None:

@@ -7,17 +7,16 @@
 # verify    the matrix of cases on T ranks; the first time its kernels are compiled
 # bench     the vocabulary over T ranks and on one, two heads
 # stages    the last stage of Megatron and of DeepSpeed
-# pretrain  a short run of each engine, with T = tensor x pipeline x data ranks
+# pretrain  a short run, from 4 ranks on in two data-parallel halves
 # kill      a rank of a run is killed; the run goes on in the same bits, and with half as many ranks
 #
 # Each step has a limit in seconds, so that a slow one does not cost the others. The folder $OUT (default: runs/group) gets a log
 # of all output, a table of what came of each step, and what each step measured. The exit code is 0 if no step failed.
 #
-# DEVICE   cuda (default) or cpu, where only verify, the torch engine and kill run
+# DEVICE   cuda (default) or cpu, where only verify, pretrain and kill run
 # SHAPES, TOKENS, REPEATS   of bench (default: Llama-3-8B and Gemma-2-2B; 8192; 4) and of the stages (Llama-3-8B)
 # SIZES    of bench's groups (default: T,1)
 # PRESET, STEPS, CORPUS     of pretrain (default: base, 20, Python's standard library)
-# ENGINES  of pretrain (default: torch megatron deepspeed)
 # LIMIT    seconds of a step at most (default: its own limit)
 # ONLY     text in the names of verify's cases (default: all)
 # PYTHON   the interpreter (default: python3)
@@ -82,15 +81,6 @@ heads() {
         --repeats "${REPEATS:-4}" --out "$work/$name" "$@"
 }
 
-# train RUN ENGINE LIMIT OPTIONS...: a run of STEPS steps, without checkpoints.
-train() {
-    local run=$1 engine=$2 limit=$3
-    shift 3
-    "$run" "pretrain-$engine" "$limit" metrics.jsonl "${cce[@]}" pretrain --engine "$engine" --device "$device" --no-resume \
-        --preset "${PRESET:-base}" --steps "${STEPS:-20}" --eval-every "${STEPS:-20}" --checkpoint-every 0 \
-        ${CORPUS:+--corpus "$CORPUS"} --corpus-mib 4 --cache "$work/corpus" --out "$work/pretrain-$engine" "$@"
-}
-
 verify() {
     step verify 230 none "${on_ranks[@]}" -m cce_dist verify --device "$device" --only "${ONLY:-}"
 }
@@ -115,18 +105,14 @@ stages() {
         --no-forward --methods deepspeed deepspeed-linear "${ours[@]}"
 }
 
-# The layout: from 4 ranks on two data-parallel halves for torch, and two pipeline stages for the others, which have halves from 8
-# ranks on; tensor-parallel ranks else.
+# A run of STEPS steps, without checkpoints.
 pretrain() {
-    local two=$((ranks % 4 == 0 ? 2 : 1)) dp=$((ranks % 8 == 0 ? 2 : 1)) engine
+    local dp=$((ranks % 4 == 0 ? 2 : 1))
     local half=(--dtype bfloat16 --batch-size $((4 * ranks)) --accumulate 2)
     [ "$device" = cuda ] || half=()
-    for engine in ${ENGINES:-torch megatron deepspeed}; do
-        case $engine in
-            torch) train step torch 75 --tp $((ranks / two)) --dp "$two" "${half[@]}" ;;
-            *) train on_gpus "$engine" 75 --tp $((ranks / two / dp)) --pp "$two" --dp "$dp" "${half[@]}" ;;
-        esac
-    done
+    step pretrain 75 metrics.jsonl "${cce[@]}" pretrain --device "$device" --no-resume --tp $((ranks / dp)) --dp "$dp" \
+        --preset "${PRESET:-base}" --steps "${STEPS:-20}" --eval-every "${STEPS:-20}" --checkpoint-every 0 "${half[@]}" \
+        ${CORPUS:+--corpus "$CORPUS"} --corpus-mib 4 --cache "$work/corpus" --out "$work/pretrain"
 }
 
 kill_and_go_on() {

@@ -8,7 +8,7 @@ MODULES = [
     "cce_dist.tools.verify",
     "cce_dist.tools.pretrain.launch",
     "cce_dist.tools.pretrain.torchrun",
-    "cce_dist.tools.pretrain.engines.torch",
+    "cce_dist.tools.pretrain.engine",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",

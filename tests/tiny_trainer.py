@@ -147,7 +147,7 @@ def begin_deepspeed() -> None:
 
     comm: Any = sys.modules["deepspeed.comm.torch"]
     comm.build_shm_op = lambda: None
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed(dist.get_backend())
 
 
 def forget() -> None:

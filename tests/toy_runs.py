@@ -1,4 +1,4 @@
-"""Short runs of ``cce-dist pretrain`` on toy sizes, and what they leave: for the tests of all its engines."""
+"""Short runs of ``cce-dist pretrain`` on toy sizes, and what they leave."""
 
 import argparse
 import json
@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from cce_dist.tools import cli
-from cce_dist.tools.pretrain import Recipe, add_arguments, data
+from cce_dist.tools.pretrain import add_arguments, data
 from cce_dist.tools.pretrain.ranks import Ranks
-from cce_dist.tools.pretrain.recipe import PRESETS
+from cce_dist.tools.pretrain.recipe import PRESETS, Recipe
 
 ALONE = Ranks(torch.device("cpu"))
 CORPUS = Path(sysconfig.get_path("stdlib")) / "email"
@@ -65,17 +65,3 @@ def newest(out: Path) -> int:
 def go_back(out: Path, step: int = 4) -> None:
     """Have an older checkpoint be the newest one, as if the run had been killed after it."""
     (out / "checkpoints" / "latest").write_text(f"step-{step:08d}\n")
-
-
-def forget_groups(engine: str) -> None:
-    """Have a framework forget the groups of its last model. Leads Megatron to the CPU, for good."""
-    if engine == "deepspeed":
-        from deepspeed.utils import groups
-
-        groups._release_process_group_references()
-    elif engine == "megatron":
-        from megatron.core import parallel_state
-        from megatron_on_cpu import use_cpu
-
-        use_cpu()
-        parallel_state.destroy_model_parallel()

@@ -215,8 +215,10 @@ TEACHER = ("teacher_input", "teacher_weight", "teacher_bias")
 
 def _beta(value: Any) -> float:
     value = checks.number("beta", value)
-    if not 0.0 < value < 1.0:
-        raise ValueError(f'beta must be in (0, 1), got {value}: its ends are kind="forward" and kind="reverse"')
+    if not torch.finfo(torch.float32).tiny <= value < 1.0:
+        raise ValueError(
+            f'beta must be in (0, 1), also in fp32, got {value}: its ends are kind="forward" and "reverse"'
+        )
     return value
 
 

@@ -72,8 +72,9 @@ def _second_sums(x: Heads, pair: Pair, spec: Divergence) -> Tensor | None:
             log_p, log_t, _ = _log_softmaxes(student, teacher, pair)
             p, t, below = log_p.exp(), log_t.exp(), log_p < log_t
             if spec.kind == "jsd":
-                of_teacher = torch.where(t == 0, 0.0, t * above_mixture(log_t, log_p, 1 - spec.beta)).sum(1)
-                parts = of_teacher, torch.where(p == 0, 0.0, p * above_mixture(log_p, log_t, spec.beta)).sum(1)
+                of_teacher = torch.where(t == 0, 0.0, t * above_mixture(log_t, log_p, spec.beta, spec.rest)).sum(1)
+                of_student = torch.where(p == 0, 0.0, p * above_mixture(log_p, log_t, spec.rest, spec.beta)).sum(1)
+                parts = of_teacher, of_student
             elif spec.kind == "tv":
                 # A NaN is not >=, so it is passed on.
                 parts = torch.where(log_p >= log_t, 0.0, t - p).sum(1), torch.where(below, p, 0.0).sum(1)
@@ -125,8 +126,9 @@ def _block_gradients(student: Block, teacher: Block, pair: Pair, spec: Divergenc
         below = torch.where(log_p < log_t, log_p - pair.log_overlap[student.rows, None], -torch.inf)
         grad = p * pair.offset[student.rows, None] - below.exp_()
     else:
-        above = log_p - log_t if spec.kind == "reverse" else above_mixture(log_p, log_t, spec.beta)
-        factor = 1.0 if spec.kind == "reverse" else 1 - spec.beta
+        reverse = spec.kind == "reverse"
+        above = log_p - log_t if reverse else above_mixture(log_p, log_t, spec.rest, spec.beta)
+        factor = 1.0 if reverse else spec.rest
         # Avoid 0 * -inf = NaN where p underflows.
         grad = torch.where(p == 0, 0.0, factor * p * (above - pair.offset[student.rows, None]))
     if head.softcap is not None:

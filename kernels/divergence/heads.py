@@ -82,9 +82,14 @@ class Divergence(NamedTuple):
     student: ShardLogits  # How the student's logits are computed from its hidden states
     teacher: ShardLogits  # How the teacher's logits are computed; ``num_valid`` equals the student's
     kind: str = "forward"  # One of KINDS
-    beta: float = 0.5  # The teacher's weight in the mixture, for "jsd"
+    beta: float = 0.5  # The teacher's weight in the mixture, for "jsd"; float64, so that 1 - beta is exact
     workspace_bytes: int = 256 << 20  # The budget; 0: chosen from the shapes
     grad: bool = True  # A backward pass may follow
+
+    @property
+    def rest(self) -> float:
+        """The student's weight in the mixture. In fp32 ``1 - beta`` would lose the digits of a beta near 1."""
+        return 1.0 - self.beta
 
     def can_keep(self, dtype: str) -> bool:
         """Whether logits can be kept from forward to backward: only in bf16."""
@@ -152,12 +157,17 @@ def complete(pair: Pair, sums_T2N: Tensor, spec: Divergence) -> tuple[Tensor, Pa
     if spec.kind == "tv":
         # Rounding may lift the sum above 1.
         return first.clamp(max=1.0), pair._replace(offset=offset, log_overlap=torch.zeros_like(offset))
-    return spec.beta * first + (1 - spec.beta) * offset, pair._replace(offset=offset)
+    return spec.beta * first + spec.rest * offset, pair._replace(offset=offset)
 
 
 FARTHEST = 80.0  # nats: bound on the difference of log t and log p; beyond it the smaller probability does not matter
 
 
-def above_mixture(log_q: Tensor, log_other: Tensor, share: float) -> Tensor:
-    """Return log q - log m for m = (1 - share) q + share other. It is exactly 0 for q = other, and cannot overflow."""
-    return -torch.log1p(share * torch.expm1((log_other - log_q).clamp(max=FARTHEST)))
+def above_mixture(log_q: Tensor, log_other: Tensor, own: float, others: float) -> Tensor:
+    """Return log q - log m for m = own * q + others * other, weights whose sum is 1.
+
+    It is exactly 0 for q = other, and cannot overflow. Where m is much smaller than q, log1p would lose the digits of ``own``.
+    """
+    apart = (log_other - log_q).clamp(max=FARTHEST)
+    change = others * torch.expm1(apart)
+    return -torch.where(change > -0.5, change.log1p(), (own + others * apart.exp()).log())

@@ -22,6 +22,7 @@ import triton.language as tl
 from cce_dist.kernels import Gradients, Grads, Rows, memory
 from cce_dist.kernels.blocks import kernel, on_device
 from cce_dist.kernels.d_hidden import Sum
+from cce_dist.kernels.divergence import heads
 from cce_dist.kernels.divergence.heads import KINDS, Divergence, Heads, Merge, Pair, Sums, pair_of
 from cce_dist.kernels.divergence.pair_logits import PairLogits, fill_logits, new_pair_logits
 from cce_dist.kernels.exact import (
@@ -40,6 +41,7 @@ from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.kernels.waves import cdiv
 
 FORWARD, REVERSE, JSD, TV, LK = (tl.constexpr(i) for i in range(len(KINDS)))  # in the order of KINDS
+FARTHEST = tl.constexpr(heads.FARTHEST)
 SUMS_TILES = 4  # tiles that a warp of ``_pair_sums_kernel`` reads at a time
 # Warps per row of that kernel. Sums stay within one warp; but kinds with a second pass work on few rows at a time.
 SUMS_WARPS, FEW_ROWS_WARPS = 1, 4
@@ -180,10 +182,19 @@ def _moment(e, difference):
 
 
 @triton.jit
-def _above_mixture(log_p, log_t, beta, FAST: tl.constexpr, FAST_LOG: tl.constexpr):
-    """Return p, t, log p - log m and log t - log m. ``heads.above_mixture`` has the formulas and their error.
+def _log_mixture(change, mixture, FAST_LOG: tl.constexpr):
+    """Return the logarithm of ``mixture``, which is 1 + ``change``: near 1 as a series, so that no digit of it is lost."""
+    series = 1.0 / 3 - change * (0.25 - change * (0.2 - change * (1.0 / 6)))
+    near = change * (1.0 - change * (0.5 - change * series))
+    return tl.where(tl.abs(change) < 0.0625, near, fast_log2(mixture, FAST_LOG) * LOG_2)
 
-    m is computed relative to the larger of p and t, so exponentials do not overflow, and equal heads give exactly 0.
+
+@triton.jit
+def _above_mixture(log_p, log_t, beta, rest, FAST: tl.constexpr, FAST_LOG: tl.constexpr):
+    """Return p, t, log p - log m and log t - log m for m = beta * t + rest * p.
+
+    m is computed relative to the larger of p and t, so exponentials do not overflow, and equal heads give exactly 0. If m is
+    nearly the smaller one, its distance from m is a series of its own: the difference of two logarithms would lose its digits.
     """
     difference = log_p - log_t
     larger = fast_exp2(tl.maximum(log_p, log_t) * LOG2_E, FAST)
@@ -191,9 +202,12 @@ def _above_mixture(log_p, log_t, beta, FAST: tl.constexpr, FAST_LOG: tl.constexp
     far = tl.where(larger == 0, 0.0, -tl.abs(difference))
     ratio = fast_exp2(far * LOG2_E, FAST)
     leads = difference > 0
-    log_m = fast_log2(1.0 + tl.where(leads, beta, 1.0 - beta) * (ratio - 1.0), FAST_LOG) * LOG_2
+    of_smaller = tl.where(leads, beta, rest)
+    of_larger = tl.where(leads, rest, beta)
+    log_m = _log_mixture(of_smaller * (ratio - 1.0), of_larger + of_smaller * ratio, FAST_LOG)
     above_larger = -log_m
-    above_smaller = far - log_m
+    change = of_larger * (1.0 - ratio) / ratio
+    above_smaller = tl.where(change < 0.0625, -_log_mixture(change, 1.0, FAST_LOG), far - log_m)
     smaller = larger * ratio
     return (
         tl.where(leads, larger, smaller),
@@ -220,7 +234,7 @@ def _add_up(
         sums_KN.shape[1], z_2RC.stride(1), top_2BR.stride(1), cdiv(last - first, tiles.lse.cols),
         int(first > 0 or pair is not None),
         # options
-        spec.beta,
+        spec.beta, spec.rest,
         TASK=KINDS.index(spec.kind), SECOND=pair is not None, FAST=has_fast_math(),
         FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_V=tiles.lse.cols, TILES=SUMS_TILES * num_warps,
         num_warps=num_warps,
@@ -246,6 +260,7 @@ def _pair_sums_kernel(
     num_tiles,
     goes_on,
     beta,
+    rest,
     TASK: tl.constexpr,
     SECOND: tl.constexpr,
     FAST: tl.constexpr,
@@ -305,7 +320,7 @@ def _pair_sums_kernel(
         z_s = z_s.to(tl.float32) + base_s[:, None]
         z_t = z_t.to(tl.float32) + base_t[:, None]
         if SECOND and TASK == JSD:
-            p, t, above_p, above_t = _above_mixture(z_s, z_t, beta, FAST, FAST_LOG)
+            p, t, above_p, above_t = _above_mixture(z_s, z_t, beta, rest, FAST, FAST_LOG)
             sum_t += _moment(t, above_t)
             sum_s += _moment(p, above_p)
         elif SECOND and TASK == TV:
@@ -407,7 +422,7 @@ def _write_gradients(
         # sizes
         num_rows, z_2RC.stride(1), top_2BR.stride(1),
         # options
-        spec.beta,
+        spec.beta, spec.rest,
         TASK=KINDS.index(spec.kind), FAST=has_fast_math(),
         FAST_LOG=has_fast_math() and z_2RC.itemsize == 2, BLOCK_N=BLOCK_N, BLOCK_V=tiles.lse.cols, MAX_SIDE=MAX_SIDE,
     )
@@ -434,6 +449,7 @@ def _pair_gradients_kernel(
     z_stride,
     top_stride,
     beta,
+    rest,
     TASK: tl.constexpr,
     FAST: tl.constexpr,
     FAST_LOG: tl.constexpr,
@@ -478,9 +494,12 @@ def _pair_gradients_kernel(
         below = tl.where(log_p < log_t, fast_exp2((log_p - log_overlap) * LOG2_E, FAST), 0.0)
         grad = fast_exp2(log_p * LOG2_E, FAST) * offset[:, None] - below
     else:
-        coef *= 1.0 - beta
-        p, _, above_p, _ = _above_mixture(log_p, log_t, beta, FAST, FAST_LOG)
-        grad = tl.where(p == 0, 0.0, p * (above_p - offset[:, None]))
+        coef *= rest
+        p = fast_exp2(log_p * LOG2_E, FAST)
+        ratio = fast_exp2(tl.minimum(log_t - log_p, FARTHEST) * LOG2_E, FAST)
+        log_m = _log_mixture(beta * (ratio - 1.0), rest + beta * ratio, FAST_LOG)
+        # Avoid 0 * NaN where p underflows.
+        grad = tl.where(p == 0, 0.0, p * (-log_m - offset[:, None]))
     grad *= coef[:, None]
     if head.softcap is not None:
         # The slope at a logit of -inf, as in padding columns, is not finite.

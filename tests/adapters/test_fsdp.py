@@ -349,6 +349,24 @@ def check_a_wrapper_alone() -> None:
         torch.testing.assert_close(found[1], found[0], rtol=rtol, atol=atol)
 
 
+def check_a_call_that_is_not_seen() -> None:
+    """A head finds a ``fully_shard`` call that covers it, and refuses one that does not, where the gradient would differ."""
+    found = []
+    for forgotten in (False, True):
+        model = build(Case("Headed", factor=3.0), True)
+        if forgotten:  # as before torch 2.13
+            model.lm_head.rows.state = None
+        model(**batch(Case()))["loss"].backward()
+        found.append(model.lm_head.weight.grad.full_tensor())
+    assert torch.equal(*found)
+    model = Headed(shard_over=mesh_of())
+    body: Any = fully_shard(model.model.layers[0], mesh=mesh_of())
+    model(**batch(Case()))["loss"].backward()
+    body.set_gradient_divide_factor(3.0)
+    with pytest.raises(ValueError, match="no fully_shard call covers the head"):
+        model(**batch(Case()))
+
+
 def check_a_mesh_of_other_names() -> None:
     """Norms are clipped over parameters of FSDP2 and rows together, a state is loaded, and convert knows the mesh again."""
     named = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("other",))
@@ -453,6 +471,10 @@ def check_that_replicas_do_not_drift() -> None:
         for model in (cce_dist.convert(Small(), shard_over=over), Headed(shard_over=over)):
             with pytest.raises(ValueError, match="give both the same mesh"):
                 fully_shard(model, mesh=given, ignored_params=set(model.lm_head.parameters()))
+    model = Headed(shard_over=mesh["dp"])
+    fully_shard(model.model.layers[0], mesh=mesh)
+    with pytest.raises(ValueError, match="no fully_shard call covers the head"):
+        model(**batch(Case()))
 
 
 def check_a_rank_that_skips_a_step() -> None:
@@ -472,6 +494,7 @@ def two() -> None:
     check_evaluation()
     check_what_is_refused()
     check_a_wrapper_alone()
+    check_a_call_that_is_not_seen()
     check_a_mesh_of_other_names()
     check_arguments_of_the_loss()
     check_engines_that_are_refused()

@@ -96,13 +96,11 @@ def test_a_fingerprint_sees_what_moved(tmp_path: Path, capsys: pytest.CaptureFix
     cases = json.loads((tmp_path / "1.0.json").read_text())
     assert len(cases) == 4
     name, other, *_ = (name for name, hashes in cases.items() if "gradient of input" in hashes)
-    files = [str(tmp_path / f"{number}.json") for number in range(2)]
-    for file in files:
-        Path(file).write_text(json.dumps({"made with": {}, "torch T=1": cases}))
-        cases = {
-            name: cases[name] | {"gradient of input": "moved"},
-            **{k: cases[k] for k in cases if k not in (name, other)},
-        }
+    new = {key: hashes for key, hashes in cases.items() if key != other}
+    new[name] = cases[name] | {"gradient of input": "moved"}
+    files = [str(tmp_path / "old.json"), str(tmp_path / "new.json")]
+    for file, found in zip(files, (cases, new), strict=True):
+        Path(file).write_text(json.dumps({"made with": {}, "torch T=1": found}))
     assert fingerprint.compare(files[0], files[0]) == 0
     assert fingerprint.compare(*files) == 1
     said = capsys.readouterr().out

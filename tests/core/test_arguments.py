@@ -14,9 +14,9 @@ PRETRAIN = [
     "--clip -1", "--clip nan", "--clip 0", "--lr nan", "--lr inf", "--lr -1", "--lr 0", "--lr x", "--warmup -5", "--seed -1",
     "--seed 99999999999999999999", "--steps 0", "--steps 1.5", "--checkpoint-every -1", "--eval-every 0", "--eval-batches 0",
     "--log-every 0", "--keep 0", "--weight-decay nan", "--weight-decay -1", "--filter-eps nan", "--filter-eps 1",
-    "--filter-eps -1", "--batch-size 0", "--accumulate 0", "--tp 0", "--dp -1", "--pp 0", "--timeout nan", "--timeout 0",
+    "--filter-eps -1", "--batch-size 0", "--accumulate 0", "--tp 0", "--dp -1", "--timeout nan", "--timeout 0",
     "--timeout inf", "--max-restarts -1", "--corpus-mib 0", "--corpus-mib 1e3", "--vocab-size 0", "--vocab-size 999999999999",
-    "--seq-len 0", "--num-layers -2", "--loss nosuch", "--preset nosuch", "--zero-stage 4", "--pattern /abs", "--out=",
+    "--seq-len 0", "--num-layers -2", "--loss nosuch", "--preset nosuch", "--pattern /abs", "--out=",
     "--pattern=", "--cache=", "--out /dev/null", "--cache /dev/null/x", "--corpus /dev/null", "--peak-tflops 0", "--nodes 0",
 ]  # fmt: skip
 LONG, HUGE = 300 * "a", "1" + 20 * "0"

@@ -6,18 +6,21 @@ In bf16 alone exponentials are kept, gradients are made in forward group by grou
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from shards import DEVICE, nan_memory
 
-from cce_dist import GradFilter
-from cce_dist.tools.verify.cases import BF16, FP32, Gaussian, LogProbCase, LossCase
+from cce_dist import GradFilter, groups
+from cce_dist.tools.verify.cases import BF16, FP32, Gaussian, LogProbCase, LossCase, ignore
 from cce_dist.tools.verify.check import run_case
 from cce_dist.tools.verify.log_probs import LOG_PROBS
 from cce_dist.tools.verify.loss import LOSS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 SMALL = Gaussian(37, 24, 100, bias=True)
+A_GROUP_WITHOUT_LABELS = Gaussian(37, 24, 100, bias=True, labels=ignore(slice(0, 16)))
 NO_BIAS = Gaussian(37, 24, 100)
 
 
@@ -31,8 +34,13 @@ CASES = [
     case_of("groups-in-a-buffer", in_groups=15, low=True, buffer=FP32),
     case_of("every-option", SMALL, dict(label_smoothing=0.1, z_loss_weight=0.1, softcap=3.0, logit_scale=0.7)),
     case_of(
-        "every-option-in-groups", SMALL, dict(label_smoothing=0.1, z_loss_weight=0.1, logit_scale=0.7), in_groups=15
+        "every-option-in-groups",
+        A_GROUP_WITHOUT_LABELS,
+        dict(label_smoothing=0.1, z_loss_weight=torch.tensor(0.1), logit_scale=0.7),
+        in_groups=15,
     ),
+    case_of("softcap-in-groups", A_GROUP_WITHOUT_LABELS, dict(reduction="sum", softcap=3.0), in_groups=15, scale=0.3),
+    case_of("divisor-in-groups", A_GROUP_WITHOUT_LABELS, dict(num_tokens=33), in_groups=15, num_tokens=torch.int64),
     case_of("made-again", SMALL, dict(workspace_bytes=1)),
     case_of("each-token", NO_BIAS, dict(reduction="none")),
     case_of("classes", NO_BIAS, in_groups=15, classes=True),
@@ -43,10 +51,11 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_losses(case: LossCase) -> None:
-    """Catches: rounding of an exponential, of a group's part of dC, or of a sum that fp32 hides."""
-    with nan_memory():
+    """Catches: rounding of an exponential, of a group's part of dC, or of a sum that fp32 hides; of groups an upstream gradient
+    left out, a divisor of the group's own tokens, weights of another group's classes, and a group that sets dC."""
+    with nan_memory(), mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as one_pass:
         wrong = [error for error in run_case(LOSS, case, None, DEVICE, "triton") if not error.ok]
-    assert not wrong
+    assert not wrong and one_pass.called == (case.in_groups is not None)
 
 
 def test_log_probs() -> None:

@@ -1,17 +1,15 @@
 """The public call on one process: the contract's edges. The matrix of options is in test_verify.py."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from cce_dist import GradFilter, LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
 from cce_dist.autograd import build, flat
 from cce_dist.call import AUX, Call
 from cce_dist.kernels import Filter, ShardLogits, Spec, Want, memory
-from cce_dist.tools.verify.cases import CASES, Gaussian, LossCase, ignore, uneven
+from cce_dist.tools.verify.cases import CASES
 from cce_dist.tools.verify.check import assert_no_worse, run_case
 from cce_dist.tools.verify.loss import LOSS
 
@@ -40,22 +38,6 @@ def test_what_does_not_count_may_hold_anything(name: str) -> None:
     case = replace(next(case for case in CASES if case.name == name), padding=torch.nan, hidden_of_ignored=torch.nan)
     for error in run_case(LOSS, case, None, "cpu"):
         assert error.ok, error
-
-
-def _class_weights_on_ranks() -> None:
-    problem = Gaussian(N, D, V, labels=ignore(slice(0, None, 4)))
-    for smoothing in (0.0, 0.2):
-        options = {"label_smoothing": smoothing}
-        for error in run_case(
-            LOSS, LossCase("classes", "", options, problem, uneven, classes=True), dist.group.WORLD, "cpu"
-        ):
-            assert error.ok, f"{options}: {error}"
-
-
-@pytest.mark.slow
-def test_class_weights_on_two_ranks(ranks2: Callable[..., None]) -> None:
-    """Catches smoothing that forgets the weights of another rank's classes."""
-    ranks2(_class_weights_on_ranks)
 
 
 def test_names_of_aux_are_the_outputs():

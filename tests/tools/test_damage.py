@@ -1,10 +1,9 @@
-"""What is stored is whole, finite and safe to read, by all three engines: NaN, full disks, damage, other people's files."""
+"""What is stored is whole, finite and safe to read: NaN, full disks, damage, other people's files."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import json
 import math
 import os
@@ -14,6 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,14 +24,13 @@ import torch.distributed as dist
 
 pytest.importorskip("tokenizers")
 
-from toy_runs import ALONE, forget_groups, go_back, losses, newest, options, prepared, pretrain, records
+from toy_runs import ALONE, go_back, losses, newest, options, prepared, pretrain, records
 
-from cce_dist.tools.pretrain import checkpoint, engines, exits, launch, log
-from cce_dist.tools.pretrain.engines.torch import TorchEngine
+from cce_dist.tools.pretrain import checkpoint, exits, launch, log
+from cce_dist.tools.pretrain.engine import Engine, Step
 from cce_dist.tools.pretrain.exits import CheckpointError, Stopped, UsageError
 from cce_dist.tools.pretrain.launch import train_on
-from cce_dist.tools.pretrain.ranks import Ranks
-from cce_dist.tools.ranks import run_ranks
+from cce_dist.tools.pretrain.ranks import make_mesh
 
 pytestmark = pytest.mark.xdist_group("damage")
 
@@ -50,25 +49,24 @@ def go_on(cache: Path, out: Path, *more: str) -> None:
 
 
 def step_that(
-    engine: type,
     number: int,
     before: Callable[[], Any] = lambda: None,
-    after: Callable[[Any, engines.Step], engines.Step] = lambda engine, done: done,
+    after: Callable[[Engine, Step], Step] = lambda engine, done: done,
     rank: int = 0,
 ) -> Any:
-    """Have something happen before a step of an engine, on one rank, or to its outcome, on all."""
-    original: Any = getattr(engine, "step")  # noqa: B009 - a type of any engine
+    """Have something happen before a step, on one rank, or to its outcome, on all."""
+    original = Engine.step
 
-    def step(self: Any, given: int, *batch: Any) -> engines.Step:
+    def step(self: Engine, given: int, *batch: Any) -> Step:
         if given == number and self.ranks.rank == rank:
             before()
         done = original(self, given, *batch)
         return after(self, done) if given == number else done
 
-    return mock.patch.object(engine, "step", step)
+    return mock.patch.object(Engine, "step", step)
 
 
-def not_finite(engine: Any, done: engines.Step) -> engines.Step:
+def not_finite(engine: Engine, done: Step) -> Step:
     return done._replace(grad_norm=done.grad_norm * math.nan)
 
 
@@ -91,14 +89,12 @@ def no_file_beyond(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def _engine_loses_nothing(name: str, cache: Path, out: Path) -> None:
+def _lose_nothing(cache: Path, out: Path) -> None:
     """The body of two ranks."""
-    ranks = Ranks(torch.device("cpu"), dist.get_rank(), 2, tp=2)
-    engine = getattr(__import__(f"cce_dist.tools.pretrain.engines.{name}", fromlist=["x"]), launch.ENGINES[name])
+    ranks = make_mesh(torch.device("cpu"), tp=2, dp=1, timeout=timedelta(seconds=120))
 
     def train(folder: str, *more: str) -> Path:
-        forget_groups(name)
-        recipe = options(cache, out / folder, "--engine", name, "--log-every", "100", *more)
+        recipe = options(cache, out / folder, "--log-every", "100", *more)
         try:
             train_on(recipe, ranks, prepared(cache))
         finally:
@@ -108,14 +104,14 @@ def _engine_loses_nothing(name: str, cache: Path, out: Path) -> None:
     whole = train("whole", "--log-every", "1")
 
     # The last rank alone hears a signal in its third step.
-    signalled = step_that(engine, 3, before=lambda: os.kill(os.getpid(), signal.SIGUSR1), rank=1)
+    signalled = step_that(3, before=lambda: os.kill(os.getpid(), signal.SIGUSR1), rank=1)
     with signalled, pytest.raises(Stopped, match=r"after step [45]:"):
         train("stopped", "--log-every", "1", "--checkpoint-every", "100")
     assert losses(train("stopped", "--log-every", "1")) == losses(whole)
 
     # Not a number in the sixth step, between two records and two checkpoints.
     message = r"not finite at step 6.*newest checkpoint is of step 4"
-    with step_that(engine, 6, after=not_finite), pytest.raises(UsageError, match=message):
+    with step_that(6, after=not_finite), pytest.raises(UsageError, match=message):
         train("nan", "--eval-every", "100")
     assert newest(out / "nan") == 4 and not (out / "nan" / "checkpoints" / EIGHT).exists()
 
@@ -135,33 +131,28 @@ def _engine_loses_nothing(name: str, cache: Path, out: Path) -> None:
     assert not list((out / "full" / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("engine", ["torch", "deepspeed", "megatron"])
-@pytest.mark.timeout(280)
 @pytest.mark.slow
-def test_every_engine_loses_nothing(tmp_path: Path, cache: Path, engine: str) -> None:
-    if engine != "torch" and importlib.util.find_spec(engine) is None:
-        pytest.skip(f"{engine} is not installed")
-    prepared(cache)
-    run_ranks(_engine_loses_nothing, 2, engine, cache, tmp_path)
+def test_two_ranks_lose_nothing(ranks2: Callable[..., None], tmp_path: Path, cache: Path) -> None:
+    ranks2(_lose_nothing, cache, tmp_path)
 
 
 def test_no_checkpoint_of_weights_that_are_not_finite(cache: Path, tmp_path: Path) -> None:
     """Loss and gradient of the fourth step are finite; its update is not."""
 
-    def spoil(engine: Any, done: engines.Step) -> engines.Step:
+    def spoil(engine: Any, done: Step) -> Step:
         with torch.no_grad():
             engine.model.embedding.weight.mul_(math.nan)
         return done
 
     asked = pytest.raises(UsageError, match=r"weights after step 4 give a loss of nan.*there is no checkpoint")
-    with step_that(TorchEngine, 4, after=spoil), asked:
+    with step_that(4, after=spoil), asked:
         go_on(cache, tmp_path, "--log-every", "100", "--eval-every", "100", "--keep", "9")
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
 def test_a_stop_stores_no_step_that_was_not_finite(cache: Path, tmp_path: Path) -> None:
     """The third step is not finite, and a signal asks to stop before anybody has looked."""
-    spoiled = step_that(TorchEngine, 3, lambda: os.kill(os.getpid(), signal.SIGTERM), not_finite)
+    spoiled = step_that(3, lambda: os.kill(os.getpid(), signal.SIGTERM), not_finite)
     with spoiled, pytest.raises(UsageError, match=r"not finite at step 3: .*no checkpoint"):
         go_on(cache, tmp_path, "--log-every", "100", "--checkpoint-every", "100")
     assert not list((tmp_path / "checkpoints").glob("step-*"))

@@ -108,6 +108,13 @@ def test_the_library_does_without_its_tools() -> None:
     assert users == {"cce_dist.__main__"}
 
 
+def test_the_wheel_does_without_the_benchmarks() -> None:
+    scripts = {path.stem for path in ROOT.glob("benchmarks/*.py")}
+    texts = [path.read_text() for path in MODULES.values()]
+    used = {name for text in texts for name in re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)}
+    assert len(scripts) > 9 and not used & scripts
+
+
 def test_one_place_makes_the_default_group() -> None:
     makers = [module for module, path in MODULES.items() if "init_process_group(" in path.read_text()]
     assert makers == ["cce_dist.tools.ranks"]

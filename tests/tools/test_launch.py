@@ -116,11 +116,11 @@ def test_a_group_is_measured_as_far_as_cpus_can(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
     outcome = {row[0][2:]: row[1] for row in rows}
-    others = ("bench", "stage-megatron", "stage-deepspeed", "pretrain-megatron", "pretrain-deepspeed")
-    ran = dict.fromkeys(("verify", "pretrain-torch"), "ok")
+    others = ("bench", "stage-megatron", "stage-deepspeed")
+    ran = dict.fromkeys(("verify", "pretrain"), "ok")
     assert outcome == ran | dict.fromkeys(others, "not run: it needs GPUs")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "pretrain-torch.jsonl", "table.md"]
-    assert '"step": 2' in (tmp_path / "out" / "pretrain-torch.jsonl").read_text()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "pretrain.jsonl", "table.md"]
+    assert '"step": 2' in (tmp_path / "out" / "pretrain.jsonl").read_text()
     failing = environment | {"PYTHON": "false"}
     failed = subprocess.run([*command, "verify"], env=failing, capture_output=True, text=True)
     assert failed.returncode == 1 and "| verify | failed, exit code 1 |" in failed.stdout

@@ -26,9 +26,6 @@ from cce_dist.tools.plan.head import Head, cost, listed_seconds
 from cce_dist.tools.plan.planning import LOSSES
 from cce_dist.tools.plan.scale import grow
 from cce_dist.tools.plan.sizes import MODELS, padded, read_config
-from cce_dist.tools.pretrain import Recipe
-from cce_dist.tools.pretrain.recipe import PRESETS, UsageError
-from cce_dist.tools.pretrain.stages import layers_of_stages
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -454,24 +451,6 @@ def test_json_and_picture(tmp_path: Path, capsys) -> None:
     for name, pp in (("one", "1"), ("four", "4")):
         printed(["--model", "llama-3-8b", "--pp", pp, "--picture", str(tmp_path / f"{name}.png")], capsys)
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
-def test_a_run_takes_the_cut(engine: str) -> None:
-    """--layers-per-stage: none for an even cut, the plan's for auto, numbers that must add up."""
-
-    def recipe(said: str, loss: str = "exact", pp: int = 2) -> Recipe:
-        shape = dataclasses.replace(PRESETS["wide"], num_layers=8, vocab_size=262_144)
-        return Recipe(shape=shape, engine=engine, pp=pp, loss=loss, layers_per_stage=said, batch_size=16)
-
-    assert layers_of_stages(recipe("even")) is None and layers_of_stages(recipe("auto", pp=1)) is None
-    assert layers_of_stages(recipe("7,1")) == [7, 1] and layers_of_stages(recipe("8,0")) == [8, 0]
-    exact, filtered = layers_of_stages(recipe("auto")), layers_of_stages(recipe("auto", "filtered"))
-    assert exact is not None and filtered is not None and sum(exact) == sum(filtered) == 8
-    assert exact[1] < filtered[1] <= 4
-    for wrong in ("7,2", "8", "a,b", "9,-1", "0,8"):
-        with pytest.raises(UsageError, match="--layers-per-stage"):
-            layers_of_stages(recipe(wrong))
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_a_second_signal_ends_a_rank_without_an_agent(monkeypatch: pytest.Monkey
 
     def rank() -> None:
         heard: list[int] = []
-        with stop.hearing(stop.SIGNALS, heard.append):
+        with stop.signal_handlers(stop.SIGNALS, heard.append):
             for pause in (0.0, 0.0, 0.4):
                 time.sleep(pause)
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -128,7 +128,10 @@ def test_a_signal_that_was_heard_inside_is_ignored_outside() -> None:
     """Catches Python's own handler, which ends a run that has stored its step with the code of a crash."""
 
     def rank() -> None:
-        with stop.hearing(stop.SIGNALS, stop.leave_outside), stop.hearing(stop.SIGNALS, lambda number: None):
+        with (
+            stop.signal_handlers(stop.SIGNALS, stop.exit_before_training),
+            stop.signal_handlers(stop.SIGNALS, lambda number: None),
+        ):
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         os._exit(AGAIN)

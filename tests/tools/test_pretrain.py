@@ -31,8 +31,7 @@ from toy_runs import (
 
 from cce_dist.tools import cli
 from cce_dist.tools.pretrain import corpus, data
-from cce_dist.tools.pretrain.build import build_model
-from cce_dist.tools.pretrain.engines.torch import clip_gradients
+from cce_dist.tools.pretrain.engine import clip_gradients
 from cce_dist.tools.pretrain.launch import train_on
 from cce_dist.tools.pretrain.ranks import Ranks, make_mesh
 from cce_dist.tools.pretrain.recipe import PRESETS
@@ -59,16 +58,6 @@ def test_losses_that_are_exact_differ_in_rounding_alone(
     assert largest_difference(trained, tmp_path) < 1e-5
 
 
-@pytest.mark.parametrize("loss", ["dense", "exact", "filtered"])
-def test_only_a_filtered_run_asks_for_more_than_the_loss(cache: Path, tmp_path: Path, loss: str) -> None:
-    model = build_model(options(cache, tmp_path, "--loss", loss), ALONE)
-    returned = []
-    model.head.register_forward_hook(lambda head, inputs, output: returned.append(output))
-    ids = torch.zeros(PRESETS["toy"].seq_len, 2, dtype=torch.long)
-    _, stats = model(ids, ids, num_tokens=ids.numel())
-    assert isinstance(returned[0], torch.Tensor) is (stats is None) is (loss != "filtered")
-
-
 def test_a_resumed_run_repeats_the_bits(cache: Path, tmp_path: Path, trained: Path) -> None:
     recipe = options(cache, tmp_path)
     train_on(recipe, ALONE, prepared(cache))
@@ -80,6 +69,24 @@ def test_a_resumed_run_repeats_the_bits(cache: Path, tmp_path: Path, trained: Pa
     train_on(recipe, ALONE, prepared(cache))
     assert [record["step"] for record in records(tmp_path)] == list(range(1, 9))
     assert losses(tmp_path) == losses(trained)
+
+
+def test_a_longer_run_says_what_its_learning_rate_does(
+    cache: Path, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a schedule that changes unsaid, and a line about one that does not change."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    assert pretrain(cache, run, "--steps", "12", "--checkpoint-every", "2") == 0
+    rates = [f"{record['lr']:.2e}" for record in records(run)]
+    line = (
+        f"--steps was 8 and is 12: the learning rate's cosine now ends at step 12, so that step 9 has {rates[8]} after"
+    )
+    assert f"{line} {rates[7]}\n" in capsys.readouterr().out and float(rates[8]) > 2 * float(rates[7])
+    go_back(run, 10)
+    assert pretrain(cache, run, "--steps", "12") == 0
+    said = capsys.readouterr().out
+    assert "resumed after step 10" in said and "--steps was" not in said
 
 
 def test_a_checkpoint_of_another_model_is_refused(
@@ -196,15 +203,10 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         pytest.param(["--seq-len", "1000000"], "tokens in a split, one sequence needs 1000001", id="corpus-too-small"),
         pytest.param(["--vocab-size", "100"], "100 is too few", id="fewer-ids-than-bytes"),
         pytest.param(["--tp", "3"], "heads 4 cannot be split 3 ways", id="heads"),
-        pytest.param(["--engine", "deepspeed", "--pp", "3"], "2 layers cannot be split into 3 stages", id="stages"),
         pytest.param(["--device", "cuda"], "torch sees no GPU", id="no-gpu", marks=without_gpu),
-        pytest.param(["--pp", "2"], "--pp needs --engine megatron", id="pipeline-of-torch"),
-        pytest.param(["--loss", "megatron-fused"], "needs --engine megatron", id="megatrons-loss-in-torch"),
-        pytest.param(["--engine", "megatron"], "--engine megatron needs GPUs", id="megatron-on-cpu"),
         pytest.param(
             ["--filter-eps", "0.1"], "--filter-eps and --filter-always need a --loss that filters", id="no-filter"
         ),
-        pytest.param(["--layers-per-stage", "1,1"], "--layers-per-stage needs --pp", id="no-stages"),
     ],
 )
 def test_a_wrong_option_is_one_line(

@@ -27,7 +27,7 @@ RANKS = {  # numbers of ranks by their names in ``Layout``, and what they are
 # transposes, 24 for residual sums. Per element of the feed-forward network's inner layer: 58 for gate and product.
 EAGER_HIDDEN_BYTES, EAGER_INNER_BYTES = 326, 58
 # Plain torch takes 1.85 times as long as these bytes at full bandwidth, because of strided reads and deterministic backwards.
-# From the rates of ``--engine torch`` and ``deepspeed`` on one H200.
+# From the rates of ``pretrain`` and of the same model under DeepSpeed on one H200.
 STRIDED = 1.85
 
 

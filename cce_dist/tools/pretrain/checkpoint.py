@@ -7,8 +7,8 @@ by their global shape (``torch.distributed.checkpoint``), so a run goes on with 
 The file ``stored`` beside the folder of checkpoints names the newest one, too. A run whose checkpoints are gone thus does not
 begin at step 0 as if there had been none, and keeps its records.
 
-A manifest finds damage; it is no signature. Torch reads the metadata of tensors as a pickle, and so does DeepSpeed: go on from
-folders alone that you trust.
+A manifest finds damage; it is no signature. Torch reads the metadata of tensors as a pickle: go on from folders alone that you
+trust.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ NAME = re.compile(r"step-\d{8,}")
 def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: dict[str, Any], ranks: Ranks) -> None:
     """Write model, optimizer and ``state`` (plain values; ``state["step"]`` names the checkpoint); keep the ``keep`` newest.
 
-    Every rank writes the shards that it holds, by the engine's ``save_tensors``. Ranks share the reading of all files for the
-    manifest.
+    Every rank writes the shards that it holds, by ``save_tensors``. Ranks share the reading of all files for the manifest.
 
     Raises:
         CheckpointError: On every rank, where any could not write. Older checkpoints are untouched.

@@ -45,7 +45,7 @@ def writing(path: Path) -> Iterator[None]:
         raise CheckpointError(f"cannot write {error.filename or path}: {error.strerror or error}") from error
 
 
-def speaks_for_all() -> bool:
+def is_reporting_rank() -> bool:
     """Whether this process is the one that tells what all ranks know: rank 0, or a process that is no rank."""
     return os.environ.get("RANK", "0") == "0"
 

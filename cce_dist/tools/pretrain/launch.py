@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 import uuid
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,11 +24,11 @@ import torch.distributed as dist
 
 from cce_dist import GradFilter
 from cce_dist.tools.pretrain import data, exits
-from cce_dist.tools.pretrain.engines import Engine
+from cce_dist.tools.pretrain.engine import Engine
 from cce_dist.tools.pretrain.exits import AGAIN, HOPELESS, LOST, CheckpointError, Stopped, UsageError
 from cce_dist.tools.pretrain.ranks import Ranks, check_gpus, join
-from cce_dist.tools.pretrain.recipe import ENGINES, MEGATRON_FUSED, Recipe
-from cce_dist.tools.pretrain.stop import SIGNALS, hearing, leave_outside
+from cce_dist.tools.pretrain.recipe import Recipe
+from cce_dist.tools.pretrain.stop import SIGNALS, exit_before_training, signal_handlers
 from cce_dist.tools.pretrain.train import make_deterministic, train
 from cce_dist.tools.ranks import in_torchrun
 
@@ -38,14 +37,14 @@ def launch(args: argparse.Namespace) -> int:
     """Be a rank, or start them all, and return the exit code."""
     try:
         recipe = read_recipe(args)
-        check_engine(recipe)
+        check_flags(recipe)
         recipe.check_sizes()
         is_rank = in_torchrun() or (recipe.num_ranks == 1 and recipe.nodes == 1)
         num_local = recipe.ranks_per_node or recipe.num_ranks // recipe.nodes
         if not is_rank:
             check_gpus(recipe, num_local)
     except UsageError as error:
-        code = _report(error) if exits.speaks_for_all() else HOPELESS
+        code = _report(error) if exits.is_reporting_rank() else HOPELESS
         exits.tell_torchrun(code)
         return code
     if not is_rank:
@@ -68,10 +67,8 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
     if world_size is None and num_local is not None:
         world_size = args.nodes * num_local
     tp = args.tp
-    if tp is None and args.zero_stage > 1:
-        tp = 1
-    elif tp is None and world_size is not None:
-        tp = max(1, world_size // (args.dp * args.pp))
+    if tp is None and world_size is not None:
+        tp = max(1, world_size // args.dp)
     elif tp is None:
         tp = 2 if device == "cpu" else max(1, min(2, torch.cuda.device_count()))
     return Recipe.of(args, device=device, tp=tp)
@@ -112,7 +109,7 @@ def _rank_process(recipe: Recipe, agent: int) -> None:
 def run_rank(recipe: Recipe) -> int:
     """Set this rank up, train, and return its exit code, one of ``exits``."""
     _end_with_agent()
-    with contextlib.nullcontext() if in_torchrun() else hearing(SIGNALS, leave_outside):
+    with contextlib.nullcontext() if in_torchrun() else signal_handlers(SIGNALS, exit_before_training):
         try:
             ranks = join(recipe)
             train_on(recipe, ranks, _prepare(recipe, ranks))
@@ -127,14 +124,14 @@ def run_rank(recipe: Recipe) -> int:
 def _end_early(error: Exception) -> int:
     """Say what ended this rank's training, and return its exit code; a bug is raised."""
     if isinstance(error, Stopped):
-        if exits.speaks_for_all():
+        if exits.is_reporting_rank():
             exits.say(str(error))
         return _leave(AGAIN, everywhere=True)
     if not (isinstance(error, (UsageError, CheckpointError, data.CorpusError, OSError)) or _is_lost_peer(error)):
         raise error
     everywhere = isinstance(error, (UsageError, CheckpointError))
     code = LOST if _is_lost_peer(error) else HOPELESS
-    if not everywhere or exits.speaks_for_all():
+    if not everywhere or exits.is_reporting_rank():
         _report(error)
     return _leave(code, everywhere)
 
@@ -196,49 +193,30 @@ def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
 
 
 def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> float:
-    """Train on the corpus in ``folder`` with the engine that the recipe names; see ``train``."""
+    """Train on the corpus in ``folder``; see ``train``."""
     corpus = data.Corpus(folder)
     batches, held_out = (
         data.Batches(ids, recipe.shape.seq_len, recipe.seed) for ids in (corpus.train, corpus.held_out)
     )
     make_deterministic(recipe.seed)
-    # Only the engine's own module imports its framework.
-    engine: type[Engine] = getattr(
-        import_module(f"cce_dist.tools.pretrain.engines.{recipe.engine}"), ENGINES[recipe.engine]
-    )
-    return train(engine(recipe, ranks), corpus, batches, held_out)
+    return train(Engine(recipe, ranks), corpus, batches, held_out)
 
 
-def check_engine(recipe: Recipe) -> None:
-    """Raise ``UsageError`` where the recipe asks for what its engine cannot do here, or for a package that is not here."""
-    engine, stage, filters = recipe.engine, recipe.zero_stage, recipe.grad_filter is not None
+def check_flags(recipe: Recipe) -> None:
+    """Raise ``UsageError`` where flags do not go together, or one asks for a package that is not here."""
     uneven = recipe.num_ranks % recipe.nodes != 0 and recipe.ranks_per_node is None
     problems = {
-        f"--loss {MEGATRON_FUSED} needs --engine megatron": recipe.loss == MEGATRON_FUSED and engine != "megatron",
-        f"--filter-eps and --filter-always need a --loss that filters, not {recipe.loss}": not filters
+        f"--filter-eps and --filter-always need a --loss that filters, not {recipe.loss}": recipe.grad_filter is None
         and (recipe.filter_always or recipe.filter_eps != GradFilter.eps),
-        "--layers-per-stage needs --pp": recipe.layers_per_stage != "even" and recipe.pp == 1,
-        "--zero-stage needs --engine deepspeed": stage > 1 and engine != "deepspeed",
-        "--pp needs --engine megatron or deepspeed": recipe.pp > 1 and engine == "torch",
-        "--compile is for --engine torch": recipe.compile and engine != "torch",
-        "--engine megatron needs GPUs": engine == "megatron" and recipe.device == "cpu",
         "--meet HOST:PORT is needed for several nodes": recipe.nodes > 1 and recipe.meet is None,
         f"--nodes {recipe.nodes} cannot share {recipe.num_ranks} ranks: --ranks-per-node says how many are here": uneven,
-        "--sequence-parallel is not for --engine deepspeed": recipe.sequence_parallel and engine == "deepspeed",
-        "--zero-stage 2 and 3 need --pp 1 and --tp 1": stage > 1 and (recipe.pp > 1 or recipe.tp > 1),
     }
     for text, is_so in problems.items():
         if is_so:
             raise UsageError(text)
-    packages = {
-        "--engine megatron needs megatron-core": ("megatron.core", "megatron-core", engine == "megatron"),
-        "--engine deepspeed needs deepspeed": ("deepspeed", "deepspeed", engine == "deepspeed"),
-        "--tensorboard needs tensorboard": ("tensorboard", "tensorboard", recipe.tensorboard),
-        "--wandb needs wandb": ("wandb", "wandb", recipe.wandb is not None),
-    }
-    for text, (module, package, asked) in packages.items():
-        if asked and (find_spec(module.partition(".")[0]) is None or find_spec(module) is None):
-            raise UsageError(f"{text}, which is not installed: pip install {package}")
+    for package, is_asked in {"tensorboard": recipe.tensorboard, "wandb": recipe.wandb is not None}.items():
+        if is_asked and find_spec(package) is None:
+            raise UsageError(f"--{package} needs {package}, which is not installed: pip install {package}")
 
 
 def _report(error: BaseException) -> int:

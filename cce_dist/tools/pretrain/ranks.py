@@ -28,9 +28,8 @@ class Ranks:
     Attributes:
         device: Where it computes.
         rank, world_size: Place and number of all ranks.
-        tp, dp, pp: Tensor-parallel, data-parallel and pipeline size, the first varying fastest from rank to rank;
-            ``tp * dp * pp == world_size``.
-        mesh: [dp, tp] device mesh, or None where there is one rank only, or an engine that makes its own groups.
+        tp, dp: Tensor-parallel and data-parallel size; ``tp * dp == world_size``, and tensor-parallel ranks are neighbours.
+        mesh: [dp, tp] device mesh, or None where there is one rank only.
     """
 
     device: torch.device
@@ -38,7 +37,6 @@ class Ranks:
     world_size: int = 1
     tp: int = 1
     dp: int = 1
-    pp: int = 1
     mesh: DeviceMesh | None = None
 
     @property
@@ -52,7 +50,7 @@ class Ranks:
     def microbatches(self, ids: np.ndarray, labels: np.ndarray, accumulate: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's ``accumulate`` microbatches of a whole batch, [s, b] each, on its device."""
         size = len(ids) // (self.dp * accumulate)
-        first = self.rank // self.tp % self.dp * accumulate
+        first = self.rank // self.tp * accumulate
         for part in range(first, first + accumulate):
             part_ids, part_labels = (each[part * size : (part + 1) * size].T.copy() for each in (ids, labels))
             yield _to_device(part_ids, self.device), _to_device(part_labels, self.device)
@@ -81,14 +79,11 @@ class Ranks:
         """Have the first rank act, and return its result on every rank, or raise what it met."""
         return self.together(lambda: act() if self.rank == 0 else None)[0]
 
-    def peak_mb(self, counts: bool) -> float:
-        """Return the largest memory so far of the ranks that count: of a GPU's tensors, or of a process where there is no GPU.
-
-        Every rank calls it.
-        """
+    def peak_mb(self) -> float:
+        """Return the ranks' largest memory so far: of a GPU's tensors, or of a process without a GPU. Every rank calls it."""
         on_gpu = self.device.type == "cuda"
         own = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        peak = torch.tensor(own / 2**20 if counts else 0.0, device=self.device)
+        peak = torch.tensor(own / 2**20, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return peak.item()
@@ -103,8 +98,6 @@ def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 def join(recipe: Recipe) -> Ranks:
     """Join the process group, where there is one.
-
-    No mesh is made for megatron and deepspeed, which make their own groups.
 
     Raises:
         UsageError: Ranks and GPUs, or ranks and the sizes asked for, do not fit together, or ranks were started with
@@ -121,16 +114,10 @@ def join(recipe: Recipe) -> Ranks:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     ranks.join(device, recipe.timeout, bind=True)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    has_mesh = recipe.engine == "torch"
     if recipe.num_ranks != world_size:
-        stages = "" if has_mesh else f" x --pp {recipe.pp}"
-        sizes = f"--tp {recipe.tp} x --dp {recipe.dp}{stages}"
-        raise UsageError(f"{sizes} does not make the {world_size} ranks of torchrun")
-    place = Ranks(device, rank, world_size, recipe.tp, recipe.dp, recipe.pp)
-    check_alike(recipe, place)
-    if has_mesh:
-        return make_mesh(device, recipe.tp, recipe.dp, datetime.timedelta(seconds=recipe.timeout))
-    return place
+        raise UsageError(f"--tp {recipe.tp} x --dp {recipe.dp} does not make the {world_size} ranks of torchrun")
+    check_alike(recipe, Ranks(device, rank, world_size))
+    return make_mesh(device, recipe.tp, recipe.dp, datetime.timedelta(seconds=recipe.timeout))
 
 
 def check_gpus(recipe: Recipe, num_local: int) -> None:
@@ -159,7 +146,7 @@ def check_alike(recipe: Recipe, place: Ranks) -> None:
 
 
 def make_mesh(device: torch.device, tp: int, dp: int, timeout: datetime.timedelta) -> Ranks:
-    """Return this rank's place in a [dp, tp] mesh over the default group; tensor-parallel ranks are neighbours."""
+    """Return this rank's place in a [dp, tp] mesh over the default group."""
     grid = torch.arange(dp * tp).view(dp, tp)
     # init_device_mesh would make these groups with the default time-out.
     groups: Any = [
@@ -168,15 +155,3 @@ def make_mesh(device: torch.device, tp: int, dp: int, timeout: datetime.timedelt
     ]
     mesh = DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=("dp", "tp"))
     return Ranks(device, dist.get_rank(), dist.get_world_size(), tp, dp, mesh=mesh)
-
-
-def start_deepspeed(device: torch.device) -> None:
-    """Have DeepSpeed work on the process group that there is, and meet what it expects of a launcher besides."""
-    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-
-    # DeepSpeed would compile a collective of its own at start, on CPUs.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
-    deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)

@@ -24,11 +24,9 @@ FILTERS: dict[str, dict[str, Any]] = {  # arguments of GradFilter, beside eps, b
     "full-c-plain": {"weight": False, "compensate": False},
 }
 LOSSES = ("dense", "exact", *FILTERS)
-MEGATRON_FUSED = "megatron-fused"
 # Flags of a preset's sizes, and their largest values.
 SIZES = {"vocab_size": 2**24, "num_layers": 2**12, "seq_len": 2**24}
 BYTES = 257  # the least vocabulary of a byte-level BPE: all bytes and an end of document
-ENGINES = {"torch": "TorchEngine", "megatron": "MegatronEngine", "deepspeed": "DeepSpeedEngine"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +94,8 @@ class Recipe:
     loss: str = flag(
         "loss",
         "exact",
-        f"dense and {MEGATRON_FUSED}, which is Megatron's own, hold all logits; the others never do",
-        choices=(*LOSSES, MEGATRON_FUSED),
+        "dense holds all logits; the others never do",
+        choices=LOSSES,
     )
     filter_eps: float = flag(
         "loss", GradFilter.eps, "softmax below which the gradient is dropped", type=number(0, below=1)
@@ -127,23 +125,8 @@ class Recipe:
     weight_decay: float = flag("optimization", 0.1, "of AdamW, on matrices", type=number(0))
     clip: float = flag("optimization", 1.0, "largest norm of the gradient")
 
-    engine: str = flag("ranks", "torch", "what trains: plain torch, megatron-core (GPUs), deepspeed", choices=ENGINES)
     tp: int = flag("ranks", 1, "tensor-parallel size (default: all ranks; alone, up to 2)", default=None)
-    dp: int = flag("ranks", 1, "data-parallel size (FSDP2, or the engine's)")
-    pp: int = flag("ranks", 1, "pipeline stages, with --engine megatron or deepspeed")
-    layers_per_stage: str = flag(
-        "ranks",
-        "even",
-        "layers of each pipeline stage: even, auto (as cce-dist plan cuts them), or numbers such as 7,5",
-        metavar="LAYERS",
-    )
-    zero_stage: int = flag(
-        "ranks",
-        1,
-        "with --engine deepspeed: 1 trains a pipeline of --pp stages, also of one; 2 and 3 a plain model",
-        type=int,
-        choices=(1, 2, 3),
-    )
+    dp: int = flag("ranks", 1, "data-parallel size (FSDP2)")
     sequence_parallel: bool = flag("ranks", False, "slice activations between tensor-parallel layers")
     timeout: float = flag(
         "ranks", 600.0, "of every collective", type=number(below=1e6, positive=True), metavar="SECONDS"
@@ -172,13 +155,11 @@ class Recipe:
 
     @classmethod
     def of(cls, args: argparse.Namespace, **fields: Any) -> Recipe:
-        """Read a parsed command line. ``fields`` win over it; a field in neither keeps its default."""
-        if "shape" not in fields:
-            sizes = {name: getattr(args, name) for name in SIZES}
-            given = {name: size for name, size in sizes.items() if size is not None}
-            fields["shape"] = dataclasses.replace(PRESETS[args.preset], **given)
+        """Read a parsed command line. ``fields`` win over it."""
+        sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
         names = {field.name for field in dataclasses.fields(cls)}
         said: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
+        said["shape"] = dataclasses.replace(PRESETS[args.preset], **sizes)
         return cls(**said | fields)
 
     def check_sizes(self) -> None:
@@ -190,16 +171,10 @@ class Recipe:
         parts = {"heads": (shape.num_heads, self.tp), "ffn width": (shape.num_ffn, self.tp)}
         if self.sequence_parallel:
             parts["sequence length"] = (shape.seq_len, self.tp)
-        if self.engine == "megatron":
-            # Megatron would pad a vocabulary that it cannot split, and its loss would not be the other engines'.
-            parts |= {"vocabulary": (shape.vocab_size, self.tp)}
-            parts |= {"layers": (shape.num_layers, self.pp)} if self.layers_per_stage == "even" else {}
         parts["batch size"] = (self.batch_size, self.dp * self.accumulate)
         for name, (size, ways) in parts.items():
             if size % ways:
                 raise UsageError(f"{name} {size} cannot be split {ways} ways")
-        if shape.num_layers < self.pp and self.layers_per_stage == "even":
-            raise UsageError(f"{shape.num_layers} layers cannot be split into {self.pp} stages")
 
     def arguments(self) -> dict[str, Any]:
         """Return what the run was asked for, as plain values by name."""
@@ -209,7 +184,7 @@ class Recipe:
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.dp * self.pp
+        return self.tp * self.dp
 
     @property
     def text(self) -> tuple[Path | None, str | None, int, Path | None, int | None]:
@@ -235,15 +210,16 @@ class Recipe:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype != "float32")
 
 
-def add_flags(parser: argparse.ArgumentParser, titles: dict[str, str]) -> None:
-    """Add the flags of some groups of ``Recipe``, and of the model's sizes, each group under its title."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all flags: a group for each kind of field, and one for the model's sizes."""
+    titles = {"run": "run", "loss": "loss: changes nothing else, so that curves compare"}
+    titles |= {name: name for name in ("model", "data", "optimization", "ranks", "device")}
     groups = {name: parser.add_argument_group(title) for name, title in titles.items()}
-    if "model" in groups:
-        groups["model"].add_argument("--preset", choices=PRESETS, default="small", help="sizes of the model")
-        for name, most in SIZES.items():
-            groups["model"].add_argument(_dashed(name), type=whole(1, most), help="(default: the preset's)")
+    groups["model"].add_argument("--preset", choices=PRESETS, default="small", help="sizes of the model")
+    for name, most in SIZES.items():
+        groups["model"].add_argument(_dashed(name), type=whole(1, most), help="(default: the preset's)")
     for field in dataclasses.fields(Recipe):
-        if field.metadata.get("group") in groups:
+        if field.metadata:
             groups[field.metadata["group"]].add_argument(_dashed(field.name), **field.metadata["add"])
 
 

@@ -25,7 +25,7 @@ OUTSIDE = "stopped by {} before the first step or after the last"
 
 
 @contextlib.contextmanager
-def hearing(numbers: Sequence[signal.Signals], once: Callable[[int], None]) -> Iterator[None]:
+def signal_handlers(numbers: Sequence[signal.Signals], once: Callable[[int], None]) -> Iterator[None]:
     """Have the first of some signals call ``once``; one of ``SIGNALS`` that comes ``SAME_SECONDS`` later ends the process.
 
     A SIGHUP that ``nohup`` keeps from the process is left alone.
@@ -50,7 +50,7 @@ def hearing(numbers: Sequence[signal.Signals], once: Callable[[int], None]) -> I
             signal.signal(number, signal.SIG_IGN if is_heard else handler)
 
 
-def leave_outside(number: int) -> NoReturn:
+def exit_before_training(number: int) -> NoReturn:
     """End a process that is the whole run, outside of the training loop: nothing can be lost there."""
     say(OUTSIDE.format(signal.Signals(number).name))
     os._exit(AGAIN)

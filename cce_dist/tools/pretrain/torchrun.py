@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from cce_dist.tools.pretrain.exits import AGAIN, HOPELESS, NO_RESTART, say
-from cce_dist.tools.pretrain.stop import OUTSIDE, SIGNALS, hearing
+from cce_dist.tools.pretrain.stop import OUTSIDE, SIGNALS, signal_handlers
 
 START_METHOD = "spawn"  # of the rank processes
 PATIENCE = 300  # seconds that the ranks may take for their last checkpoint; older versions of torch give them 30
@@ -65,7 +65,7 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
         raise SignalException("asked to stop", signal.SIGTERM if number == NO_RESTART else signal.Signals(number))
 
     try:
-        with hearing((*SIGNALS, NO_RESTART), stop):
+        with signal_handlers((*SIGNALS, NO_RESTART), stop):
             handler = _rendezvous(meeting)
             spec = WorkerSpec(
                 role="default",

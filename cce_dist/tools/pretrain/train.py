@@ -9,6 +9,7 @@ written, and the very weights of a checkpoint have given a finite loss on held-o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -19,11 +20,11 @@ from torch import Tensor
 
 from cce_dist.tools.pretrain import checkpoint, folder, plot
 from cce_dist.tools.pretrain.data import Batches, Corpus
-from cce_dist.tools.pretrain.engines import Engine, Step
+from cce_dist.tools.pretrain.engine import Engine, Step
 from cce_dist.tools.pretrain.exits import Stopped, UsageError
 from cce_dist.tools.pretrain.log import Log
 from cce_dist.tools.pretrain.recipe import Recipe, Shape
-from cce_dist.tools.pretrain.stop import SIGNALS, Agreement, hearing
+from cce_dist.tools.pretrain.stop import SIGNALS, Agreement, signal_handlers
 
 # Dense bf16 TFLOP/s by part of the device's name, from NVIDIA's data sheets; the SXM modules.
 PEAKS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
@@ -42,7 +43,7 @@ def train(engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches) -
     """
     with folder.hold(engine.recipe.out, engine.ranks) as restarted:
         run = _Run(engine, corpus, held_out, restarted)
-        with hearing(SIGNALS, run.agreement.remember):
+        with signal_handlers(SIGNALS, run.agreement.remember):
             try:
                 return run.train(batches)
             finally:
@@ -71,6 +72,7 @@ class _Run:
     def train(self, batches: Batches) -> float:
         """Take all steps that are left; see the module's ``train``."""
         recipe, engine, state = self.recipe, self.engine, self.state
+        state["steps"] = recipe.steps
         val_loss, tokens, clock = math.nan, 0, time.perf_counter()
         for step in range(state["step"] + 1, recipe.steps + 1):
             asked = self.agreement.before_step()
@@ -113,23 +115,28 @@ class _Run:
     def _resume(self, corpus: Corpus, restarted: bool) -> dict[str, Any]:
         """Return the state to go on from: of the newest checkpoint, or of a run that begins."""
         recipe, engine, ranks = self.recipe, self.engine, self.ranks
-        shape = {name: getattr(recipe.shape, name) for name in recipe.shape.__dataclass_fields__}
-        # A run and its resumption must have all of these in common.
-        same = shape | {"corpus": corpus.key, "seed": recipe.seed, "engine": recipe.engine} | engine.layout
+        # A run and its resumption must have all of these in common. Checkpoints of earlier versions may be of other engines.
+        same = dataclasses.asdict(recipe.shape) | {"corpus": corpus.key, "seed": recipe.seed, "engine": "torch"}
         path = recipe.out / "checkpoints"
         if ranks.rank == 0 and not recipe.resume and not restarted:
             checkpoint.clear(path)
         ranks.gather(None)
         state = checkpoint.load(path, engine.load_tensors, same, ranks)
-        return {"step": 0, "position": 0} | (state or {}) | {"same": same}
+        return {"step": 0, "position": 0, "steps": recipe.steps} | (state or {}) | {"same": same}
 
     def _open_log(self) -> Log | None:
-        step = self.state["step"]
-        with self.agreement.noting(self.recipe.out / "metrics.jsonl"):
-            log = Log(self.recipe, step)
+        recipe, step, planned = self.recipe, self.state["step"], self.state["steps"]
+        with self.agreement.noting(recipe.out / "metrics.jsonl"):
+            log = Log(recipe, step)
             if step:
                 last = ", which was the last: --steps N goes on, --no-resume starts anew"
-                log.note(f"resumed after step {step}{last if step >= self.recipe.steps else ''}")
+                log.note(f"resumed after step {step}{last if step >= recipe.steps else ''}")
+            if planned != recipe.steps > step:
+                before = dataclasses.replace(recipe, steps=planned).learning_rate(step)
+                log.note(
+                    f"--steps was {planned} and is {recipe.steps}: the learning rate's cosine now ends at step {recipe.steps}, "
+                    f"so that step {step + 1} has {recipe.learning_rate(step + 1):.2e} after {before:.2e}"
+                )
             return log
 
     def _record(self, act: Callable[..., None], *args: Any) -> None:
@@ -187,7 +194,7 @@ class _Run:
 
     def _describe(self, step: int, done: Step, tokens: int, seconds: float) -> dict[str, Any]:
         """Return the metrics of a step: ``tokens`` were seen in the last ``seconds``. Every rank calls it."""
-        engine, rate = self.engine, tokens / seconds
+        rate = tokens / seconds
         record = {
             "step": step,
             "split": "train",
@@ -195,7 +202,7 @@ class _Run:
             "lr": self.recipe.learning_rate(step),
             "grad_norm": done.grad_norm.item(),
             "tokens_per_s": rate,
-            "peak_mb": self.ranks.peak_mb(engine.has_loss),
+            "peak_mb": self.ranks.peak_mb(),
         }
         peak = peak_flops(self.recipe, self.ranks.device)
         if peak is not None:

@@ -114,6 +114,8 @@ def _unavoidable(drawn: Drawn) -> dict[str, float]:
     if options.get("kind", "forward") == "forward":
         return sizes
     share, p = off_N[:, None], log_p.exp()
+    if options["kind"] == "jsd":
+        share = share * (1 - options.get("beta", 0.5))
     if options["kind"] in ("tv", "lk"):
         tie = 4 * share
         if drawn.case.dtype == BF16:  # logits are then held in fp16, relative to the largest of their tile
