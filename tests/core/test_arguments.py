@@ -65,17 +65,17 @@ def test_wrong_files_to_plot_are_one_line(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "none").write_text("\n".join(NO_RECORDS), encoding="latin-1")
     figure = tmp_path / "out.png"
     (tmp_path / "folder.png").mkdir()
-    (tmp_path / "$x_{.jsonl").write_text(json.dumps(TRAIN) + "\n")
+    (tmp_path / "$x_{$.jsonl").write_text(json.dumps(TRAIN) + "\n")
     for metrics, out, told in (
         ("nosuch", figure, "No such file"),
         ("folder.png", figure, "No such file"),
         ("none", figure, "no records in"),
-        ("$x_{.jsonl", tmp_path / "folder.png", "Is a directory"),
+        ("$x_{$.jsonl", tmp_path / "folder.png", "Is a directory"),
     ):
         assert cli.main(["plot", str(tmp_path / metrics), "-o", str(out)]) == 1
         said = capsys.readouterr().err
         assert told in said and said.startswith("cce-dist plot: ") and said.count("\n") == 1
-    assert cli.main(["plot", str(tmp_path / "$x_{.jsonl"), "-o", str(figure)]) == 0 and figure.exists()
+    assert cli.main(["plot", str(tmp_path / "$x_{$.jsonl"), "-o", str(figure)]) == 0 and figure.exists()
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
