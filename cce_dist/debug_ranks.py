@@ -107,7 +107,8 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
         before = merge.num_exchanges
         try:
             # Before an argument is read, which a batched one does not allow.
-            numbers = [kwargs[name] for name in _NUMBERS if isinstance(kwargs.get(name), Tensor)]
+            numbers = [kwargs[name] for name in _NUMBERS if name in kwargs]
+            numbers = [each for each in numbers if isinstance(each, Tensor)]
             if numbers:
                 refuse_transforms(function.__name__, *numbers)
             return function(*args, **kwargs)

@@ -137,10 +137,10 @@ class Given(NamedTuple):
 def checked_call(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None, weight: Tensor | None,
     shard: VocabShard | None, num_tokens: float | Tensor | None, expected_weights: Tensor | bool,
-    grad_weight_out: Tensor | None, token_loss: Any, token_inputs: Any, **options: Any,
+    grad_weight_out: Tensor | None, **options: Any,
 ) -> Given:  # fmt: skip
     """Check the arguments of ``linear_cross_entropy``."""
-    kind = None
+    kind, token_loss, token_inputs = None, options.pop("token_loss"), options.pop("token_inputs")
     if weight is None and token_loss is None and not token_inputs:
         tensors = input, linear_weight, target, linear_bias, grad_weight_out
         # The number of tokens may change in every step.

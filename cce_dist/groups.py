@@ -255,11 +255,13 @@ def run(
         hidden_sum = ranks.hidden_sum(x.num_tokens, rows) if d_hidden is not None else None
         for first in range(0, max(x.num_tokens, 1), rows):
             part = slice(first, min(first + rows, x.num_tokens))
-            numbers = (upstream_N, *softmax[:2], loss_N)
             d_weight, d_bias = _finish(
                 x._replace(hidden=hidden[part], ids=ids[part]),
                 terms.of_tokens(part),
-                *(numbers_N[part] for numbers_N in numbers),
+                upstream_N[part],
+                softmax.max[part],
+                softmax.log_sum[part],
+                loss_N[part],
                 Grads(
                     wanted[0],
                     wanted[1],

@@ -149,7 +149,7 @@ def run_backward(
     max_N, log_sum_N, entropy_N, ids, count, ids_NI, target_NI, saved = Saved.of(saved, call.spec)
     call = call.decided(hidden, ids.shape[0], ranks.size)
     backend, spec = named(call.way.backend), call.spec
-    upstream, cells = Upstream(*d_losses, count), None
+    upstream, cells = Upstream(*d_losses, count), None  # pyright: ignore[reportCallIssue]
     if ids_NI is not None and target_NI is not None:
         # A token's log-sum-exp gets the sum of the gradients of its ids. Cells hold the gradient of each id.
         cells, d_sum = cell_gradients(upstream.nll, target_NI, ids_NI)

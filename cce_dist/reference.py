@@ -176,7 +176,7 @@ def filtered_gradients(
         u = F.linear(input.detach(), linear_weight.detach(), bias).requires_grad_()
         z = u if softcap is None else softcap * torch.tanh(u / softcap)
         slope = torch.autograd.grad(z.sum(), u, retain_graph=True)[0]
-        options = {"label_smoothing": label_smoothing, "z_loss_weight": z_loss_weight}
+        options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss_weight": z_loss_weight}
         loss = cross_entropy(z, target, reduction="none", **options).loss
         d_logits = torch.autograd.grad((loss * upstream).sum(), z)[0]
     valid = (target != IGNORE_INDEX)[:, None]

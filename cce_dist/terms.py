@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,8 @@ class Terms(NamedTuple):
         weight_N = None if self.weight_N is None else self.weight_N[part]
         return self._replace(weight_N=weight_N, token=None if self.token is None else self.token.of_tokens(part))
 
-    def losses(self, nll_N: Tensor, lse_N: Tensor, uniform_nll_N: Tensor | None) -> Tensor:
-        """Return the tokens' losses, without a ``token`` function. Differentiable by autograd."""
+    def losses(self, nll_N: Tensor, lse_N: Tensor, uniform_nll_N: Any) -> Tensor:
+        """Return the tokens' losses, without a ``token`` function; uniform_nll_N may be None without smoothing."""
         loss_N, smoothing = nll_N, self.label_smoothing
         if smoothing:
             loss_N = (1 - smoothing) * loss_N

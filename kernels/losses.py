@@ -24,6 +24,7 @@ from cce_dist.kernels.lse import (
     BELOW,
     BEST,
     COUNT,
+    FAR,
     MAX,
     MOMENT,
     NOTHING_MORE,
@@ -227,8 +228,9 @@ def _merged_parts(partial_ptr, offs_n, live, row_stride, num_splits, WANT: tl.co
         where = partial_ptr + split * row_stride + offs_n
         drop = base - tl.load(where + SHIFT * plane, mask=live, other=0)
         part = tl.load(where + SUM * plane, mask=live, other=0)
-        # A sum of 0 is not rescaled, because its reference may be far off. Any other sum, NaN too, is.
-        rescale = tl.where(part == 0, 1.0, tl.exp(-drop))
+        # A sum of 0 is not rescaled, because its reference may be far off. Any other sum, NaN too, is. A filter's reference is
+        # the bound over all shards: where a shard's logits are FAR below it, sums are below fp32's normal range and count as 0.
+        rescale = tl.where(part == 0, 1.0, tl.where(drop < -FAR, 0.0, tl.exp(-drop)))
         sum_exp += part * rescale
         if WANT.below:
             columns = tl.load(where + COUNT * plane, mask=live, other=0)

@@ -45,6 +45,8 @@ from cce_dist.kernels.waves import cdiv, num_parts
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
+FAR = tl.constexpr(87.0)  # nats; exp(-87) is above 2^-126, and exp(87) is finite
+
 NUM_PLANES = 7  # planes of the partials that are always allocated
 # Planes of the partials: running maximum, reference of the sums, sum of exp, then the optional sums. The last two, sum of
 # squares and bits of the best column, are allocated only if wanted.

@@ -5,7 +5,7 @@ Pure arithmetic on sizes, so that the host code of the kernels and the fake tens
 exact     A chunk is a part of the vocabulary. It finishes its rows of d_weight, the large output, and adds to d_hidden, the
           small one. Tokens are split too if hidden states and remainder of all tokens exceed half of the budget; d_weight is
           then accumulated in its own dtype. A larger budget keeps exponentials of the first columns.
-filtered  The budget holds hidden states of a group of tokens, their marks and lists, and in backward the entries of all lists.
+filtered  The budget holds hidden states of a group of tokens, their marks, all lists, and in backward their entries.
 dense     At most LIVE_BLOCKS blocks of fp32 logits are alive at a time.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cce_dist.kernels.waves import cdiv, fill_waves, usual_waves
 
 if TYPE_CHECKING:
-    from cce_dist.kernels.tiles import Tiles
+    from cce_dist.kernels.tiles import Tile, Tiles
 
 LEAST_BYTES = 32 << 20  # smaller budgets count as this: the rows of a chunk would not fill a device
 CHUNK_COST = 2500  # fixed cost of a chunk, in recomputed columns: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
@@ -36,17 +36,15 @@ KEPT_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together:
 # Bytes of a logit that is sorted, with its column and the buffers of torch.sort; most columns of a piece (``piece_columns``).
 SORT_BYTES, MOST_PIECE = 40, 256
 
-FALLBACK = 128  # most tokens, one tile of rows, whose gradient is exact while the filter lists the others; a power of 2
 MOST_COVARIANCE = 1 << 25  # most elements of the rows that ``covariance_columns`` samples: noise falls with columns and D
 SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient; a power of 2
 
-# Bytes of a listed column in backward: column, token and gradient as written (12); for the sort column and order, its own
-# order and its buffers (20); then forward's column, and token and gradient in sorted order.
-ENTRY_BYTES = 56
-MOST_LISTED = 256  # most listed columns per token, on average, in the lists' capacity: the sort takes time for all of it
+# Slots of a token's list at this eps or a larger one. On nine softmaxes the longest list at 2^-10 has 145 columns (2026-11).
+USUAL_SLOTS, USUAL_EPS = 256, 2.0**-10
+ENTRY_BYTES = 20  # of a listed column in backward: column, token and gradient; token and gradient in sorted order
 # A listed column moves three rows of D numbers. A column of the exact gradient takes three products of 2 D operations, and a
 # GPU does 60 to 110 operations while it moves a byte.
-COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed column
+COLUMNS_PER_SLOT = 64
 
 LIVE_BLOCKS = 8  # most fp32 blocks of logits that the dense backend has alive at a time
 BLOCK_N, BLOCK_V = 128, 256  # blocks of the dense backend are multiples of these
@@ -271,18 +269,26 @@ def _sample_bytes(num_columns: int, itemsize: int) -> int:
     return SAMPLE * cdiv(num_columns, ROWS) * ROWS * itemsize
 
 
-def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int, itemsize: int = 2) -> int:
-    """Return M, the capacity of all lists together: the columns that fit in the budget, up to the number that pays."""
-    available = max(workspace_bytes, LEAST_BYTES)
-    if keeps_sample(num_tokens, num_columns, itemsize, workspace_bytes):
-        available -= _sample_bytes(num_columns, itemsize)
-    return max(1, min(available // ENTRY_BYTES, num_tokens * min(MOST_LISTED, num_columns // COLUMNS_PER_ENTRY)))
+def list_slots(sizes: Sizes, eps: float, workspace_bytes: int) -> int:
+    """Return L, the slots of a token's list: 256 at an eps of 2^-10 or more, and more slots below.
+
+    A list of a 64th of the columns costs as much as their exact gradient. All lists take at most a quarter of the budget.
+    """
+    usual = USUAL_SLOTS * max(1, min(16, round(USUAL_EPS / eps))) if eps else sizes.num_columns
+    fit = max(workspace_bytes, LEAST_BYTES) // 4 // (4 * max(1, sizes.num_tokens))
+    return max(32, min(usual, sizes.num_columns // COLUMNS_PER_SLOT, fit) // 32 * 32)
 
 
-def fallback_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
-    """Return the columns per chunk of the exact gradient of ``rows`` tokens: a chunk takes a quarter of the budget."""
-    most = max(workspace_bytes, LEAST_BYTES) // 4 // (rows * itemsize) // tile_cols * tile_cols
-    return max(tile_cols, min(most, cdiv(num_columns, tile_cols) * tile_cols))
+def entry_capacity(sizes: Sizes, num_slots: int, workspace_bytes: int) -> int:
+    """Return M, the most entries of all lists: as many as there are slots, if they fit in a quarter of the budget."""
+    return max(1, min(sizes.num_tokens * num_slots, max(workspace_bytes, LEAST_BYTES) // 4 // ENTRY_BYTES))
+
+
+def unserved_area(num_tokens: int, num_columns: int, itemsize: int, workspace_bytes: int, tile: Tile) -> int:
+    """Return how many gradients of unserved tokens' logits are alive at a time: half of the budget, at least one tile a row."""
+    rows, cols = cdiv(num_tokens, tile.rows) * tile.rows, cdiv(num_columns, tile.cols) * tile.cols
+    fit = max(workspace_bytes, LEAST_BYTES) // 2 // itemsize
+    return min(max(fit, rows * tile.cols), rows * cols, 1 << 30)
 
 
 def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int) -> Chunks:

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from cce_dist.tools import cli
-from cce_dist.tools.pretrain import Recipe, add_arguments, data
+from cce_dist.tools.pretrain import add_arguments, data
 from cce_dist.tools.pretrain.ranks import Ranks
-from cce_dist.tools.pretrain.recipe import PRESETS
+from cce_dist.tools.pretrain.recipe import PRESETS, Recipe
 
 ALONE = Ranks(torch.device("cpu"))
 CORPUS = Path(sysconfig.get_path("stdlib")) / "email"

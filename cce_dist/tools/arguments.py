@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 LONGEST_NAME = 255  # bytes, on every usual file system
+FIGURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg")  # kinds that matplotlib writes
 MOST = 2**31 - 1  # no count of steps, tokens, ranks or files comes near it
 
 
@@ -70,6 +71,16 @@ def folder(value: str) -> Path:
     there = next((each for each in (path, *path.parents) if os.path.exists(each)), None)
     if there is not None and not there.is_dir():
         raise argparse.ArgumentTypeError(f"{there} is not a folder")
+    return path
+
+
+def figure(value: str) -> Path:
+    """Read the name of a figure to write, in a folder that is there."""
+    path = _path(value)
+    if path.suffix.lower() not in FIGURES:
+        raise argparse.ArgumentTypeError(f"must end in {', '.join(FIGURES)}; got {value!r}")
+    if not path.parent.is_dir() or not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot be written: {value!r}")
     return path
 
 

@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         module = importlib.import_module(command.module)
         module.add_arguments(parser)
-        return module.run(parser.parse_args(argv[1:]))
+        code = module.run(parser.parse_args(argv[1:]))
+        print(end="", flush=True)  # a full disk is noticed here, not while Python shuts down
+        return code
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in OPTIONAL:
@@ -79,9 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"cce-dist {name}: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except OSError as error:
+        try:
+            print(end="", flush=True)
+        except OSError:  # Python would try again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # the reader of our output, such as head, has seen enough
+            return 141
+        if os.environ.get("CCE_DIST_DEBUG") == "1":
+            raise
+        print(f"cce-dist {name}: {error}", file=sys.stderr)
+        return 1
 
 
 class _Parser(argparse.ArgumentParser):

@@ -35,7 +35,7 @@ def picture(path: Path, title: str, size: tuple[float, float], dpi: int = 130) -
     figure = pyplot.figure(figsize=size, layout="constrained")
     try:
         yield figure
-        figure.suptitle(title, fontsize=10)
+        figure.suptitle(title.replace("$", r"\$"), fontsize=10)  # otherwise matplotlib reads a formula
         figure.savefig(path, dpi=dpi)
     finally:
         pyplot.close(figure)

@@ -18,9 +18,9 @@ columns, and share_j is column j's part of all dropped mass, estimated from samp
 right to rounding, and its column sums to the sample's error. Sampled columns correct d_hidden, and sampled tokens correct
 d_weight (sampling).
 
-A token falls back to the exact kernels if its list is too long, backward needs more columns than forward listed, the bound was
-too high, or a number is not finite. Most steps have few of these tokens, and without any the exact kernels return at once. All
-tokens fall back if the lists together are too long. Only the device knows which tokens fall back, and nothing waits for it.
+A token is unserved if its list is too long, backward needs more columns than forward listed, the bound was too high, or a
+number is not finite. Its gradient is exact (unserved). Most steps have no such token, and the kernel returns at once. All
+tokens are unserved if the lists together are too long. Only the device knows which tokens are, and nothing waits for it.
 
 Source: the filter of *Cut Your Losses* (Wijmans et al., 2024, section 4.3), which judges tiles of a sorted vocabulary. Lists,
 frequent columns and compensation are this project's.
@@ -36,29 +36,22 @@ import torch
 
 from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, exact, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.d_hidden import Sum, add_d_hidden
+from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter.bound import bound_of_shard, sample_outside, sampled_sums
 from cce_dist.kernels.filter.covariance import covariance_of, lines_of_sample
 from cce_dist.kernels.filter.d_hidden import Pair, add_products
-from cce_dist.kernels.filter.d_rows import (
-    ByColumn,
-    add_listed_hidden,
-    by_column,
-    compensated_weight,
-    listed_weight,
-)
+from cce_dist.kernels.filter.d_weight import add_entries, set_weight, sort_entries
 from cce_dist.kernels.filter.frequent import Frequent, gather_frequent, most_labelled, num_frequent, outside_frequent
 from cce_dist.kernels.filter.lists import (
     SLACK,
-    Decisions,
-    Entries,
     Lists,
-    decide,
+    Tokens,
+    begin_backward,
+    collect_unserved,
     list_columns,
     listed_gradients,
-    new_entries,
 )
 from cce_dist.kernels.filter.sampling import (
     Factors,
@@ -72,6 +65,7 @@ from cce_dist.kernels.filter.sampling import (
     weigh_tokens,
 )
 from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
+from cce_dist.kernels.filter.unserved import set_unserved
 from cce_dist.kernels.losses import Results, merge_splits, merged_lse, of_statistics, token_losses
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
@@ -82,7 +76,7 @@ from cce_dist.kernels.lse import (
     lse_partials,
     new_partials,
 )
-from cce_dist.kernels.memory import FALLBACK, SAMPLE
+from cce_dist.kernels.memory import SAMPLE
 from cce_dist.kernels.tiles import Tiles, choose_tiles
 from cce_dist.kernels.tokens import (
     coefficients,
@@ -90,7 +84,6 @@ from cce_dist.kernels.tokens import (
     gathered,
     label_ids,
     ordered_ids,
-    some_rows,
     sums_of_rows,
 )
 from cce_dist.kernels.waves import cdiv
@@ -106,16 +99,17 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
-    num_tokens, num_valid = x.num_tokens, x.num_valid
-    capacity = memory.list_capacity(num_tokens, num_valid, spec.workspace_bytes, x.hidden.itemsize)
+    num_tokens, slots = x.num_tokens, memory.list_slots(exact.sizes_of(x), spec.filter.eps, spec.workspace_bytes)
     return [
         torch.empty(shape, dtype=dtype, device=x.hidden.device)
         for shape, dtype in (
             ((3, num_tokens), torch.float32),
-            (capacity, torch.int32),
+            ((num_tokens, slots), torch.int32),
             (num_tokens, torch.int32),
+            (x.num_valid, torch.int32),
+            (num_frequent(x.num_valid, spec.filter.eps), torch.int64),
             (num_tokens, torch.int32),
-            (num_frequent(num_valid, spec.filter.eps), torch.int64),
+            (2, torch.int32),
         )
     ]
 
@@ -127,6 +121,8 @@ def statistics(
     num_tokens, num_valid = x.num_tokens, x.num_valid
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=x.hidden.device)
     lists = Lists(*saved_like(x, spec))
+    lists = lists._replace(**dict(zip(("index_N", "num_kept"), exact.order_of(x), strict=True)))
+    lists.count_V.zero_()
     if num_tokens == 0 or num_valid == 0:
         lists.count_N.zero_()
         stats_KN.zero_()[0] = float("-inf")
@@ -141,7 +137,8 @@ def statistics(
             exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
         )
         buffer_RD = new_rows(x, min(first_at_once, num_tokens))
-        first = _before_all_columns(x, frequent, tiles, buffer_RD, stats_KN, merge_bound)
+        order = [lists.index_N, lists.num_kept]
+        first = _before_all_columns(x, frequent, order, tiles, buffer_RD, stats_KN, merge_bound)
         _marked_statistics(x, frequent, first, lists, stats_KN, buffer_RD, at_once, spec)
     return stats_KN, list(lists)
 
@@ -160,26 +157,22 @@ class _First(NamedTuple):
     """Statistics of each token that are computed before the pass over all columns.
 
     Attributes:
-        order: The compact order of the tokens, as ``tokens.compact`` returns it.
         frequent_3N: Maximum and sum of exp over the frequent columns, fp32. The third row is not used.
         frequent_sloped_N: Sum of exp times the softcap's slope over the frequent columns, fp32; None without a softcap.
         bound_N: Lower bound of the log-sum-exp, fp32.
-        taken: [1] int64: number of list elements in use; starts at 0.
     """
 
-    order: list[torch.Tensor]
     frequent_3N: torch.Tensor
     frequent_sloped_N: torch.Tensor | None
     bound_N: torch.Tensor
-    taken: torch.Tensor
 
 
 def _before_all_columns(
-    x: Operands, frequent: Frequent, tiles: Tiles, buffer_RD: torch.Tensor, stats_KN: torch.Tensor,
+    x: Operands, frequent: Frequent, order: list[torch.Tensor], tiles: Tiles, buffer_RD: torch.Tensor, stats_KN: torch.Tensor,
     merge_bound: Callable[[torch.Tensor], torch.Tensor],
 ) -> _First:
     """Write the labels' logits to stats_KN. Bound log-sum-exps by labels, frequent columns, and a sample of other columns."""
-    order, num_tokens, device = exact.order_of(x), x.num_tokens, x.hidden.device
+    num_tokens, device = x.num_tokens, x.hidden.device
     frequent_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
     frequent_sloped_N = None
     if x.head.softcap is not None:
@@ -192,9 +185,8 @@ def _before_all_columns(
         _log_sum_exp(frequent.x, rows, tiles, frequent_3N, frequent_sloped_N)
         if num_sampled:
             sampled_sums(sampled_ids_S, sampled, x.start, rows, tiles, sums_3PN)
-    taken = torch.empty(1, dtype=torch.int64, device=device)
-    shard_3N = bound_of_shard(frequent_3N, stats_KN, sums_3PN, num_sampled, x, frequent, taken)
-    return _First(order, frequent_3N, frequent_sloped_N, merge_bound(shard_3N), taken)
+    shard_3N = bound_of_shard(frequent_3N, stats_KN, sums_3PN, num_sampled, x, frequent)
+    return _First(frequent_3N, frequent_sloped_N, merge_bound(shard_3N))
 
 
 def _marked_statistics(
@@ -212,7 +204,7 @@ def _marked_statistics(
     tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
     sloped_N = None if first.frequent_sloped_N is None else torch.empty_like(first.frequent_sloped_N)
     words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=x.hidden.device)
-    for group in exact.token_groups(first.order, at_once):
+    for group in exact.token_groups([lists.index_N, lists.num_kept], at_once):
         if at_once < num_tokens:
             rows = gathered(x.hidden, group, buffer_RD)
         else:  # the first pass has gathered all
@@ -220,7 +212,7 @@ def _marked_statistics(
         words = first_rows(words_RW, group[0].shape[0])
         marks = Marks(first.bound_N, math.log(spec.filter.eps / SLACK), words)
         _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
-        list_columns(words, frequent, x, rows, lists, first.taken)
+        list_columns(words, frequent, x, rows, lists)
     outside_frequent(
         first.bound_N, first.frequent_3N, first.frequent_sloped_N, stats_KN, sloped_N, lists.bound_3N
     )
@@ -300,19 +292,15 @@ class _Work(NamedTuple):
 
     Attributes:
         frequent: The frequent columns.
-        how: The decision for each token.
-        lists: The lists of forward.
-        entries: The listed gradients.
-        factor_N: Each token's factor on the control variate; see ``listed_gradients``.
+        order: The compact order of the tokens.
+        tokens: How each token is treated.
         compensation: The control variate and its corrections.
         tiles: Tiles of the device.
     """
 
     frequent: Frequent
-    how: Decisions
-    lists: Lists
-    entries: Entries
-    factor_N: torch.Tensor
+    order: list[torch.Tensor]
+    tokens: Tokens
     compensation: Compensation
     tiles: Tiles
 
@@ -320,95 +308,75 @@ class _Work(NamedTuple):
 def _filtered_gradients(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, grads: Grads, spec: Spec
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    num_valid, device = x.num_valid, x.hidden.device
+    num_valid, add, sizes = x.num_valid, grads.weight_out is not None, exact.sizes_of(x)
     with on_device(x.hidden):
-        tiles = choose_tiles(x.hidden.dtype, device)
+        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
         frequent = gather_frequent(lists.ids_F, x, cdiv(num_valid, 32))
-        how = decide(x, softmax, coef_4N, lists, frequent.slot_V, spec.filter.eps)
-        # First set the exact gradients, of all tokens or of those that fall back. Then add the filtered ones.
-        d_hidden, d_weight, _ = exact.gradients_by(
-            x._replace(ids=how.exact_labels), softmax, coef_4N, exact.new_kept(x, how.exact_order),
-            grads._replace(hidden_ready=None, ready_rows=None, often_empty=True), spec,
+        d_hidden, d_weight, _ = exact.new_gradients(x, grads, zeros=False)
+        total = None
+        if d_hidden is not None:
+            has_low = memory.keeps_remainder(sizes, spec.workspace_bytes)
+            total = Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens) if has_low else None, by_token=True)
+        capacity = memory.entry_capacity(sizes, lists.columns_NL.shape[1], spec.workspace_bytes)
+        entries, tokens = begin_backward(lists, num_valid, capacity)
+        compensate = spec.filter.compensate
+        listed_gradients(
+            x, softmax, coef_4N, lists, entries, tokens, frequent.slot_V, total, spec.filter.eps, compensate
         )
-        target = d_weight if grads.weight_out is None else grads.weight_out
-        _add_fallback(x, softmax, coef_4N, how, (d_hidden, target), grads, spec)
-        entries = new_entries(lists.columns_M.shape[0], device)
-        total = _listed_sum(d_hidden, x, spec)
-        factor_N = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
-        comp = _compensation(x, softmax, coef_4N, frequent, how, factor_N, tiles, grads, spec)
-        work = _Work(frequent, how, lists, entries, factor_N, comp, tiles)
-
-        num_frequent_columns = lists.ids_F.shape[0]
+        collect_unserved(lists, tokens)
+        set_unserved(
+            x, softmax, coef_4N, [tokens.unserved, tokens.counters_5[2:]], tokens.counters_5, total, d_weight, tiles.dlogits,
+            spec.workspace_bytes, add=add,
+        )
+        comp = _compensation(x, softmax, frequent, tokens, tiles, grads, spec)
+        order = [lists.index_N, tokens.counters_5[4:]]
         frequent_weight_FD = None
-        if target is not None:
-            frequent_weight_FD = torch.empty(
-                num_frequent_columns, x.hidden.shape[1], dtype=target.dtype, device=device
+        if d_weight is not None:
+            shape = frequent.ids_F.shape[0], x.hidden.shape[1]
+            frequent_weight_FD = torch.empty(shape, dtype=d_weight.dtype, device=x.hidden.device)
+        work = _Work(frequent, order, tokens, comp, tiles)
+        _add_rows(total, frequent_weight_FD, x, softmax, work, grads, spec)
+        if d_weight is not None and frequent_weight_FD is not None and comp.shared_weight_D is not None:
+            sort_entries(entries)
+            set_weight(
+                d_weight, comp.tokens, comp.factors, frequent.slot_V, frequent_weight_FD, comp.share_V, comp.shared_weight_D,
+                tokens, tiles.grad_weight, add=add,
             )
-        _add_rows((d_hidden, frequent_weight_FD), total, x, softmax, coef_4N, work, grads, spec)
-        # Free memory for the sort of the entries.
-        del total
-        comp = comp._replace(sampled=None, covariance_DD=None)
-        work = work._replace(compensation=comp)
-        if target is not None and frequent_weight_FD is not None:
-            columns = by_column(entries, num_valid)
-            _finish_weight(target, x, columns, frequent_weight_FD, work, add=grads.weight_out is not None)
-    return d_hidden, d_weight
-
-
-def _finish_weight(
-    target: torch.Tensor, x: Operands, columns: ByColumn, frequent_weight_FD: torch.Tensor, work: _Work, *, add: bool
-) -> None:
-    """Sum all parts of d_weight in ``target``."""
-    comp, parts = work.compensation, (work.frequent.slot_V, frequent_weight_FD, work.compensation.share_V)
-    assert comp.shared_weight_D is not None
-    if comp.tokens is not None and comp.factors is not None:
-        compensated_weight(
-            target, comp.tokens, comp.factors, *parts, comp.shared_weight_D, work.how, work.tiles.grad_weight, add=add
-        )
-    listed_weight(
-        target, x.hidden, columns, *parts, comp.shared_weight_D, work.how, comp.factors, add=add
-    )
-
-
-def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:
-    """Return d_hidden with a remainder of all tokens if it fits in the budget, else None. Short lists then set d_hidden."""
-    if d_hidden is None or not memory.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes):
-        return None
-    return Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens), by_token=True)
+            add_entries(d_weight, x.hidden, entries)
+    return d_hidden, None if add else d_weight
 
 
 def _compensation(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, frequent: Frequent, how: Decisions, factor_N: torch.Tensor,
-    tiles: Tiles, grads: Grads, spec: Spec,
+    x: Operands, softmax: Softmax, frequent: Frequent, tokens: Tokens, tiles: Tiles, grads: Grads, spec: Spec
 ) -> Compensation:
-    num_valid, hidden_size = x.num_valid, x.hidden.shape[1]
+    num_valid, hidden_size, factor_N = x.num_valid, x.hidden.shape[1], tokens.numbers_3N[2]
     shared_weight_D = None
     if grads.want_weight:
         shared_weight_D = sums_of_rows(torch.stack((factor_N, torch.zeros_like(factor_N))), x.hidden)[0]
     if not spec.filter.compensate:
         zeros = torch.zeros(hidden_size, dtype=torch.float32, device=x.hidden.device) if grads.want_hidden else None
         return Compensation(shares_of(None, num_valid, x.hidden.device).share_V, zeros, shared_weight_D)
-    sample, rows_SD = sample_tokens(x.hidden, factor_N, how.numbers_3N, x.ids, SAMPLE)
+    sample, rows_SD = sample_tokens(x.hidden, tokens.numbers_3N, x.ids, SAMPLE)
     parts_SV = None
     if grads.want_weight and memory.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes):
         parts_SV = new_rows(x, SAMPLE, cdiv(num_valid, memory.ROWS) * memory.ROWS)
     dropped = dropped_shares(rows_SD, x, sample, frequent.slot_V, tiles.lse, parts_SV)
     num_columns = memory.sampled_columns(num_valid)
-    tokens = weigh_tokens(dropped, sample) if num_columns else None
+    of_sample = weigh_tokens(dropped, sample) if num_columns else None
     comp = Compensation(dropped.share_V, dropped.shared_2D if grads.want_hidden else None, shared_weight_D)
-    if num_columns == 0 or not (grads.want_hidden or tokens is not None):
+    if num_columns == 0 or not (grads.want_hidden or of_sample is not None):
         return comp
     sampled = sample_columns(dropped, num_columns, x)
     of_columns = of_tokens = lines_SK = None
     at_once = memory.covariance_rows(exact.sizes_of(x), spec.workspace_bytes) if sample.centered is not None else 0
     num_covariance = memory.covariance_columns(num_valid, hidden_size) if at_once and grads.want_hidden else 0
-    if tokens is not None:
-        of_tokens = squares_of_tokens(tokens, dropped, sampled, tiles)
+    if of_sample is not None:
+        of_tokens = squares_of_tokens(of_sample, dropped, sampled, tiles)
     if grads.want_hidden:
         if num_covariance:
             lines_SK = lines_of_sample(sampled, sample, x, tiles)
         of_columns = squares_of_columns(
-            sampled, sample, rows_SD, softmax, coef_4N, how.numbers_3N, tiles, lines_SK
+            sampled, sample, rows_SD, softmax, tokens.coef_4N, tokens.numbers_3N, tiles, lines_SK
         )
     factors = factors_of(
         of_columns, of_tokens, sampled, dropped, sample, shared_weight_D, num_covariance, at_once
@@ -416,81 +384,39 @@ def _compensation(
     if num_covariance:
         covariance_DD = covariance_of(dropped, num_covariance, at_once, sampled, sample, factors, x, tiles)
         comp = comp._replace(covariance_DD=covariance_DD)
-    return comp._replace(sampled=sampled if grads.want_hidden else None, tokens=tokens, factors=factors)
-
-
-def _add_fallback(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, how: Decisions,
-    out: tuple[torch.Tensor | None, torch.Tensor | None], grads: Grads, spec: Spec,
-) -> None:
-    """Set the exact gradients of the tokens that fall back while the lists of other tokens are used.
-
-    These tokens are at most one tile of rows, so chunks of the vocabulary are long. If there are none, the kernels return at
-    once and d_weight is not written.
-    """
-    d_hidden, d_weight = out
-    num_valid = x.num_valid
-    tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-    rows = gathered(x.hidden, (how.fallback, how.num_fallback), new_rows(x, FALLBACK))
-    cols = memory.fallback_columns(num_valid, FALLBACK, x.hidden.itemsize, spec.workspace_bytes, tiles.dlogits.cols)
-    dlogits_RV = new_rows(x, FALLBACK, cols)
-    total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, FALLBACK))
-    for first in range(0, num_valid, cols):
-        stop = min(first + cols, num_valid)
-        dlogits_chunk(x, rows, softmax, coef_4N, first, dlogits_RV, tiles)
-        if total is not None:
-            add_d_hidden(
-                total, dlogits_RV, some_rows(x.weight, first, stop), rows, None, None, tiles.grad_hidden, first=first == 0
-            )
-        if d_weight is not None:
-            add_d_weight(
-                some_rows(d_weight, first, stop), dlogits_RV, rows, None, tiles.grad_weight, add=grads.weight_out is not None,
-                often_empty=True,
-            )
+    return comp._replace(sampled=sampled if grads.want_hidden else None, tokens=of_sample, factors=factors)
 
 
 def _add_rows(
-    out: tuple[torch.Tensor | None, torch.Tensor | None], listed: Sum | None, x: Operands, softmax: Softmax,
-    coef_4N: torch.Tensor, work: _Work, grads: Grads, spec: Spec,
+    total: Sum | None, frequent_weight_FD: torch.Tensor | None, x: Operands, softmax: Softmax, work: _Work, grads: Grads,
+    spec: Spec,
 ) -> None:
-    """Finish d_hidden, a group of tokens at a time, and compute the frequent columns' rows of d_weight.
-
-    ``listed`` is d_hidden if ``listed_gradients`` has written the short lists' parts to it, else None.
-    """
-    d_hidden, frequent_weight_FD = out
-    frequent, tiles = work.frequent.x._replace(ids=work.how.frequent_labels), work.tiles
+    """Finish d_hidden, a group of tokens at a time, and compute the frequent columns' rows of d_weight."""
+    tokens, tiles, comp = work.tokens, work.tiles, work.compensation
+    frequent = work.frequent.x._replace(ids=tokens.frequent_labels)
     cols = cdiv(frequent.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
-    sampled, shared, factors = (
-        work.compensation.sampled,
-        work.compensation.shared_hidden,
-        work.compensation.factors,
-    )
+    sampled, factors = comp.sampled, comp.factors
     num_sampled = 0 if sampled is None else sampled.column_K.shape[0]
     at_once = memory.filter_backward_rows(exact.sizes_of(x), cols + num_sampled, spec.workspace_bytes)
     buffer_RD, dlogits_RF = new_rows(x, at_once), new_rows(x, at_once, cols)
-    total = listed
-    if total is None and d_hidden is not None:
-        total = Sum(d_hidden, exact.remainder(x.hidden, at_once))
     sampled_RK = None if sampled is None else new_rows(x, at_once, num_sampled)
-    groups = exact.finished_groups(work.how.listed_labels, work.how.order, at_once, grads.ready_rows)
+    groups = exact.finished_groups(x.ids, work.order, at_once, grads.ready_rows)
     for number, (*group, num_final) in enumerate(groups):
         rows = gathered(x.hidden, group, buffer_RD)
         num_rows = rows.index.shape[0]
         grads_RF = first_rows(dlogits_RF, num_rows)
-        dlogits_chunk(frequent, rows, softmax, coef_4N, 0, grads_RF, tiles)
-        if total is not None and shared is not None:
+        dlogits_chunk(frequent, rows, softmax, tokens.coef_4N, 0, grads_RF, tiles)
+        if total is not None and comp.shared_hidden is not None:
             of_sampled = None
             if sampled is not None and sampled_RK is not None and factors is not None:
                 of_sampled = Pair(first_rows(sampled_RK, num_rows), sampled.centered_KD)
                 sampled_gradients(
-                    sampled, rows, softmax, coef_4N, work.how.numbers_3N, of_sampled.given_RC, tiles, factors
+                    sampled, rows, softmax, tokens.coef_4N, tokens.numbers_3N, of_sampled.given_RC, tiles, factors
                 )
-            longest = work.how.block if listed is not None else 0
             add_products(
-                total, rows, Pair(grads_RF, frequent.weight), of_sampled, work.compensation.covariance_DD, factors,
-                work.factor_N, shared, (work.lists, longest), tiles.grad_hidden, first=listed is None,
+                total, rows, Pair(grads_RF, frequent.weight), of_sampled, comp.covariance_DD, factors, tokens.numbers_3N[2],
+                comp.shared_hidden, tiles.grad_hidden,
             )
-            add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, longer_than=longest)
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
         if frequent_weight_FD is not None:

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from cce_dist.kernels import memory
-from cce_dist.kernels.memory import COLUMNS_PER_ENTRY, LEAST_DEFAULT, SAMPLE, Sizes
+from cce_dist.kernels.memory import LEAST_DEFAULT, SAMPLE, Sizes
 from cce_dist.kernels.rates import H200, Rates
 
 # Time of exact gradients for ``filter_pays``, in matrix products of the logits' size: one H200, bf16, N 8,192; 2026-11.
@@ -52,7 +52,7 @@ def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: in
     recomputed = RECOMPUTED * (1 - min(1.0, kept / max(1, num_columns)))
     exact = (EXACT_PRODUCTS + recomputed) * product
     more = filter_seconds(sizes, workspace_bytes or LEAST_DEFAULT, rates, memory.frequent_columns(num_columns, 0.0))
-    lists = listed_seconds(sizes, min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY))
+    lists = listed_seconds(sizes, min(USUAL_LIST, num_columns // 128))
     filtered = (1 + exact_sides * (1 + RECOMPUTED)) * product + sum(more) + lists
     return max(FILTER_HOST, filtered) < MARGIN * exact
 
@@ -74,7 +74,7 @@ def filter_seconds(sizes: Sizes, workspace_bytes: int, rates: Rates, frequent: i
         wide += sizes.hidden_size * (1 + memory.covariance_columns(num_columns, sizes.hidden_size) / num_tokens)
     products = wide / num_columns + 2 * SAMPLE / max(SAMPLE, num_tokens)
     num_bytes = costs.passes * num_columns * sizes.hidden_bytes + 6 * num_tokens * sizes.hidden_bytes
-    sorted_columns = memory.list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
+    sorted_columns = num_tokens * min(256, num_columns // 128)
     backward = products * product + num_bytes / rates.bytes_moved + costs.sorted * sorted_columns + costs.backward
     return forward, backward
 

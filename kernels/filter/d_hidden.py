@@ -5,7 +5,7 @@
                  +  r_i linear * (hidden_i covariance)      the linear correction (``covariance.py``)
                  +  r_i shared                             control variate, and means of the two corrections
 
-Short lists are added before (``lists.listed_gradients``), longer lists after (``d_rows.py``).
+``lists.listed_gradients`` has set d_hidden to the lists' part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import triton.language as tl
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.filter.lists import Lists
 from cce_dist.kernels.filter.sampling import COLUMNS, LINEAR, Factors
 from cce_dist.kernels.tiles import Tile, precision
 from cce_dist.kernels.waves import cdiv
@@ -38,20 +37,18 @@ class Pair(NamedTuple):
 
 def add_products(
     total: Sum, rows: Rows, frequent: Pair, sampled: Pair | None, covariance_DD: torch.Tensor | None, factors: Factors | None,
-    factor_N: torch.Tensor, shared_D: torch.Tensor, later: tuple[Lists, int], tile: Tile, *,
-    first: bool,
+    factor_N: torch.Tensor, shared_D: torch.Tensor, tile: Tile,
 ) -> None:
-    """Add everything but lists to d_hidden at the tokens of the group; ``first`` sets it instead.
+    """Add everything but lists to d_hidden at the tokens of the group.
 
     Args:
-        total: d_hidden. Its remainder is only written for tokens whose list is added later.
+        total: d_hidden. Its remainder is read, if there is one.
         frequent: Operands of the frequent columns.
         sampled: Operands of the sampled columns, or None.
         covariance_DD: As ``covariance.covariance_of`` returns it, or None.
         factors: With ``sampled`` or ``covariance_DD``: a product whose factor is 0 is left out.
         factor_N: r_i of each token, fp32.
         shared_D: shared, fp32: the first row of a matrix.
-        later: The lists, and the greatest length of lists added before. Only the tokens of these have a remainder already.
     """
     hidden_size, num_rows = total.high_ND.shape[1], rows.hidden.shape[0]
     others = [*(sampled or ()), *(() if covariance_DD is None else (rows.hidden, covariance_DD))]
@@ -65,15 +62,14 @@ def add_products(
         *pair(*frequent), *([None, None] if sampled is None else pair(*sampled)),
         *([None, None] if covariance_DD is None else pair(rows.hidden, covariance_DD)),
         None if factors is None else factors.values_4,
-        rows.index, rows.num_kept, factor_N, shared_D, later[0].count_N,
+        rows.index, rows.num_kept, factor_N, shared_D, total.low_RD,
         # in, out
-        total.high_ND, total.low_RD,
+        total.high_ND,
         # sizes
         num_rows, *(0 if each is None else each.rows_CD.shape[0] for each in (frequent, sampled)), hidden_size,
-        frequent.given_RC.stride(0), 0 if sampled is None else sampled.given_RC.stride(0), later[1], int(first),
+        frequent.given_RC.stride(0), 0 if sampled is None else sampled.given_RC.stride(0),
         # options
         HAS_SAMPLED=sampled is not None, HAS_COVARIANCE=covariance_DD is not None,
-        HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token,
         # tiles
         BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -96,21 +92,16 @@ def _hidden_products_kernel(
     num_kept_ptr,  # in: [1] int32
     factor_ptr,  # in: [N] fp32
     shared_ptr,  # in: [D] fp32
-    count_ptr,  # in: [N] int32
+    low_ptr,  # in: [N, D] bf16, or None
     d_hidden_ptr,  # in, out: [N, D]
-    low_ptr,  # in, out: [R or N, D] bf16
     num_rows,
     num_frequent,
     num_sampled,
     hidden_size,
     frequent_stride,
     sampled_stride,
-    num_before,
-    first,
     HAS_SAMPLED: tl.constexpr,
     HAS_COVARIANCE: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -147,10 +138,6 @@ def _hidden_products_kernel(
         w = load_tile(frequent_weight, inner, col, num_frequent, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
         acc = tl.dot(g, w, acc, input_precision=PRECISION)
 
-    count = tl.load(count_ptr + token, mask=live, other=0)
-    later = live & (count > num_before)
-    has_low = live & (count > 0) & (count <= num_before)
-    low_row = token if BY_TOKEN else offs_n.to(tl.int64)
     # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
     for half in tl.static_range(2):
         for quarter in tl.static_range(2):
@@ -158,14 +145,9 @@ def _hidden_products_kernel(
             offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
             in_d = offs_d < hidden_size
             some += mass[:, None] * tl.load(shared_ptr + offs_d, mask=in_d, other=0)[None, :]
-            high = d_hidden_ptr + token[:, None] * hidden_size + offs_d[None, :]
-            before = tl.where(first == 0, live[:, None] & in_d[None, :], False)
-            some += tl.load(high, mask=before, other=0).to(tl.float32)
-            if HAS_LOW:
-                low = low_ptr + low_row[:, None] * hidden_size + offs_d[None, :]
-                some += tl.load(low, mask=before & has_low[:, None], other=0).to(tl.float32)
-            rounded = some.to(d_hidden_ptr.dtype.element_ty)
-            if HAS_LOW:
-                rest = (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty)
-                tl.store(low, rest, mask=later[:, None] & in_d[None, :])
-            tl.store(high, rounded, mask=live[:, None] & in_d[None, :])
+            where = token[:, None] * hidden_size + offs_d[None, :]
+            mask = live[:, None] & in_d[None, :]
+            some += tl.load(d_hidden_ptr + where, mask=mask, other=0).to(tl.float32)
+            if low_ptr is not None:
+                some += tl.load(low_ptr + where, mask=mask, other=0).to(tl.float32)
+            tl.store(d_hidden_ptr + where, some.to(d_hidden_ptr.dtype.element_ty), mask=mask)

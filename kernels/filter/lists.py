@@ -1,19 +1,22 @@
 """Lists: for each token the infrequent columns that the filter keeps, and the gradients of these columns.
 
-Forward marks columns (``lse.py``) and ``list_columns`` turns the marks into lists. In backward the log-sum-exp and the
-coefficients are known. ``decide`` then decides for each token whether its list is complete, and from which logit on to keep:
+Forward marks columns (``lse.py``), and ``list_columns`` turns the marks into lists of at most L columns, in fixed slots. In
+backward the log-sum-exp and the coefficients are known, so the logits to keep are known, too:
 
-    kept: |P| p_j >= eps |LABEL|, that is z_j >= threshold = LSE + log(eps |LABEL| / |P|)     (eps alone if LABEL or P is 0)
+    kept: |P| p_j >= eps |LABEL|, that is z_j >= LSE + log(eps |LABEL| / |P|)     (eps alone if LABEL or P is 0)
 
-A list holds all logits above ``bound + log eps`` minus ``log SLACK``, so it can be used unless the threshold is lower. A short
-list is kept whole: its rows of the weight have to be read in any case. A list cannot be used if it is too long, or if a number
-of the token is not finite. Up to ``FALLBACK`` tokens without a usable list take the exact path. If there are more, or if the
-lists overflow (``memory.list_capacity``), all tokens do. ``listed_gradients`` computes, for the listed columns j of a token,
+A list holds all logits from its *threshold* ``bound + log eps - log SLACK`` on. It can be used unless backward needs lower
+ones. It is then used whole: its rows of the weight have to be read in any case. A token whose list cannot be used, because it
+is too long or a number of the token is not finite, is *unserved*: its gradient is exact (``unserved.py``).
+
+``listed_gradients`` computes, for the listed columns j of a token,
 
     z_j = hidden . weight_j        g_j = scale * slope * (P p_j + LABEL [j = label])
 
-Latency and memory traffic take the time, not arithmetic. A program handles a block of one token's columns, whose rows
-of the weight it has in registers. If the block is the whole list, it also sums g_j weight_j, the list's part of d_hidden.
+and sums g_j weight_j, the list's part of d_hidden. Latency and memory traffic take the time, not arithmetic. The gradients
+become *entries*, which d_weight needs by column: forward has counted the entries of each column, so each gets a range, in which
+atomic operations give places. ``d_weight.py`` then sorts each range by token, so the order of the atomic operations does not
+matter.
 """
 
 from __future__ import annotations
@@ -30,15 +33,10 @@ from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.frequent import Frequent
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
-from cce_dist.kernels.memory import FALLBACK
 from cce_dist.kernels.tiles import stages_of_rows
 from cce_dist.kernels.waves import cdiv
 
 SLACK = 1.125  # factor by which lists reach below the threshold of the bound: enough for a usual z-loss
-# Most columns of a list. A single token without a usable list takes one tile of rows through the exact kernels: 1.7 ms for
-# gemma-2-2b (H200, 2026-11).
-LONGEST = 16384
-BLOCK = 256  # listed columns per program
 WARP_ELEMENTS = 1024  # elements of the weight's rows that a warp holds at a time: more registers would allow fewer programs
 # With this limit four programs of 4 warps share a multiprocessor, without it three. ROCm's compiler has no such limit.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
@@ -46,37 +44,39 @@ FARTHEST = tl.constexpr(30.0)  # most nats between bound and LSE: beyond HEADROO
 
 
 class Lists(NamedTuple):
-    """The lists of all tokens, which forward saves for backward.
+    """What forward saves for backward.
 
     Attributes:
         bound_3N: [3, N] fp32: the bound of the log-sum-exp; the sum of exp over infrequent columns, times the softcap's slope,
             relative to the shard's maximum; the shard's maximum.
-        columns_M: [M] int32: the columns of all lists. Each token's columns are contiguous and ascending.
-        begin_N: [N] int32: index of each token's first column. The order of tokens may differ from run to run.
-        count_N: [N] int32: number of columns of each token, even if they do not fit.
+        columns_NL: [N, L] int32: the columns of each token, ascending.
+        count_N: [N] int32: number of columns of each token. If it exceeds L, there are no columns.
+        count_V: [V] int32: number of lists that hold each column.
         ids_F: [F] int64: the frequent columns.
+        index_N: [N] int32: the compact order of the tokens, as ``tokens.compact`` returns it.
+        num_kept: [1] int32: number of labelled tokens.
     """
 
     bound_3N: torch.Tensor
-    columns_M: torch.Tensor
-    begin_N: torch.Tensor
+    columns_NL: torch.Tensor
     count_N: torch.Tensor
+    count_V: torch.Tensor
     ids_F: torch.Tensor
+    index_N: torch.Tensor
+    num_kept: torch.Tensor
 
 
-def list_columns(
-    words_RW: torch.Tensor, frequent: Frequent, x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor
-) -> None:
-    """Write marked infrequent columns, and the label if it is infrequent, to the lists of the group's tokens, ascending.
+def list_columns(words_RW: torch.Tensor, frequent: Frequent, x: Operands, rows: Rows, lists: Lists) -> None:
+    """Write marked infrequent columns, and the label if it is infrequent, to the lists of the group's tokens, and count them.
 
-    The count is 0 for tokens without a label. ``taken``, [1] int64, is the number of list elements that earlier groups used.
+    The count is 0 for tokens without a label.
     """
     num_rows, num_words = words_RW.shape
     aligned = min(16, num_words & -num_words)
     _list_columns_kernel[(num_rows,)](
-        words_RW, frequent.slot_V, x.ids, rows.index, rows.num_kept, taken,
-        lists.columns_M, lists.begin_N, lists.count_N,
-        num_words // aligned, lists.columns_M.shape[0], x.start, x.num_valid,
+        words_RW, frequent.slot_V, x.ids, rows.index, rows.num_kept,
+        lists.columns_NL, lists.count_N, lists.count_V,
+        num_words // aligned, lists.columns_NL.shape[1], x.start, x.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
     )
 
@@ -91,29 +91,34 @@ def _bits_set(word):
 
 
 @triton.jit
-def _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W: tl.constexpr):
-    """Load words of a row's marks, set the label's bit, and clear the bits of frequent columns."""
+def _listed_words(
+    words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, num_valid, BLOCK_W: tl.constexpr
+):
+    """Load words of a row's marks, set the label's bit, and clear the bits of frequent columns and past the last column."""
     offs_w = first + tl.arange(0, BLOCK_W)
     in_w = offs_w < num_words
     word = tl.load(words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
     frequent = tl.load(frequent_words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
     word |= tl.where(offs_w == label_word, label_bit, 0)
+    # Marks of a token with NaN are set past the last column, too.
+    left = tl.minimum(tl.maximum(num_valid - 32 * offs_w, 0), 32).to(tl.int64)
+    valid = ((tl.full((BLOCK_W,), 1, tl.int64) << left) - 1).to(tl.uint32)
+    word &= valid
     return word ^ (word & frequent)
 
 
-@kernel("words_ptr", "slot_ptr", "taken_ptr", "columns_ptr")
+@kernel("words_ptr", "slot_ptr", "columns_ptr")
 def _list_columns_kernel(
     words_ptr,  # in: [R, W] int32
     slot_ptr,  # in: [33 W] int32, as in ``Frequent``; the words are read
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_kept_ptr,  # in: [1] int32
-    taken_ptr,  # in, out: [1] int64
-    columns_ptr,  # out: [M] int32
-    begin_ptr,  # out: [N] int32
+    columns_ptr,  # out: [N, L] int32
     count_ptr,  # out: [N] int32
+    column_count_ptr,  # in, out: [V] int32
     num_units,  # number of units of ALIGNED words
-    capacity,
+    num_slots,
     start,
     num_valid,
     BLOCK_W: tl.constexpr,
@@ -122,7 +127,6 @@ def _list_columns_kernel(
     row = tl.program_id(0)
     token = tl.load(index_ptr + row).to(tl.int64)
     if row >= tl.load(num_kept_ptr):
-        tl.store(begin_ptr + token, 0)
         tl.store(count_ptr + token, 0)
         return
     label = tl.load(labels_ptr + token) - start
@@ -136,21 +140,17 @@ def _list_columns_kernel(
     # Count the row's columns, [BLOCK_W] words at a time.
     counts = tl.zeros((BLOCK_W,), tl.int32)
     for first in range(0, num_words, BLOCK_W):
-        counts += _bits_set(
-            _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
-        )
+        word = _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, num_valid, BLOCK_W)
+        counts += _bits_set(word)
     count = tl.sum(counts, 0)
-    # Where a list is stored depends on which program comes first. Nothing else does: backward takes lists in token order.
-    begin = tl.atomic_add(taken_ptr, count.to(tl.int64), sem="relaxed")
-    stored = tl.minimum(tl.maximum(capacity - begin, 0), count).to(tl.int32)
-    tl.store(begin_ptr + token, tl.minimum(begin, capacity).to(tl.int32))
     tl.store(count_ptr + token, count)
-    columns_ptr += tl.minimum(begin, capacity)
+    columns_ptr += token * num_slots
 
+    stored = tl.where(count <= num_slots, count, 0)
     total = tl.zeros((), tl.int32)
     first = tl.zeros((), tl.int32)
     while total < stored:  # stop after the word with the last column
-        word = _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
+        word = _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, num_valid, BLOCK_W)
         if tl.max(word, 0) > 0:
             counts = _bits_set(word)
             position = total + tl.cumsum(counts, 0) - counts
@@ -159,414 +159,258 @@ def _list_columns_kernel(
             while tl.max(word, 0) > 0:
                 rest = word & (word - 1)
                 column = (first + tl.arange(0, BLOCK_W)) * 32 + _bits_set((word ^ rest) - 1)
-                tl.store(columns_ptr + position, column, mask=(word > 0) & (position < stored))
+                tl.store(columns_ptr + position, column, mask=word > 0)
+                tl.atomic_add(column_count_ptr + column, 1, mask=word > 0, sem="relaxed")
                 position += (word > 0).to(tl.int32)
                 word = rest
         first += BLOCK_W
 
 
-class Decisions(NamedTuple):
-    """How backward treats each token: "listed" (its list is used), exact together with all others, or fallback.
+class Entries(NamedTuple):
+    """The listed gradients of all tokens by column.
 
     Attributes:
-        listed_labels: [N] int64: the label if the token is listed, else -1.
-        exact_labels: [N] int64: the label if all tokens take the exact path, else -1.
-        frequent_labels: [N] int64: position of a listed token's label among the frequent columns, else -1.
-        index: [N] int32: the listed tokens in order (or all labelled tokens if all are exact), then the others.
-        ends_2N: [2, N] int32, for listed tokens: the end of the token's entries; the end of its blocks.
-        numbers_3N: [3, N] fp32: the threshold, below which logits are dropped; the softmax mass of the shard's infrequent
-            columns, times the softcap's slope; the reference, LSE minus log |P|, so that exp(z - reference) = |P| p.
-        num_exact: [1] int32: number of labelled tokens if all are exact, else 0.
-        num_listed: [1] int32: number of listed tokens.
-        num_fallback: [1] int32: number of tokens that are exact while others are listed.
-        num_blocks: [1] int32: number of blocks of all tokens.
-        fallback: [FALLBACK] int32: the tokens that are exact while others are listed.
-        block_token: int32: the token of each block. The entries of a token are cut into blocks of BLOCK.
-        block: BLOCK.
+        first_V: [V + 1] int32: index of each column's first entry. Their number may be smaller than the range's length.
+        end_V: [V] int32: end of each column's entries.
+        entry_3M: [3, M] int32: column, token, and bits of the fp32 gradient, in any order within a column.
+        sorted_2M: [2, M] int32: token and bits of the gradient, ascending by token within a column (``d_weight.py``).
     """
 
-    listed_labels: torch.Tensor
-    exact_labels: torch.Tensor
-    frequent_labels: torch.Tensor
-    index: torch.Tensor
-    ends_2N: torch.Tensor
+    first_V: torch.Tensor
+    end_V: torch.Tensor
+    entry_3M: torch.Tensor
+    sorted_2M: torch.Tensor
+
+
+class Tokens(NamedTuple):
+    """How backward treats each token.
+
+    Attributes:
+        coef_4N: [4, N] fp32: P and LABEL as in ``cce_dist.kernels``, 0 unless the token's list is used; zeros.
+        numbers_3N: [3, N] fp32: the threshold below which logits are dropped; the reference, LSE minus log |P|, so that
+            exp(z - reference) = |P| p; the factor on the control variate, scale * P * dropped mass (or 0).
+        frequent_labels: [N] int64: position of the label among the frequent columns, else -1.
+        state_N: [N] int8: 1 for unserved tokens, 2 for tokens whose list is used, else 0.
+        unserved: [N] int32: the unserved tokens in order; the rest is not written.
+        counters_5: [5] int32. 0 and 1: zeros, for ``unserved.py``. 2: number of unserved tokens. 3: number of tokens whose list
+            is used. 4: number of labelled tokens, or 0 if the list of none is used.
+    """
+
+    coef_4N: torch.Tensor
     numbers_3N: torch.Tensor
-    num_exact: torch.Tensor
-    num_listed: torch.Tensor
-    num_fallback: torch.Tensor
-    num_blocks: torch.Tensor
-    fallback: torch.Tensor
-    block_token: torch.Tensor
-    block: int
-
-    @property
-    def order(self) -> list[torch.Tensor]:
-        """The compact order of the listed tokens."""
-        return [self.index, self.num_listed]
-
-    @property
-    def exact_order(self) -> list[torch.Tensor]:
-        """The compact order of the exact tokens; no token is kept unless all tokens are exact."""
-        return [self.index, self.num_exact]
+    frequent_labels: torch.Tensor
+    state_N: torch.Tensor
+    unserved: torch.Tensor
+    counters_5: torch.Tensor
 
 
-def decide(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor | None, eps: float
-) -> Decisions:
-    """Return the decisions. Without ``slot_V`` the frequent_labels are not written.
-
-    All tokens are exact if the lists overflowed, or if more than FALLBACK tokens have no usable list.
-    """
-    num_tokens, capacity = x.num_tokens, lists.columns_M.shape[0]
+def begin_backward(lists: Lists, num_valid: int, capacity: int) -> tuple[Entries, Tokens]:
+    """Allocate entries and decisions; give each column its range of entries, and set the counters to 0."""
+    device, num_tokens = lists.count_N.device, lists.count_N.shape[0]
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=x.ids.device)
+        return torch.empty(shape, dtype=dtype, device=device)
 
-    how = Decisions(
-        new(num_tokens, dtype=torch.int64), new(num_tokens, dtype=torch.int64), new(num_tokens, dtype=torch.int64),
-        new(num_tokens), new(2, num_tokens), new(3, num_tokens, dtype=torch.float32),
-        new(1), new(1), new(1), new(1), new(FALLBACK), new(num_tokens + capacity // BLOCK), BLOCK,
+    entries = Entries(new(num_valid + 1), new(num_valid), new(3, capacity), new(2, capacity))
+    tokens = Tokens(
+        new(4, num_tokens, dtype=torch.float32), new(3, num_tokens, dtype=torch.float32),
+        new(num_tokens, dtype=torch.int64), new(num_tokens, dtype=torch.int8), new(num_tokens), new(5),
     )
-    _decide_kernel[(1,)](
-        x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_N, slot_V,
-        *how[:-1],
-        num_tokens, LONGEST, capacity, x.start, x.num_valid,
-        math.log(eps), SLACK,
-        HAS_SLOT=slot_V is not None, FALLBACK=FALLBACK, ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
+    _begin_kernel[(cdiv(num_valid + 1, 4096),)](
+        lists.count_V, entries.first_V, entries.end_V, tokens.counters_5, num_valid, COUNTERS=8, BLOCK=4096, num_warps=8
     )
-    return how
+    return entries, tokens
 
 
-@triton.jit
-def _served(
-    max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack, entries
-):
-    """Return whether each token's list can be used, its length, and the token's threshold, mass and reference."""
-    stride = num_tokens.to(tl.int64)
-    coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
-    coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
-    bound = tl.load(bound_ptr + offs_n, mask=in_n, other=0)
-    outside = tl.load(bound_ptr + stride + offs_n, mask=in_n, other=0)
-    relative_to = tl.load(bound_ptr + 2 * stride + offs_n, mask=in_n, other=0)
-    lse = tl.load(max_ptr + offs_n, mask=in_n, other=0) + tl.load(log_sum_ptr + offs_n, mask=in_n, other=0)
-    count = tl.load(count_ptr + offs_n, mask=in_n, other=0)
-    whole = (coef_p == 0) | (coef_label == 0)
-    log_ratio = tl.where(whole, 0.0, tl.log(coef_label) - tl.log(coef_p))
-    # Comparisons with NaN are false, too. The sum is finite only if all of its terms are.
-    served = (count <= longest) & (lse - bound < FARTHEST) & (bound - lse - log_ratio <= tl.log(slack))
-    served &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label) < float("inf")
-    # All columns of a short list are kept: their rows are read anyway, to compute the logits.
-    threshold = tl.where(count <= entries, bound - tl.log(slack), lse + log_ratio) + log_eps
-    return served, count, threshold, outside * tl.exp(relative_to - lse), lse - tl.log(coef_p)
-
-
-@kernel(
-    "slot_ptr", "listed_labels_ptr", "exact_labels_ptr", "frequent_labels_ptr", "index_out_ptr", "ends_ptr", "out_ptr",
-    "fallback_ptr", "block_token_ptr",
-)
-def _decide_kernel(
-    labels_ptr,  # in: [N] int64
-    max_ptr,  # in: [N] fp32
-    log_sum_ptr,  # in: [N] fp32
-    coef_ptr,  # in: [4, N] fp32
-    bound_ptr,  # in: [3, N] fp32: bound; sum over infrequent columns; reference of this sum
-    count_ptr,  # in: [N] int32
-    slot_ptr,  # in: [V] int32
-    listed_labels_ptr,  # out: [N] int64
-    exact_labels_ptr,  # out: [N] int64
-    frequent_labels_ptr,  # out: [N] int64; with HAS_SLOT
-    index_out_ptr,  # out: [N] int32: the compact order
-    ends_ptr,  # out: [2, N] int32: end of the entries; end of the blocks
-    out_ptr,  # out: [3, N] fp32
-    num_exact_ptr,  # out: [1] int32
-    num_listed_ptr,  # out: [1] int32
-    num_fallback_ptr,  # out: [1] int32
-    num_blocks_ptr,  # out: [1] int32
-    fallback_ptr,  # out: [FALLBACK] int32
-    block_token_ptr,  # out: [blocks] int32
-    num_tokens,
-    longest,
-    capacity,
-    start,
+@kernel("count_ptr", "first_ptr", "end_ptr")
+def _begin_kernel(
+    count_ptr,  # in: [V] int32
+    first_ptr,  # out: [V + 1] int32
+    end_ptr,  # out: [V] int32: the same numbers, from which places are taken
+    counter_ptr,  # out: [5] int32: zeros
     num_valid,
-    log_eps,
-    slack,
-    HAS_SLOT: tl.constexpr,
-    FALLBACK: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    COUNTERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program, because positions of entries are running sums over the tokens. The first loop decides whether all tokens are
-    # exact, the second one decides for each token.
-    needed = tl.zeros((), tl.int64)
-    num_unserved = tl.zeros((), tl.int32)
-    for first in range(0, num_tokens, BLOCK):
-        offs_n = first + tl.arange(0, BLOCK)
-        in_n = offs_n < num_tokens
-        live = tl.load(labels_ptr + offs_n, mask=in_n, other=-1) >= 0
-        served, count, _, _, _ = _served(
-            max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack,
-            ENTRIES,
-        )
-        # Forward stored the lists in any order: unless all of them fit, it is not known which do.
-        needed += tl.sum(count.to(tl.int64), 0)
-        num_unserved += tl.sum((live & (served == 0)).to(tl.int32), 0)
-    all_exact = (needed > capacity) | (num_unserved > FALLBACK)
-
-    stride = num_tokens.to(tl.int64)
-    taken = tl.zeros((), tl.int32)
-    num_chosen = tl.zeros((), tl.int32)
-    num_fallback = tl.zeros((), tl.int32)
-    num_blocks = tl.zeros((), tl.int32)
-    for first in range(0, num_tokens, BLOCK):
-        offs_n = first + tl.arange(0, BLOCK)
-        in_n = offs_n < num_tokens
-        label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
-        served, count, threshold, mass, reference = _served(
-            max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack,
-            ENTRIES,
-        )
-        tl.store(out_ptr + offs_n, threshold, mask=in_n)
-        tl.store(out_ptr + stride + offs_n, mass, mask=in_n)
-        tl.store(out_ptr + 2 * stride + offs_n, reference, mask=in_n)
-
-        live = label >= 0
-        # tl.where, because Triton 3.9's interpreter takes no block & scalar of booleans.
-        fallback = tl.where(all_exact, False, live & (served == 0))
-        served = tl.where(all_exact, False, served)
-        exact = tl.where(all_exact, live, False)
-        length = tl.where(live & served, count, 0)
-        tl.store(ends_ptr + offs_n, taken + tl.cumsum(length, 0), mask=in_n)
-        taken += tl.sum(length, 0)
-
-        tl.store(listed_labels_ptr + offs_n, tl.where(served, label, -1), mask=in_n)
-        tl.store(exact_labels_ptr + offs_n, tl.where(exact, label, -1), mask=in_n)
-        if HAS_SLOT:
-            here = live & served & (label >= start) & (label - start < num_valid)
-            slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0)
-            tl.store(frequent_labels_ptr + offs_n, slot.to(tl.int64) - 1, mask=in_n)
-
-        chosen = (exact | (live & served)).to(tl.int32)
-        chosen_before = num_chosen + tl.cumsum(chosen, 0) - chosen
-        position = tl.where(chosen > 0, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
-        num_chosen += tl.sum(chosen, 0)
-        tl.store(index_out_ptr + position, offs_n, mask=in_n)
-
-        position = num_fallback + tl.cumsum(fallback.to(tl.int32), 0) - 1
-        tl.store(fallback_ptr + position, offs_n, mask=fallback)
-        num_fallback += tl.sum(fallback.to(tl.int32), 0)
-
-        blocks = (length + ENTRIES - 1) // ENTRIES
-        block = num_blocks + tl.cumsum(blocks, 0)
-        num_blocks += tl.sum(blocks, 0)
-        tl.store(ends_ptr + stride + offs_n, block, mask=in_n)
-        while tl.max(blocks, 0) > 0:
-            tl.store(block_token_ptr + block - blocks, offs_n, mask=blocks > 0)
-            blocks = tl.maximum(blocks - 1, 0)
-    tl.store(num_exact_ptr, tl.where(all_exact, num_chosen, 0))
-    tl.store(num_listed_ptr, tl.where(all_exact, 0, num_chosen))
-    tl.store(num_fallback_ptr, num_fallback)
-    tl.store(num_blocks_ptr, num_blocks)
-
-
-class Entries(NamedTuple):
-    """The listed gradients of all tokens, in token order. Unused entries have the column ``num_valid``.
-
-    Attributes:
-        column: [M] int32.
-        token: [M] int32.
-        grad: [M] fp32.
-    """
-
-    column: torch.Tensor
-    token: torch.Tensor
-    grad: torch.Tensor
-
-
-def new_entries(capacity: int, device: torch.device) -> Entries:
-    """Allocate entries."""
-    return Entries(
-        torch.empty(capacity, dtype=torch.int32, device=device),
-        torch.empty(capacity, dtype=torch.int32, device=device),
-        torch.empty(capacity, dtype=torch.float32, device=device),
-    )
+    if tl.program_id(0) == 0:
+        offs_c = tl.arange(0, COUNTERS)
+        tl.store(counter_ptr + offs_c, tl.zeros_like(offs_c), mask=offs_c < 5)
+    # Each program adds up the counts before its own columns.
+    before = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, tl.program_id(0) * BLOCK, BLOCK):
+        before += tl.load(count_ptr + first + tl.arange(0, BLOCK))
+    offs_v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(count_ptr + offs_v, mask=offs_v < num_valid, other=0)
+    place = tl.sum(before, 0) + tl.cumsum(count, 0) - count
+    tl.store(first_ptr + offs_v, place, mask=offs_v <= num_valid)
+    tl.store(end_ptr + offs_v, place, mask=offs_v < num_valid)
 
 
 def listed_gradients(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions, compensate: bool,
-    entries: Entries, total: Sum | None,
-) -> torch.Tensor:
-    """Compute the gradients of listed columns, and the softmax mass that each listed token drops.
-
-    A listed logit below backward's threshold is dropped; its entry gets the column ``num_valid``.
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, entries: Entries, tokens: Tokens, slot_V: torch.Tensor,
+    total: Sum | None, eps: float, compensate: bool,
+) -> None:
+    """Decide how each token is treated; compute its entries, its part of d_hidden, and the softmax mass that it drops.
 
     Args:
         coef_4N: Coefficients as in ``cce_dist.kernels``; P and LABEL are read.
+        entries: ``end_V`` is changed, and ``entry_3M`` is written.
+        tokens: out.
+        total: out, or None: d_hidden, which is 0 where the token has no label. Rows of unserved tokens are not written.
         compensate: Whether the control variate replaces dropped gradients.
-        entries: out.
-        total: out, or None: d_hidden of tokens whose list is one block is set to the list's part.
-
-    Returns:
-        Each token's factor on the control variate, scale * P * m (or 0), [N]; 0 if it is not listed.
     """
     num_tokens, hidden_size = x.hidden.shape
-    most_blocks, device = how.block_token.shape[0], x.hidden.device
-    factor_N = torch.empty(num_tokens, dtype=torch.float32, device=device)
-    mass_B = torch.empty(most_blocks, dtype=torch.float32, device=device)
     block_d = triton.next_power_of_2(hidden_size)
     warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
     block_k = min(8, max(1, warps * WARP_ELEMENTS // block_d))
     high_ND, low_ND = (None, None) if total is None else (total.high_ND, total.low_RD)
-    # At least one program has no block. Programs without a block mark the unused entries.
-    _listed_gradients_kernel[(most_blocks + 1,)](
+    _listed_gradients_kernel[(num_tokens,)](
         # in
-        x.hidden, x.weight, x.head, x.ids, how.block_token, how.ends_2N, how.num_blocks,
-        lists.columns_M, lists.begin_N, lists.count_N, how.numbers_3N, softmax.max, softmax.log_sum, coef_4N,
+        x.hidden, x.weight, x.head, x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.columns_NL,
+        lists.count_N, entries.first_V, slot_V,
+        # in, out
+        entries.end_V,
         # out
-        mass_B, *entries, high_ND, low_ND,
+        entries.entry_3M, *tokens[:4], tokens.counters_5, high_ND, low_ND,
         # sizes
-        num_tokens, hidden_size, lists.columns_M.shape[0], x.start, x.num_valid,
-        # options
-        WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
+        num_tokens, hidden_size, lists.columns_NL.shape[1], entries.entry_3M.shape[1], x.start, x.num_valid,
+        math.log(eps) - math.log(SLACK), math.log(SLACK), x.head.multiplier if compensate else 0.0,
         # tiles
-        ENTRIES=BLOCK, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
-        num_warps=warps, **REGISTERS,
+        BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize), num_warps=warps,
+        **REGISTERS,
     )
-    _dropped_kernel[(cdiv(num_tokens, 128),)](
-        mass_B, how.listed_labels, how.ends_2N, lists.count_N, how.numbers_3N, coef_4N,
-        factor_N,
-        num_tokens, x.head.multiplier,
-        COMPENSATE=compensate, ENTRIES=BLOCK, BLOCK_N=128,
-    )
-    return factor_N
 
 
-@kernel(
-    "hidden_ptr", "weight_ptr", "columns_ptr", "entry_column_ptr", "entry_token_ptr", "entry_grad_ptr",
-    "high_ptr", "low_ptr", "hidden_size",
-)
+@kernel("hidden_ptr", "weight_ptr", "columns_ptr", "entry_ptr", "high_ptr", "low_ptr", "hidden_size")
 def _listed_gradients_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
     head,  # in: Head
     labels_ptr,  # in: [N] int64
-    block_token_ptr,  # in: [B] int32
-    ends_ptr,  # in: [2, N] int32, as in ``Decisions``
-    num_blocks_ptr,  # in: [1] int32
-    columns_ptr,  # in: [M] int32
-    begin_ptr,  # in: [N] int32
-    count_ptr,  # in: [N] int32
-    threshold_ptr,  # in: [N] fp32
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
-    mass_ptr,  # out: [B] fp32: softmax mass of the block's columns that are kept
-    entry_column_ptr,  # out: [M] int32
-    entry_token_ptr,  # out: [M] int32
-    entry_grad_ptr,  # out: [M] fp32
-    high_ptr,  # out: [N, D]
-    low_ptr,  # out: [N, D] bf16
+    bound_ptr,  # in: [3, N] fp32
+    columns_ptr,  # in: [N, L] int32
+    count_ptr,  # in: [N] int32
+    first_ptr,  # in: [V + 1] int32; the last number is read
+    slot_ptr,  # in: [V] int32
+    end_ptr,  # in, out: [V] int32
+    entry_ptr,  # out: [3, M] int32
+    served_coef_ptr,  # out: [4, N] fp32
+    number_ptr,  # out: [3, N] fp32
+    frequent_label_ptr,  # out: [N] int64
+    state_ptr,  # out: [N] int8
+    counter_ptr,  # in, out: [5] int32; the third and the fourth are added to
+    high_ptr,  # out: [N, D], or None
+    low_ptr,  # out: [N, D] bf16, or None
     num_tokens,
     hidden_size,
+    num_slots,
     capacity,
     start,
     num_valid,
-    WANT_HIDDEN: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    log_eps,
+    log_slack,
+    compensation,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    num_blocks = tl.load(num_blocks_ptr)
-    if block >= num_blocks:
-        end = tl.load(ends_ptr + num_tokens - 1)  # entries after the last token's are unused
-        step = (tl.num_programs(0) - num_blocks) * ENTRIES
-        for first in range(end + (block - num_blocks) * ENTRIES, capacity, step):
-            offs_m = first + tl.arange(0, ENTRIES)
-            tl.store(entry_column_ptr + offs_m, tl.zeros((ENTRIES,), tl.int32) + num_valid, mask=offs_m < capacity)
-        return
-    token = tl.load(block_token_ptr + block).to(tl.int64)
-    count = tl.load(count_ptr + token)
-    number = tl.cdiv(count, ENTRIES) - (tl.load(ends_ptr + num_tokens + token) - block)
-    columns_ptr += tl.load(begin_ptr + token)
-    begin = tl.load(ends_ptr + token) - count
-    factors = token_factors(head, token, True)
-    before, after = factors
-    coef_p = tl.load(coef_ptr + token) * before
-    coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * before
+    token = tl.program_id(0).to(tl.int64)
+    plane = num_tokens.to(tl.int64)
+    label = tl.load(labels_ptr + token)
+    live = label >= 0
+    label -= start
+    coef_p = tl.load(coef_ptr + token)
+    coef_label = tl.load(coef_ptr + plane + token)
     row_max = tl.load(max_ptr + token)
     log_sum = tl.load(log_sum_ptr + token)
-    threshold = tl.load(threshold_ptr + token)
-    label = tl.load(labels_ptr + token) - start
+    lse = row_max + log_sum
+    bound = tl.load(bound_ptr + token)
+    outside = tl.load(bound_ptr + plane + token)
+    relative_to = tl.load(bound_ptr + 2 * plane + token)
+    count = tl.load(count_ptr + token)
+    is_whole = (coef_p == 0) | (coef_label == 0)
+    log_ratio = tl.where(is_whole, 0.0, tl.log(tl.abs(coef_label)) - tl.log(tl.abs(coef_p)))
+    # Comparisons with NaN are false, too. The sum is finite only if all of its terms are.
+    served = live & (count <= num_slots) & (tl.load(first_ptr + num_valid) <= capacity)
+    served &= (lse - bound < FARTHEST) & (bound - lse - log_ratio <= log_slack)
+    served &= tl.abs(lse + bound + outside + relative_to + tl.abs(coef_p) + tl.abs(coef_label)) < float("inf")
+    coef_p = tl.where(served, coef_p, 0.0)
+    coef_label = tl.where(served, coef_label, 0.0)
 
+    factors = token_factors(head, token, True)
+    before, after = factors
     offs_d = tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
-    h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
+    h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=tl.where(served, in_d, False), other=0).to(tl.float32)
     d_hidden = tl.zeros((BLOCK_D,), tl.float32)
     listed = tl.zeros((BLOCK_K,), tl.float32)
-    stop = tl.minimum(count, (number + 1) * ENTRIES)
+    stop = tl.where(served, count, 0)
     # Logits z [BLOCK_K] = weight rows [BLOCK_K, BLOCK_D] @ h [BLOCK_D], and their gradients; the next rows load meanwhile.
-    for first in tl.range(number * ENTRIES, stop, BLOCK_K, num_stages=STAGES):
+    for first in tl.range(0, stop, BLOCK_K, num_stages=STAGES):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < stop
-        column = tl.load(columns_ptr + offs_k, mask=in_k, other=0)
+        column = tl.load(columns_ptr + token * num_slots + offs_k, mask=in_k, other=0)
         where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
         w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
         z = logits_of(tl.sum(w.to(tl.float32) * h[None, :], 1), column, in_k, head, factors, False)
         slope = tl.full((BLOCK_K,), 1.0, tl.float32)
         if head.softcap is not None:
             slope = slope_of(z, head, after)
-        is_label = column == label
-        kept = in_k & ((z >= threshold) | is_label)
-        p = tl.where(kept, tl.exp((z - row_max) - log_sum) * slope, 0.0)
+        p = tl.where(in_k, tl.exp((z - row_max) - log_sum) * slope, 0.0)
         listed += p
-        grad = coef_p * p + tl.where(is_label, coef_label * slope, 0.0)
-        tl.store(entry_column_ptr + begin + offs_k, tl.where(kept, column, num_valid), mask=in_k)
-        tl.store(entry_token_ptr + begin + offs_k, tl.zeros_like(column) + token.to(tl.int32), mask=in_k)
-        tl.store(entry_grad_ptr + begin + offs_k, grad, mask=in_k)
-        if WANT_HIDDEN:
-            d_hidden += tl.sum(tl.where(kept, grad, 0.0)[:, None] * w.to(tl.float32), 0)
-    if WANT_HIDDEN:
-        alone = tl.where(count <= ENTRIES, in_d, False)
+        grad = before * (coef_p * p + tl.where(in_k & (column == label), coef_label * slope, 0.0))
+        place = tl.atomic_add(end_ptr + column, 1, mask=in_k, sem="relaxed")
+        tl.store(entry_ptr + place, column, mask=in_k)
+        tl.store(entry_ptr + capacity + place, tl.zeros_like(column) + token.to(tl.int32), mask=in_k)
+        tl.store(entry_ptr + 2 * capacity.to(tl.int64) + place, grad.to(tl.int32, bitcast=True), mask=in_k)
+        if high_ptr is not None:
+            d_hidden += tl.sum(grad[:, None] * w.to(tl.float32), 0)
+    if high_ptr is not None:
+        written = tl.where(served | (live == 0), in_d, False)
         high = d_hidden.to(high_ptr.dtype.element_ty)
-        tl.store(high_ptr + token * hidden_size + offs_d, high, mask=alone)
-        if HAS_LOW:
+        tl.store(high_ptr + token * hidden_size + offs_d, high, mask=written)
+        if low_ptr is not None:
             low = (d_hidden - high.to(tl.float32)).to(low_ptr.dtype.element_ty)
-            tl.store(low_ptr + token * hidden_size + offs_d, low, mask=alone)
-    tl.store(mass_ptr + block, tl.sum(listed, 0))
+            tl.store(low_ptr + token * hidden_size + offs_d, low, mask=written)
+    dropped = tl.maximum(outside * tl.exp(relative_to - lse) - tl.sum(listed, 0), 0.0)
+    tl.store(served_coef_ptr + token, coef_p)
+    tl.store(served_coef_ptr + plane + token, coef_label)
+    tl.store(served_coef_ptr + 2 * plane + token, 0.0)
+    tl.store(served_coef_ptr + 3 * plane + token, 0.0)
+    tl.store(number_ptr + token, bound + log_eps)
+    tl.store(number_ptr + plane + token, lse - tl.log(tl.abs(coef_p)))
+    tl.store(number_ptr + 2 * plane + token, tl.where(served, dropped * coef_p * compensation, 0.0))
+    here = served & (label >= 0) & (label < num_valid)
+    slot = tl.load(slot_ptr + tl.where(here, label, 0), mask=here, other=0)
+    tl.store(frequent_label_ptr + token, slot.to(tl.int64) - 1)
+    tl.store(state_ptr + token, tl.where(served, 2, tl.where(live, 1, 0)).to(tl.int8))
+    tl.atomic_add(counter_ptr + tl.where(served, 3, 2), 1, mask=live, sem="relaxed")
 
 
-@kernel("factor_ptr")
-def _dropped_kernel(
-    mass_ptr,  # in: [B] fp32
-    labels_ptr,  # in: [N] int64: negative if the token is not listed
-    ends_ptr,  # in: [2, N] int32, as in ``Decisions``
-    count_ptr,  # in: [N] int32
-    numbers_ptr,  # in: [3, N] fp32, as in ``Decisions``; the second row is read
-    coef_ptr,  # in: [4, N] fp32
-    factor_ptr,  # out: [N] fp32
+def collect_unserved(lists: Lists, tokens: Tokens) -> None:
+    """Write the unserved tokens in order, and how many rows the filter's own products have."""
+    num_tokens = tokens.state_N.shape[0]
+    _collect_kernel[(1,)](
+        tokens.state_N, lists.num_kept, tokens.unserved, tokens.counters_5, num_tokens, BLOCK=8192, num_warps=16
+    )
+
+
+@kernel("state_ptr", "unserved_ptr")
+def _collect_kernel(
+    state_ptr,  # in: [N] int8
+    num_kept_ptr,  # in: [1] int32
+    unserved_ptr,  # out: [N] int32
+    counter_ptr,  # in, out: [5] int32
     num_tokens,
-    logit_scale,
-    COMPENSATE: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_tokens
-    live = tl.load(labels_ptr + offs_n, mask=in_n, other=-1) >= 0
-    count = tl.load(count_ptr + offs_n, mask=live, other=0)
-    stride = num_tokens.to(tl.int64)
-    last = tl.load(ends_ptr + stride + offs_n, mask=live, other=0)
-    block = last - (count + ENTRIES - 1) // ENTRIES
-    dropped = tl.load(numbers_ptr + stride + offs_n, mask=live, other=0)
-    kept = tl.zeros((BLOCK_N,), tl.float32)
-    # Sum the masses of each token's blocks.
-    for _ in range(0, tl.max(last - block, 0)):
-        kept += tl.load(mass_ptr + block, mask=block < last, other=0)
-        block += 1
-    dropped = tl.maximum(dropped - kept, 0.0)
-    coef_p = tl.load(coef_ptr + offs_n, mask=live, other=0) * logit_scale
-    dropped *= coef_p if COMPENSATE else 0.0
-    tl.store(factor_ptr + offs_n, dropped, mask=in_n)
+    tl.store(counter_ptr + 4, tl.where(tl.load(counter_ptr + 3) > 0, tl.load(num_kept_ptr), 0))
+    taken = tl.zeros((), tl.int32)
+    for first in range(0, tl.where(tl.load(counter_ptr + 2) > 0, num_tokens, 0), BLOCK):
+        offs_n = first + tl.arange(0, BLOCK)
+        is_unserved = (tl.load(state_ptr + offs_n, mask=offs_n < num_tokens, other=0) == 1).to(tl.int32)
+        tl.store(unserved_ptr + taken + tl.cumsum(is_unserved, 0) - is_unserved, offs_n, mask=is_unserved > 0)
+        taken += tl.sum(is_unserved, 0)

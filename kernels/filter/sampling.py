@@ -227,7 +227,7 @@ def squares_of_columns(
         rows_SD: Hidden states of the sampled tokens.
         softmax: Statistics of the whole vocabulary.
         coef_4N: As in ``sampled_gradients``.
-        numbers_3N: As in ``lists.Decisions``; the threshold is read.
+        numbers_3N: As in ``lists.Tokens``; the threshold is read.
         tiles: Tiles of the device.
         lines_SK: As ``covariance.lines_of_sample`` returns them, or None.
     """

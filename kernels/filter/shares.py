@@ -108,7 +108,6 @@ class Dropped(NamedTuple):
 
 def sample_tokens(
     hidden_ND: torch.Tensor,
-    dropped_N: torch.Tensor,
     numbers_3N: torch.Tensor,
     labels_N: torch.Tensor,
     most: int,
@@ -117,8 +116,7 @@ def sample_tokens(
 
     Args:
         hidden_ND: Hidden states.
-        dropped_N: P times the mass that the token drops, of either sign; 0 if the token is not filtered.
-        numbers_3N: As in ``lists.Decisions``; threshold and reference are read.
+        numbers_3N: As in ``lists.Tokens``.
         labels_N: Labels of the tokens.
         most: Number of tokens in the sample, a power of 2.
     """
@@ -133,7 +131,7 @@ def sample_tokens(
     size_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
     mass = torch.empty((), dtype=torch.float32, device=device)
     _sample_tokens_kernel[(1,)](
-        dropped_N, numbers_3N, labels_N,
+        numbers_3N, labels_N,
         size_3N, sample.token_S, sample.numbers_3S, sample.label_S, sample.size, mass,
         num_tokens, (num_tokens - 1).bit_length(),
         TAKE_ALL=take_all, SAMPLE=most, BLOCK=4096, num_warps=16,
@@ -164,8 +162,7 @@ def sample_tokens(
 
 @kernel("size_ptr", "token_ptr", "number_ptr", "label_ptr", "num_sampled_ptr", "mass_ptr")
 def _sample_tokens_kernel(
-    dropped_ptr,  # in: [N] fp32
-    of_token_ptr,  # in: [3, N] fp32: threshold, anything, reference
+    of_token_ptr,  # in: [3, N] fp32, as in ``lists.Tokens``
     labels_ptr,  # in: [N] int64
     size_ptr,  # out: [3, N] fp32: each token's part of all dropped mass; 0; the cumulative sum
     token_ptr,  # out: [S] int32
@@ -180,6 +177,7 @@ def _sample_tokens_kernel(
     BLOCK: tl.constexpr,
 ):
     # One program, because the sample needs a prefix sum over all tokens.
+    dropped_ptr = of_token_ptr + 2 * num_tokens.to(tl.int64)
     offs_s = tl.arange(0, SAMPLE)
     if TAKE_ALL:
         token = offs_s
@@ -216,7 +214,7 @@ def _sample_tokens_kernel(
     mass = tl.load(dropped_ptr + token, mask=in_n, other=0)
     dropped = tl.abs(mass)
     threshold = tl.load(of_token_ptr + token, mask=in_n, other=0)
-    reference = tl.load(of_token_ptr + 2 * num_tokens.to(tl.int64) + token, mask=in_n, other=0)
+    reference = tl.load(of_token_ptr + num_tokens.to(tl.int64) + token, mask=in_n, other=0)
     if not TAKE_ALL:
         reference += tl.log(dropped)
     tl.store(token_ptr + offs_s, tl.where(in_n, token, 0))

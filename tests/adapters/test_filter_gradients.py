@@ -174,15 +174,19 @@ def by_deepspeed(case: Case, ranks: Ranks) -> Found:
         "data_types": {"grad_accum_dtype": "fp32"},
         "cce_dist": {"enabled": True, "filter": "compensated", "filter_eps": FILTER.eps, "filter_always": True},
     }
+
+    def full(read: Any) -> Tensor:
+        return read(head.weight).clone()
+
     engine = cce.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
     take_step, gradients = engine._take_model_step, []
 
     def read_first(*args: Any, **kwargs: Any) -> Any:
-        gradients.append(safe_get_full_grad(head.weight).clone())
+        gradients.append(full(safe_get_full_grad))
         return take_step(*args, **kwargs)
 
     engine._take_model_step = read_first
-    weight = safe_get_full_fp32_param(head.weight).clone()
+    weight = full(safe_get_full_fp32_param)
     # DeepSpeed takes the mean over microbatches and ranks; the scale makes it the mean over all tokens.
     ids, labels = batch()
     scale = torch.tensor(ranks.dp * case.accumulate / num_valid(labels), device=DEVICE)

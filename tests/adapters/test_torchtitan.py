@@ -416,7 +416,7 @@ def test_the_keys_are_for_training_alone() -> None:
     head, hidden, labels = nn.Linear(8, 11), torch.randn(1, 4, 8), torch.tensor([[1, 2, -100, 4]])
     loss = torchtitan.cce_loss(ChunkedLossWrapper.Config(), z_loss_weight=0.5, label_smoothing=0.1).build()
     loss.set_lm_head(head)
-    options = {"z_loss_weight": 0.5, "label_smoothing": 0.1}
+    options: dict[str, Any] = {"z_loss_weight": 0.5, "label_smoothing": 0.1}
     trained, plain = (reference.cross_entropy(head(hidden), labels, reduction="sum", **o).loss for o in (options, {}))
     torch.testing.assert_close(loss(hidden, labels)[0], trained)
     head.eval()

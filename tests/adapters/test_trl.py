@@ -118,27 +118,18 @@ def test_all_outputs_and_gradients_are_trls(name: str, temperature: float) -> No
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
-def test_batch_invariance_reaches_the_head() -> None:
-    """A scorer's outputs and a trainer's have the same bits, and are the stock's. Catches an option that is dropped."""
-    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "is_top1")
-    stock, inputs = tiny_model("Gemma2"), batch()
-    ours = copy.deepcopy(stock)
-    add(stock, temperature=0.7, outputs=outputs)
+def test_batch_invariance_reaches_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an option that is dropped. test_log_probs.py compares the bits of a token in several batches."""
     cce_trl.install(backend="triton", batch_invariant=True)
-    add(ours, temperature=0.7, outputs=outputs)
-    with pytest.MonkeyPatch.context() as patch:
-        asked: list[bool] = []
-        call = cce_trl.linear_log_probs
-        patch.setattr(cce_trl, "linear_log_probs", lambda *x, **y: asked.append(y["batch_invariant"]) or call(*x, **y))
-        trained = ours(**inputs, fused_lm_head=True)
-        with torch.no_grad():
-            scored, expected = (model(**inputs, fused_lm_head=True) for model in (ours, stock))
-    assert asked == [True, True] and trained["loss"].requires_grad
-    for name in (*outputs, "loss"):
-        assert torch.equal(scored[name], trained[name])
-        torch.testing.assert_close(scored[name], expected[name], rtol=1e-4, atol=1e-5)
+    model, asked, call = tiny_model(), [], cce_trl.linear_log_probs
+    monkeypatch.setattr(
+        cce_trl, "linear_log_probs", lambda *x, **how: asked.append(how["batch_invariant"]) or call(*x, **how)
+    )
+    add(model, outputs=OUTPUTS)
+    model(**batch(), fused_lm_head=True)
+    assert asked == [True]
     with pytest.raises(ValueError, match="mean_logits is not served with batch_invariant"):
-        add(ours, outputs=("log_probs", "mean_logits"))
+        add(model, outputs=("log_probs", "mean_logits"))
 
 
 DIVERGENCES: dict[str, dict[str, Any]] = {
@@ -236,6 +227,11 @@ def trainer_of(kind: str, data: str, **given: Any) -> Callable:
     return make
 
 
+def distillation(model: Any, out: Path, **more: Any) -> Any:
+    teacher = tiny_model("Gemma2", hidden_size=48).eval()
+    return trainer_of("Distillation", "prompt", teacher_model=teacher)(model, out, **more)
+
+
 ROLLOUT: dict[str, Any] = dict(num_generations=2, max_completion_length=6, temperature=0.7, beta=0.1)
 TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
     "sft": (sft, "Llama", {}),
@@ -252,11 +248,12 @@ TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
         {"cast_lm_head_to_fp32": True, **ROLLOUT},
     ),
     "rloo": (trainer_of("RLOO", "prompt", reward_funcs=reward), "Llama", ROLLOUT),
+    "distillation": (distillation, "Gemma2", {"temperature": 0.7, "max_completion_length": 6, "beta": 0.5}),
 }
 
 
 def trained(make: Callable, model: Any, out: Path, **more: Any) -> tuple[list[dict[str, float]], Any, list[str]]:
-    """Return what a trainer logs, its parameters, and what TRL's function with ours inside was asked for."""
+    """Return what a trainer logs, its parameters, and what TRL's functions with ours inside were asked for."""
     from transformers import AutoModelForCausalLM
 
     asked: list[str] = []
@@ -269,6 +266,7 @@ def trained(make: Callable, model: Any, out: Path, **more: Any) -> tuple[list[di
     forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cce_trl._Score, "_compute", counted)
+        patch.setattr("cce_dist.integrations.trl_distillation.say_once", asked.append)
         if make is not sft:  # reference models are read from where the model was
             model.save_pretrained(out)
             model = AutoModelForCausalLM.from_pretrained(out)
@@ -292,35 +290,6 @@ def test_trainers_log_and_learn_as_they_do(make: Callable, name: str, more: dict
     assert_same_log(ours, stock, TOLERANCE)
     assert_same_parameters(found, expected, TOLERANCE)
     start = tiny_model(name).state_dict()
-    assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
-
-
-def distilled(out: Path, **more: Any) -> tuple[list[dict[str, float]], Any]:
-    """Return what DistillationTrainer logs, and its parameters."""
-    from trl import DistillationConfig, DistillationTrainer
-
-    forget()
-    teacher = tiny_model("Gemma2", hidden_size=48).eval()
-    how: dict[str, Any] = dict(bf16=False, gradient_checkpointing=False, learning_rate=1e-2, max_steps=3)
-    args = arguments(out, DistillationConfig, temperature=0.7, max_completion_length=6, **how | more)
-    given = {"train_dataset": rows("prompt"), "processing_class": tokenizer()}
-    trainer = DistillationTrainer(tiny_model("Gemma2"), teacher, args, **given)
-    torch.manual_seed(0)
-    trainer.train()
-    return logged(trainer), trainer.accelerator.get_state_dict(trainer.model_wrapped)
-
-
-def test_distillation_trainer_logs_and_learns_as_it_does(tmp_path: Path) -> None:
-    stock, expected = distilled(tmp_path, beta=0.5)
-    cce_trl.install()
-    with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr("cce_dist.integrations.trl_distillation.say_once", said.append)
-        ours, found = distilled(tmp_path, beta=0.5)
-    assert len(said) >= 3
-    assert_same_log(ours, stock, TOLERANCE)
-    assert_same_parameters(found, expected, TOLERANCE)
-    start = tiny_model("Gemma2").state_dict()
     assert any(not torch.equal(start[where], parameter) for where, parameter in found.items())
 
 

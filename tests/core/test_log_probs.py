@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -327,30 +326,10 @@ def _check_collectives() -> None:
         assert [call.args[1].nbytes for call in gather.call_args_list] == counts
 
 
-def _check_disagreement() -> None:
-    rank = dist.get_rank()
-    shard = VocabShard.even(40, dist.group.WORLD)
-    hidden, weight, ids = torch.ones(5, 8), torch.ones(shard.num_rows, 8), torch.zeros(5, 2).long()
-    different: list[tuple[str, Any]] = [
-        ("temperature", {"temperature": torch.full((5,), 1.0 + rank)}),
-        ("logit_scale", {"logit_scale": 1.0 + rank}),
-        ("top_k", {"top_k": rank}),
-        ("ids", {"ids": ids + rank}),
-    ]
-    with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"):
-        linear_log_probs(hidden, weight, ids, shard=shard)
-        for name, options in different:
-            with pytest.raises(RuntimeError, match=f"linear_log_probs: the ranks of the group disagree on {name}"):
-                linear_log_probs(hidden, weight, **{"ids": ids, "shard": shard, **options})
-        with pytest.raises(IndexError, match=r"linear_log_probs: rank 1 of the group: ids\[0\]"):
-            linear_log_probs(hidden, weight, ids + 40 * rank, shard=shard)
-
-
 def _on_ranks() -> None:
     if interpreted():  # the ranks are on CPUs
         _check_kernels()
     _check_collectives()
-    _check_disagreement()
 
 
 @pytest.mark.slow

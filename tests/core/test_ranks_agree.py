@@ -120,23 +120,32 @@ def _bad_labels() -> list[str]:
 
 
 def _bad_arguments() -> list[str]:
-    """An argument that one rank alone has wrong: each function's error is raised by all, in its own kind."""
+    """An argument that one rank alone has wrong, or otherwise: each function's error is raised by all; no error without it."""
     group = dist.group.WORLD
     rank, wrong, shard = dist.get_rank(), [], VocabShard.even(V, group)
     mesh = init_device_mesh("cpu", (2,))
     weight = torch.randn(shard.num_rows, D)
     of_teacher = dict(teacher_input=_hidden(), teacher_weight=weight)
     of_some = dict(teacher_ids=torch.arange(3).expand(N, -1), teacher_log_probs=torch.full((N, 3), -2.0))
-    kept = KeptIds(torch.arange(N + 1), torch.arange(N))
+    of_ids = dict(ids=torch.arange(N), temperature=torch.ones(N))
+    of_lists = of_ids | dict(kept=KeptIds(torch.arange(N + 1), torch.arange(N)))
+    other_lists = KeptIds(torch.arange(N + 1), torch.arange(N).flip(0))
     rows: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type, str]] = [
         (linear_cross_entropy, dict(target=torch.arange(N)), dict(softcap=-1.0), ValueError, "softcap"),
         (linear_cross_entropy, dict(target=torch.arange(N)), dict(target=torch.arange(N - 1)), ValueError, "target"),
         (linear_cross_entropy, dict(target=torch.arange(N)), dict(no_option=1), TypeError, "no_option"),
         (linear_cross_entropy, dict(target=torch.arange(N)), dict(linear_weight=weight[1:]), ValueError, "linear_weight"),
-        (linear_log_probs, dict(ids=torch.arange(N)), dict(temperature=0.0), ValueError, "temperature"),
-        (linear_log_probs, dict(ids=torch.arange(N)), dict(temperature=torch.zeros(N)), ValueError, "temperature"),
-        (linear_log_probs, dict(ids=torch.arange(N), kept=kept), dict(top_k=2), ValueError, "top_k"),
+        (linear_log_probs, of_ids, dict(temperature=0.0), ValueError, "temperature"),
+        (linear_log_probs, of_ids, dict(temperature=torch.zeros(N)), ValueError, "temperature"),
+        (linear_log_probs, of_ids, dict(temperature=torch.full((N,), 2.0)), RuntimeError, "disagree on temperature"),
+        (linear_log_probs, of_ids, dict(logit_scale=2.0), RuntimeError, "disagree on logit_scale"),
+        (linear_log_probs, of_ids, dict(top_k=1), RuntimeError, "disagree on top_k"),
+        (linear_log_probs, of_ids, dict(ids=torch.arange(N).flip(0)), RuntimeError, "log_probs: .* disagree on ids"),
+        (linear_log_probs, of_ids, dict(ids=torch.full((N,), V)), IndexError, r"rank [01] of the group: ids\[0\]"),
+        (linear_log_probs, of_lists, dict(top_k=2), ValueError, "top_k"),
+        (linear_log_probs, of_lists, dict(kept=other_lists), RuntimeError, r"disagree on kept\.ids"),
         (linear_kl_divergence, of_teacher, dict(kind="backward"), ValueError, "kind"),
+        (linear_kl_divergence, of_teacher, dict(kind="reverse"), RuntimeError, "kl_divergence: .* disagree on kind"),
         (linear_kl_divergence, of_teacher, dict(teacher_input=_hidden()[1:]), ValueError, "teacher_input"),
         (linear_kl_divergence, of_teacher, dict(teacher_shard="all"), TypeError, "teacher_shard"),
         (topk_kl_divergence, of_some, dict(outside="rest"), ValueError, "outside"),
@@ -144,12 +153,12 @@ def _bad_arguments() -> list[str]:
         (topk_kl_divergence, of_some, dict(softcap="1"), TypeError, "softcap"),
     ]  # fmt: skip
     for function, given, change, kind, says in rows:
-        for bad_rank in (0, 1):
+        for bad_rank in (0, 1, None):
             call = (
                 dict(input=_hidden(), linear_weight=weight, shard=shard) | given | (change if rank == bad_rank else {})
             )
             got = _error(lambda function=function, call=call: function(**call))
-            if not _matches(got, kind, says):
+            if not (got is None if bad_rank is None else _matches(got, kind, says)):
                 wrong.append(f"{function.__name__}, {says} on rank {bad_rank}: got {got!r}")
             dist.barrier()
     split = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)])

@@ -73,7 +73,7 @@ def test_same_numbers_as_dense(
     tensors, labels, inputs = with_inputs()
     function, count = FUNCTIONS[name]
     inputs = inputs[:count]
-    call = {"token_loss": function, "token_inputs": inputs, **options}
+    call: dict[str, Any] = {"token_loss": function, "token_inputs": inputs, **options}
     truth, base = (
         (
             *dense(tensors, labels, dtype, factor, **call),
@@ -268,7 +268,7 @@ def test_a_label_outside_the_vocabulary_is_nan_whatever_the_function_says() -> N
     nll = torch.tensor([1.0, torch.nan, 0.0])
     losses, gradients = token.differentiated(nll, None, torch.tensor([5, -2, -1]), torch.full((3,), 0.5))
     assert losses.isnan().tolist() == [False, True, False] and losses[2] == 0
-    assert gradients[0] is not None and gradients[0][0] == -0.5
+    assert gradients.nll is not None and gradients.nll[0] == -0.5
 
 
 @pytest.mark.parametrize("rows", [ROWS, None])

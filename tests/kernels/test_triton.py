@@ -171,15 +171,15 @@ def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
     bias = torch.zeros(num_valid, device=DEVICE) if p.bias is None else p.bias[:num_valid]
     leaves.append(bias.to(wide).requires_grad_())
     # The bias is added in fp32, as kernels add it.
-    z = p.logits.logit_scale * (reference.logits(*leaves[:2]) + leaves[2])
+    z = p.logits.logit_scale * (reference.logits(leaves[0], leaves[1]) + leaves[2])
     z = p.logits.softcap * torch.tanh(z / p.logits.softcap) if p.logits.softcap else z
     column = p.labels - p.logits.start
     here = (p.labels >= 0) & (column >= 0) & (column < num_valid)
     of_tokens = reference.cross_entropy(z, torch.where(here, column, 0), reduction="none")
-    outputs = of_tokens.lse, here * of_tokens.target_logit, z.sum(1), of_tokens.entropy
+    outputs: Any = of_tokens.lse, here * of_tokens.target_logit, z.sum(1), of_tokens.entropy
     grads = torch.autograd.grad((p.coef.to(wide) * torch.stack(outputs)).sum(), leaves)
 
-    assert of_tokens.max_logit is not None
+    assert of_tokens.max_logit is not None and of_tokens.entropy is not None
     below = z.detach() - of_tokens.max_logit[:, None]
     exp = below.exp()
     rows = [of_tokens.max_logit, exp.sum(1), outputs[1].detach()]

@@ -53,8 +53,8 @@ def assert_all_no_worse(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Compare tensors by ``assert_no_worse``; ``dtype`` chooses eps for those that are named "d" and something."""
-    for name, *values in zip(names, ours, baseline, truth, strict=True):
-        assert_no_worse(*values, dtype if name.startswith("d") else None, name)
+    for name, each, base, true in zip(names, ours, baseline, truth, strict=True):
+        assert_no_worse(each, base, true, dtype if name.startswith("d") else None, name)
 
 
 def assert_near(ours: Iterable[Tensor], truth: Iterable[Tensor]) -> None:

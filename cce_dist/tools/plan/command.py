@@ -10,11 +10,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from cce_dist.tools.arguments import wholes
+from cce_dist.tools.arguments import figure, whole, wholes
 from cce_dist.tools.plan.devices import DEVICES, Device, measure
 from cce_dist.tools.plan.layers import RANKS, RECOMPUTE, Layout
 from cce_dist.tools.plan.picture import COLORS, draw
-from cce_dist.tools.plan.planning import LOSSES, METHODS, MIB, Plan, named, plan
+from cce_dist.tools.plan.planning import LOSSES, METHODS, MIB, VOCAB_MULTIPLE, Plan, named, plan
 from cce_dist.tools.plan.scale import GLOBAL_TOKENS, Step, grow
 from cce_dist.tools.plan.sizes import MODELS, Model, read_config
 from cce_dist.tools.report import table
@@ -25,41 +25,36 @@ BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")  
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cce-dist plan``."""
     model = parser.add_argument_group("model: a name, a config.json, or sizes, which override those of a name")
-    model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    model.add_argument(
-        "--models", nargs="+", metavar="NAME", help="print only the largest batch of each of these models"
-    )
-    model.add_argument("--config", type=Path, metavar="FILE", help="config.json of Hugging Face, or its folder")
+    which = model.add_mutually_exclusive_group()
+    which.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    which.add_argument("--models", nargs="+", metavar="NAME", help="print only the largest batch of each model")
+    which.add_argument("--config", type=Path, metavar="FILE", help="config.json of Hugging Face, or its folder")
     for name in (*BY_HAND, "num_kv_heads", "head_size"):
-        model.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+        model.add_argument(f"--{name.replace('_', '-')}", type=whole(), metavar="N")
 
     layout = parser.add_argument_group("layout")
-    layout.add_argument("--tokens", type=int, default=8192, metavar="N", help="tokens of a sequence")
-    layout.add_argument("--micro-batch", type=int, default=1, metavar="B", help="sequences of a microbatch")
+    layout.add_argument("--tokens", type=whole(), default=8192, metavar="N", help="tokens of a sequence")
+    layout.add_argument("--micro-batch", type=whole(), default=1, metavar="B", help="sequences of a microbatch")
     for name, what in RANKS.items():
-        layout.add_argument(f"--{name}", type=int, default=1, help=what)
+        layout.add_argument(f"--{name}", type=whole(), default=1, help=what)
     layout.add_argument("--zero-stage", type=int, choices=range(4), default=1, help="what data-parallel ranks split")
     layout.add_argument("--no-sequence-parallel", action="store_true", help="activations are whole on every rank")
     layout.add_argument("--recompute", choices=RECOMPUTE, default="none", help="recompute layers' activations")
-    layout.add_argument(
-        "--eager", action="store_true", help="add the time of layers' elementwise kernels in plain torch"
-    )
+    layout.add_argument("--eager", action="store_true", help="add the time of elementwise kernels in plain torch")
     layout.add_argument("--attention", action="store_true", help="add attention's products of queries and keys")
     layout.add_argument("--framework", choices=METHODS, default="megatron", help="compare with this framework's losses")
-    layout.add_argument("--workspace", type=int, metavar="MIB", help="budget of our losses (default: what they choose)")
+    layout.add_argument("--workspace", type=whole(), metavar="MIB", help="budget of our losses (default: their choice)")
 
     where = parser.add_argument_group("device")
     where.add_argument("--gpu", default="h200", metavar="GPU", help=f"one of {', '.join(DEVICES)}")
     where.add_argument("--measure", action="store_true", help="measure this machine's GPU instead")
 
     shown = parser.add_argument_group("what is shown")
-    shown.add_argument("--scale", type=wholes, metavar="G,G", help="predict a step on each of these numbers of GPUs")
+    shown.add_argument("--scale", type=wholes, default=(), metavar="G,G", help="predict a step on G GPUs each")
     shown.add_argument("--loss", choices=LOSSES, help="with --scale: only this loss")
-    shown.add_argument(
-        "--global-tokens", type=int, default=GLOBAL_TOKENS, metavar="N", help="tokens of a step, with --scale"
-    )
+    shown.add_argument("--global-tokens", type=whole(), default=GLOBAL_TOKENS, metavar="N", help="of a step of --scale")
     shown.add_argument("--json", action="store_true", help="print JSON")
-    shown.add_argument("--picture", type=Path, metavar="PNG", help="draw the last stage's memory and the cut")
+    shown.add_argument("--picture", type=figure, metavar="PNG", help="draw the last stage's memory and the cut")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,32 +69,30 @@ def run(args: argparse.Namespace) -> int:
                 raise ValueError("--models prints one table; leave out --json, --picture and --scale")
             print("\n".join(table([_batches(args, name, device, workspace) for name in args.models])))
             return 0
-        found = plan(*_model_and_layout(args), device, workspace)
-        steps = []
-        if args.scale:
-            steps = grow(found.model, found.layout, device, args.scale, workspace, args.global_tokens)
-            steps = [step for step in steps if args.loss in (None, step.loss)]
+        model, layout = _model_and_layout(args)
+        found = plan(model, layout, device, workspace)
+        steps = grow(model, layout, device, args.scale, workspace, args.global_tokens)
+        steps = [step for step in steps if args.loss in (None, step.loss)]
         title = args.model or (args.config and args.config.name) or "sizes by hand"
         if args.json:
             print(json.dumps(found.record() | {"scale": [dataclasses.asdict(step) for step in steps]}, indent=1))
         else:
-            print("\n\n".join(_text(found, title, args.workspace) + _scale(steps)))
+            print("\n\n".join(_text(found, title, args.workspace, steps)))
         if args.picture:
             draw(args.picture, found, title)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"cce-dist plan: {' '.join(str(error).split())}") from error
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
         print(f"cce-dist {error}", file=sys.stderr)
         return 2
+    except ValueError as error:
+        print(f"cce-dist plan: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     return 0
 
 
 def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
-    if args.tokens < 1 or args.micro_batch < 1:
-        raise ValueError(f"--tokens and --micro-batch must be at least 1, got {args.tokens}, {args.micro_batch}")
-    if args.cp < 1 or args.tokens % args.cp:
+    if args.tokens % args.cp:
         raise ValueError(f"--tokens {args.tokens} cannot be split over --cp {args.cp} ranks")
     layout = Layout(
         **{name: getattr(args, name) for name in (*RANKS, "recompute", "zero_stage", "framework")},
@@ -112,8 +105,6 @@ def _model_and_layout(args: argparse.Namespace) -> tuple[Model, Layout]:
 
 
 def _model(args: argparse.Namespace) -> Model:
-    if args.model and args.config:
-        raise ValueError("--model and --config are two models; give one")
     sizes = {name: getattr(args, name) for name in (*BY_HAND, "num_kv_heads", "head_size")}
     given = {name: value for name, value in sizes.items() if value is not None}
     if args.config:
@@ -121,8 +112,8 @@ def _model(args: argparse.Namespace) -> Model:
             raise ValueError(f"--config has its own sizes; leave out --{min(given).replace('_', '-')}")
         try:
             return read_config(args.config)
-        except ValueError as error:
-            raise ValueError(f"--config {args.config}: {error}") from error
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--config {args.config}: {getattr(error, 'strerror', None) or error}") from error
     if args.model:
         return dataclasses.replace(named(MODELS, args.model, "model"), **given)
     missing = [f"--{name.replace('_', '-')}" for name in BY_HAND if name not in given]
@@ -144,13 +135,16 @@ def _batches(args: argparse.Namespace, name: str, device: Device, workspace: int
     return row
 
 
-def _text(found: Plan, title: str, workspace: int | None) -> list[str]:
+def _text(found: Plan, title: str, workspace: int | None, steps: list[Step]) -> list[str]:
     """Return the plan as paragraphs."""
     layout, layer = found.layout, found.layer
-    splits = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "dp", "cp", "vpp", "ep"))
+    splits = ", ".join(f"{name} {getattr(layout, name)}" for name in RANKS)
+    vocabulary = f"a vocabulary of {found.given_vocab_size:,}"
+    if found.model.vocab_size > found.given_vocab_size:
+        vocabulary += f", which Megatron pads to {found.model.vocab_size:,}, a multiple of {VOCAB_MULTIPLE} x tp"
     parts = [
         f"{title}: {found.model.params / 1e9:.2f} B parameters; {layout.num_tokens:,} tokens a microbatch; {splits}; ZeRO "
-        f"{layout.zero_stage}; {layout.num_gpus} GPUs\n{_device(found.device)}\n"
+        f"{layout.zero_stage}; {layout.num_gpus} GPUs\n{vocabulary}\n{_device(found.device)}\n"
         f"a layer: {found.model.layer_params / 1e6:.1f} M parameters, {layer.seconds * 1e3:.2f} ms, "
         f"{layer.collectives * 1e3:.2f} of them collectives; the body: {found.body * 1e3:.1f} ms",
         "\n".join(table([_row(found, each, workspace) for each in found.losses])),
@@ -158,7 +152,11 @@ def _text(found: Plan, title: str, workspace: int | None) -> list[str]:
     ]
     if layout.pp > 1:
         parts.append("Cut to use:\n" + "\n".join(_cuts(found)))
-    return parts
+    if steps:
+        what = "The same batch on more GPUs; exposed: ms of communication that no computation overlaps:"
+        parts.append("\n".join([what, *table([_scaled(step) for step in steps])]))
+    peaks = {each.loss: f"{sum(each.last_stage.values()) / MIB / 1024:,.1f} GiB" for each in found.losses}
+    return [*parts, f"a step of {layout.num_tokens:,} tokens: stock {peaks['dense']}, this {peaks['budget']}"]
 
 
 def _device(device: Device) -> str:
@@ -220,26 +218,17 @@ def _cuts(found: Plan) -> list[str]:
     return lines
 
 
-def _scale(steps: list[Step]) -> list[str]:
-    if not steps:
-        return []
-    rows = [
-        {
-            "GPUs": f"{step.gpus:,}",
-            "tp x pp x dp": f"{step.tp} x {step.pp} x {step.dp}",
-            "microbatches": str(step.microbatches),
-            "loss": step.loss,
-            "head ms": f"{step.head_ms:.2f}",
-            "head exposed": f"{step.head_exposed_ms:.2f}",
-            "layers exposed": f"{step.layers_exposed_ms:.2f}",
-            "gradients exposed": f"{step.gradients_exposed_ms:.1f}",
-            "bubble": f"{step.bubble:.1%}",
-            "step ms": f"{step.step_ms:,.0f}",
-            "tokens/s": f"{step.tokens_per_second:,.0f}",
-        }
-        for step in steps
-    ]
-    return [
-        "The same batch on more GPUs; exposed: ms of communication that no computation overlaps:\n"
-        + "\n".join(table(rows))
-    ]
+def _scaled(step: Step) -> dict[str, str]:
+    return {
+        "GPUs": f"{step.gpus:,}",
+        "tp x pp x dp": f"{step.tp} x {step.pp} x {step.dp}",
+        "microbatches": str(step.microbatches),
+        "loss": step.loss,
+        "head ms": f"{step.head_ms:.2f}",
+        "head exposed": f"{step.head_exposed_ms:.2f}",
+        "layers exposed": f"{step.layers_exposed_ms:.2f}",
+        "gradients exposed": f"{step.gradients_exposed_ms:.1f}",
+        "bubble": f"{step.bubble:.1%}",
+        "step ms": f"{step.step_ms:,.0f}",
+        "tokens/s": f"{step.tokens_per_second:,.0f}",
+    }

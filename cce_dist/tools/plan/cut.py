@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import groupby
-from typing import Any
 
 from cce_dist.tools.plan.layers import Layout
 
@@ -65,17 +64,6 @@ def timed(layers: list[int], layer: float, head: float, layout: Layout) -> Cut:
 def _spread(count: int, ways: int) -> list[int]:
     """Split into nearly equal parts, the larger ones last."""
     return [count // ways + (part >= ways - count % ways) for part in range(ways)]
-
-
-def advice(layers: list[int], head_layers: float, vpp: int) -> dict[str, Any]:
-    """Return each framework's options for a cut, by their names. ``head_layers`` is the head's time over a layer's."""
-    told: dict[str, Any] = {"pipeline_model_parallel_layout": megatron_layout(layers)}
-    told["decoder_last_pipeline_num_layers"] = last_stage_layers(layers) if vpp == 1 else None
-    if vpp == 1:
-        told["deepspeed_weights"] = deepspeed_weights(layers)
-    # torchtitan's options are how many layers fewer the first and the last stage have, in whole numbers.
-    less = {"first": 0, "last": max(0, round(head_layers))}
-    return told | {f"pipeline_parallel_{place}_stage_less_layers": count for place, count in less.items()}
 
 
 def megatron_layout(layers: list[int]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cce_dist.kernels.rates import H200
 
@@ -129,19 +129,13 @@ def measure() -> Device:
     copy_seconds = seconds(lambda: target.copy_(source))
     # ROCm's versions are not CUDA's compute capabilities, and its devices have small tiles (kernels/tiles.py).
     major = 0 if torch.version.hip else properties.major
-    return like_the_table(
-        properties.name,
-        major,
-        properties.multi_processor_count,
-        properties.total_memory,
-        2 * side**3 / product_seconds,
-        2 * _GIB / copy_seconds,
-    )
+    return like_the_table(properties, major, 2 * side**3 / product_seconds, 2 * _GIB / copy_seconds)
 
 
-def like_the_table(name: str, major: int, multiprocessors: int, memory: int, flops: float, bandwidth: float) -> Device:
+def like_the_table(properties: Any, major: int, flops: float, bandwidth: float) -> Device:
     """Return a measured GPU, with the links of a GPU in the table: of its compute capability, or the slowest."""
     alike = [device for device in DEVICES.values() if device.major == major] or DEVICES.values()
     links = min(alike, key=lambda device: device.bus)
+    sizes = properties.total_memory, major, properties.multi_processor_count
     provenance = f"measured here; links as of the {links.name}"
-    return Device(name, flops, bandwidth, memory, major, multiprocessors, links.bus, links.network, provenance)
+    return Device(properties.name, flops, bandwidth, *sizes, links.bus, links.network, provenance)

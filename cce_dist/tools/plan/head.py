@@ -119,14 +119,9 @@ class Cost:
 
 
 def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = None) -> Cost:
-    """Predict the cost of one loss.
+    """Predict the cost of one of ``LOSSES``, within a budget or, for None, within the budget that the loss chooses.
 
-    Args:
-        head: The head.
-        loss: One of ``LOSSES``: "kept" keeps all exponentials whatever the budget, "budget" is exact within the budget,
-            "filtered" filters within it; the others hold logits.
-        device: The GPU.
-        workspace_bytes: The budget; None: what the loss chooses.
+    "kept" keeps all exponentials whatever the budget, "budget" is exact, "filtered" filters; the other losses hold logits.
     """
     if loss == "kept":
         workspace_bytes = 2 * head.num_tokens * head.vocab_size * ITEMSIZE + (1 << 30)

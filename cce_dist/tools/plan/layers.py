@@ -27,7 +27,7 @@ RANKS = {  # numbers of ranks by their names in ``Layout``, and what they are
 # transposes, 24 for residual sums. Per element of the feed-forward network's inner layer: 58 for gate and product.
 EAGER_HIDDEN_BYTES, EAGER_INNER_BYTES = 326, 58
 # Plain torch takes 1.85 times as long as these bytes at full bandwidth, because of strided reads and deterministic backwards.
-# From the rates of ``--engine torch`` and ``deepspeed`` on one H200.
+# From the rates of ``pretrain`` and of the same model under DeepSpeed on one H200.
 STRIDED = 1.85
 
 
@@ -41,17 +41,13 @@ class Layout:
     cp: int = 1  # context-parallel size
     vpp: int = 1  # chunks of layers per pipeline rank
     ep: int = 1  # expert-parallel size, among data- and context-parallel ranks; their all-to-alls take no time
-    zero_stage: int = (
-        1  # data-parallel ranks split 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights
-    )
+    zero_stage: int = 1  # data-parallel ranks split 1 the optimizer's state, 2 also gradients, 3 also weights
     num_tokens: int = 8192  # of a microbatch on one rank
     seq_len: int = 0  # tokens that attention looks over; 0 leaves out its products of queries and keys
     recompute: str = "none"  # "full": a layer keeps nothing but its input
     sequence_parallel: bool = True  # activations between tensor-parallel products are slices
     framework: str = "megatron"  # or "deepspeed", "torchtitan", "torch", whose losses and dtypes are planned
-    elementwise: float = (
-        0.0  # bytes that a layer's elementwise kernels move, in units of plain torch's; 0: all are hidden
-    )
+    elementwise: float = 0.0  # bytes that a layer's elementwise kernels move, over plain torch's; 0: all are hidden
 
     @property
     def num_gpus(self) -> int:

@@ -71,14 +71,11 @@ def _stages(axis: Any, plan: Plan) -> None:
         for rank, seconds in enumerate(cut.seconds):
             layers = sum(cut.layers[rank::pp])
             head = each.cost.seconds if rank == pp - 1 else 0.0
-            axis.barh(position, seconds - head, left=rank * slot, color=LAYER_COLOR, edgecolor="white", height=0.7)
-            axis.text(
-                rank * slot + (seconds - head) / 2, position, str(layers or ""), ha="center", va="center", fontsize=7
-            )
+            start, body = rank * slot, seconds - head
+            axis.barh(position, body, left=start, color=LAYER_COLOR, edgecolor="white", height=0.7)
+            axis.text(start + body / 2, position, str(layers or ""), ha="center", va="center", fontsize=7)
             if head:
-                axis.barh(
-                    position, head, left=rank * slot + seconds - head, color=HEAD_COLOR, edgecolor="white", height=0.7
-                )
+                axis.barh(position, head, left=start + body, color=HEAD_COLOR, edgecolor="white", height=0.7)
         # A line in each slot shows the slowest stage, for which all others wait.
         for rank in range(pp):
             end = rank * slot + max(cut.seconds)
@@ -89,7 +86,5 @@ def _stages(axis: Any, plan: Plan) -> None:
     axis.set_xlim(0, (pp + 0.35) * slot)
     axis.invert_yaxis()
     axis.tick_params(labelsize=8, length=0)
-    axis.set_xlabel(
-        "time of a microbatch: layers (their number), then the head; the line is the slowest stage", fontsize=8
-    )
+    axis.set_xlabel("time of a microbatch: layers (their number), then the head; lines: the slowest stage", fontsize=8)
     axis.spines[["top", "right", "bottom"]].set_visible(False)

@@ -6,15 +6,17 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from cce_dist.tools.plan.cut import Cut, advice, best_cut, even_cut
+from cce_dist.tools.plan.cut import Cut, best_cut, deepspeed_weights, even_cut, last_stage_layers, megatron_layout
 from cce_dist.tools.plan.devices import DEVICES, Device
 from cce_dist.tools.plan.head import Cost, Head, cost
-from cce_dist.tools.plan.layers import RECOMPUTE, LayerTime, Layout, layer_time, stage_activations, state_bytes
-from cce_dist.tools.plan.sizes import MODELS, Model
+from cce_dist.tools.plan.layers import RANKS, RECOMPUTE, LayerTime, Layout, layer_time, stage_activations, state_bytes
+from cce_dist.tools.plan.sizes import MODELS, Model, check_size, padded
 
 T = TypeVar("T")
 
 MIB = 2**20
+MOST_TOKENS = 1 << 23  # of a microbatch on one rank; larger ones are not tried
+VOCAB_MULTIPLE = 128  # times tp: Megatron's default of --make-vocab-size-divisible-by
 USABLE = 0.94  # share of a GPU's memory; CUDA's context, NCCL and fragmentation take the rest
 
 # Each framework's own losses, by the names that a plan has for them.
@@ -38,18 +40,26 @@ class LossPlan:
     default_cut: Cut  # the even cut, which frameworks make by default
     last_stage: dict[str, int]  # bytes by item, with the best cut
     first_stage: dict[str, int]
-    largest_tokens: int  # of the largest microbatch with which both stages fit; 0: none fits
+    largest_tokens: int  # of the largest microbatch with which both stages fit, at most ``MOST_TOKENS``; 0: none fits
 
     def advice(self, layout: Layout) -> dict[str, Any]:
         """Return each framework's options for the best cut, by their names."""
-        return advice(self.cut.layers, self.layers, layout.vpp)
+        layers = self.cut.layers
+        told: dict[str, Any] = {"pipeline_model_parallel_layout": megatron_layout(layers)}
+        told["decoder_last_pipeline_num_layers"] = last_stage_layers(layers) if layout.vpp == 1 else None
+        if layout.vpp == 1:
+            told["deepspeed_weights"] = deepspeed_weights(layers)
+        # torchtitan's options are how many layers fewer the first and the last stage have, in whole numbers.
+        less = {"first": 0, "last": max(0, round(self.layers))}
+        return told | {f"pipeline_parallel_{place}_stage_less_layers": count for place, count in less.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A plan of a model on a layout: a ``LossPlan`` for each loss of ``LOSSES``, in their order."""
 
-    model: Model
+    model: Model  # with the vocabulary that Megatron pads
+    given_vocab_size: int
     layout: Layout
     device: Device
     layer: LayerTime
@@ -94,15 +104,18 @@ def plan(
         workspace_bytes: The budget of the losses "budget" and "filtered"; None: what each of them chooses.
 
     Raises:
-        ValueError: A name is unknown, or the model cannot be split as asked for.
+        ValueError: A name is unknown, a number is wrong, or the model cannot be split as asked for.
     """
     model, device = cast(Model, named(MODELS, model, "model")), cast(Device, named(DEVICES, gpu, "GPU"))
     layout = layout or Layout()
     check(model, layout)
     if workspace_bytes is not None and workspace_bytes < 1:
         raise ValueError(f"the workspace must be positive, got {workspace_bytes} bytes")
+    given_vocab_size = model.vocab_size
+    if layout.framework == "megatron":
+        model = padded(model, VOCAB_MULTIPLE * layout.tp)
     losses = [_loss_plan(model, layout, device, loss, workspace_bytes) for loss in LOSSES]
-    return Plan(model, layout, device, layer_time(model, layout, device), losses)
+    return Plan(model, given_vocab_size, layout, device, layer_time(model, layout, device), losses)
 
 
 def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> LossPlan:
@@ -120,14 +133,15 @@ def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspac
         return max(sum(there.first_stage.values()), sum(there.last_stage.values())) <= USABLE * device.memory
 
     step = 128 * layout.tp
-    return dataclasses.replace(at(layout.num_tokens), largest_tokens=largest(fits) * step)
+    return dataclasses.replace(at(layout.num_tokens), largest_tokens=largest(fits, MOST_TOKENS // step) * step)
 
 
-def largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, by bisection: all smaller ones must fit. 0 if 1 does not fit."""
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to ``most`` that fits, by bisection: all smaller ones must fit. 0 if 1 does not fit."""
     fitting, above = 0, 1
-    while fits(above):
+    while above <= most and fits(above):
         fitting, above = above, 2 * above
+    above = min(above, most + 1)
     while above - fitting > 1:
         middle = (fitting + above) // 2
         fitting, above = (middle, above) if fits(middle) else (fitting, middle)
@@ -145,15 +159,13 @@ def named(table: dict[str, T], value: T | str, kind: str) -> T:
 
 def check(model: Model, layout: Layout) -> None:
     """Raise ValueError if sizes are wrong or cannot be split."""
-    for name in ("tp", "pp", "dp", "cp", "vpp", "ep", "num_tokens"):
-        if getattr(layout, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(layout, name)}")
-    if layout.framework not in METHODS:
-        raise ValueError(f"unknown framework {layout.framework}; choose from {', '.join(METHODS)}")
-    if layout.recompute not in RECOMPUTE:
-        raise ValueError(f"unknown recomputation {layout.recompute}; choose from {', '.join(RECOMPUTE)}")
-    if layout.zero_stage not in range(4):
-        raise ValueError(f"zero_stage must be 0 to 3, got {layout.zero_stage}")
+    for name in RANKS:
+        check_size(name, getattr(layout, name))
+    check_size("num_tokens", layout.num_tokens, MOST_TOKENS)
+    choices = {"framework": METHODS, "recompute": RECOMPUTE, "zero_stage": range(4)}
+    for name, possible in choices.items():
+        if getattr(layout, name) not in possible:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, possible))}, got {getattr(layout, name)!r}")
     if layout.dp * layout.cp % layout.ep or model.num_experts % layout.ep:
         shared = f"{model.num_experts} experts cannot be shared by ep {layout.ep} ranks"
         raise ValueError(f"{shared} of dp {layout.dp} x cp {layout.cp}")

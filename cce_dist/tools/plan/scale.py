@@ -7,6 +7,7 @@ takes (pp - 1) / vpp microbatches more. Gradients are summed over data-parallel 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from cce_dist.tools.plan.devices import GPUS_PER_NODE, Device
 from cce_dist.tools.plan.head import collective_seconds
@@ -40,7 +41,7 @@ def grow(
     model: Model,
     layout: Layout,
     device: Device,
-    counts: list[int],
+    counts: Sequence[int],
     workspace_bytes: int | None = None,
     global_tokens: int = GLOBAL_TOKENS,
 ) -> list[Step]:
@@ -60,9 +61,7 @@ def grow(
         there = dataclasses.replace(layout, tp=tp, pp=pp, dp=dp, vpp=vpp)
         microbatches = global_tokens // (dp * layout.cp * layout.num_tokens)
         if microbatches < 1:
-            raise ValueError(
-                f"--scale {count}: {global_tokens} tokens are less than a microbatch on each of {dp} replicas"
-            )
+            raise ValueError(f"--scale {count}: {global_tokens} tokens are less than {dp} replicas' microbatches")
         found = plan(model, there, device, workspace_bytes)
         steps += [_step(found, each, microbatches) for each in found.losses]
     return steps
@@ -76,9 +75,8 @@ def _step(found: Plan, each: LossPlan, microbatches: int) -> Step:
     # Stages are on different nodes if a pipeline does not fit into one. Forward sends hidden states, backward their gradient;
     # while the pipeline fills and drains nothing overlaps them.
     num_bytes = 2 * layout.num_tokens * found.model.width // layout.num_slices
-    send = collective_seconds(
-        "send", num_bytes, GPUS_PER_NODE + 1 if layout.tp * layout.pp > GPUS_PER_NODE else 2, device
-    )
+    ranks = GPUS_PER_NODE + 1 if layout.tp * layout.pp > GPUS_PER_NODE else 2
+    send = collective_seconds("send", num_bytes, ranks, device)
     fill = (layout.pp - 1) / layout.vpp * (slowest + 2 * send)
     gradients = _gradients_exposed(found, slowest)
     total = microbatches * slowest + fill + gradients

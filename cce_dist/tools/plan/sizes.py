@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from cce_dist.kernels.waves import cdiv
+
+# The largest size, and the largest number of layers or experts. No model comes near, and more would take hours to plan.
+MOST_SIZE, MOST_PARTS = 1 << 28, 1 << 12
+
+
+def check_size(name: str, value: object, most: int = MOST_SIZE) -> None:
+    """Raise ValueError unless the value is a whole number that a model can have. A dense model has 0 experts."""
+    is_expert = "expert" in name
+    least, most = int(not is_expert), MOST_PARTS if is_expert or "layer" in name else most
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{name} must be a whole number from {least} to {most:,}, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,25 +34,20 @@ class Model:
     num_layers: int
     num_heads: int
     ffn_size: int  # inner width of the feed-forward network, or of one expert
-    num_kv_heads: int = 0  # heads of keys and values; 0: ``num_heads``
-    head_size: int = 0  # width of an attention head; 0: ``hidden_size / num_heads``
+    num_kv_heads: int | None = None  # heads of keys and values; None: ``num_heads``
+    head_size: int | None = None  # width of an attention head; None: ``hidden_size / num_heads``
     is_gated: bool = True  # the feed-forward network has a gate, as SwiGLU does
     is_tied: bool = False  # embedding and head share one weight
     num_experts: int = 0  # 0: no mixture of experts
     experts_per_token: int = 0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self)[:5]:
+        for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"--{field.name.replace('_', '-')} must be a whole number of at least 1, got {value!r}"
-                )
-        for name in ("num_kv_heads", "head_size", "num_experts", "experts_per_token"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+            if field.type == "int" or (field.type == "int | None" and value is not None):
+                check_size(field.name, value)
         if not self.head_size and self.hidden_size % self.num_heads:
-            raise ValueError(f"--hidden-size {self.hidden_size} is not --num-heads {self.num_heads} equal heads")
+            raise ValueError(f"hidden_size {self.hidden_size} is not num_heads {self.num_heads} equal heads")
         if self.num_heads % (self.num_kv_heads or self.num_heads):
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} heads of keys and values")
 
@@ -122,6 +132,15 @@ class Counted(Model):
         """Check nothing: transformers has built the model."""
 
 
+def padded(model: Model, multiple: int) -> Model:
+    """Return a model whose vocabulary is rounded up to a multiple, as Megatron pads it."""
+    rows = cdiv(model.vocab_size, multiple) * multiple - model.vocab_size
+    more: dict[str, Any] = {"vocab_size": model.vocab_size + rows}
+    if isinstance(model, Counted):
+        more["params"] = model.params + (1 if model.is_tied else 2) * rows * model.hidden_size
+    return dataclasses.replace(model, **more)
+
+
 # Sizes as published in each model's config.json; the vocabulary is the number of rows of the weight.
 MODELS = {
     "llama-2-7b": Model(4096, 32_000, 32, 32, 11008),
@@ -154,13 +173,19 @@ MODELS = {
 }
 
 
+# Sizes in a config.json, by the names that most model types have for them.
+CONFIG_SIZES = """hidden_size vocab_size num_hidden_layers decoder_layers num_attention_heads num_key_value_heads head_dim
+intermediate_size num_experts num_local_experts n_routed_experts num_experts_per_tok"""
+
+
 def read_config(path: Path) -> Counted:
     """Read a model from a Hugging Face config.json, or from its folder.
 
     transformers builds it on the meta device, without memory or network.
 
     Raises:
-        ValueError: The file cannot be read, or transformers cannot build its model.
+        OSError: The file cannot be read.
+        ValueError: A size is wrong, or transformers cannot build the model.
         ModuleNotFoundError: transformers is not installed.
     """
     try:
@@ -168,8 +193,8 @@ def read_config(path: Path) -> Counted:
     except ModuleNotFoundError:
         hint = "plan --config needs transformers: pip install transformers"
         raise ModuleNotFoundError(hint, name="transformers") from None
+    _check_file(path / "config.json" if path.is_dir() else path, transformers.CONFIG_MAPPING)
     try:
-        path.stat()
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         if not is_text and type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -179,9 +204,36 @@ def read_config(path: Path) -> Counted:
             model = auto.from_config(config, trust_remote_code=False)
         model.tie_weights()
         head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+        if empty:
+            raise ValueError(f"{empty[0]} has no elements")
+        return _count(model, config.get_text_config(decoder=True), head, head is embedding)
     except Exception as error:  # whatever transformers raises
         raise ValueError(f"transformers cannot build the model: {type(error).__name__}: {error}") from error
-    return _count(model, config.get_text_config(decoder=True), head, head is embedding)
+
+
+def _check_file(path: Path, kinds: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a config.json has possible sizes: transformers builds some models of impossible ones.
+
+    ``kinds`` has each model type's class of configurations. A class may have other names for sizes, and its own defaults,
+    such as a ``head_dim`` of 0, are right.
+    """
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not a JSON file: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError("is not a JSON object")
+    text = given.get("text_config")
+    for part in (given, text) if isinstance(text, dict) else (given,):
+        kind = str(part.get("model_type", given.get("model_type")))
+        config = kinds[kind] if kind in kinds else None  # noqa: SIM401 - its get() finds no class
+        for name in CONFIG_SIZES.split():
+            name = getattr(config, "attribute_map", {}).get(name, name)
+            value = part.get(name)
+            for size in value if isinstance(value, list) else [value]:
+                if size is not None and size != getattr(config, name, None):
+                    check_size(name, size)
 
 
 def _count(model: Any, config: Any, head: Tensor, is_tied: bool) -> Counted:

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from cce_dist import VocabParallelHead
 from cce_dist.tools.pretrain import checkpoint
-from cce_dist.tools.pretrain.build import build_model, make_optimizer, set_learning_rate
 from cce_dist.tools.pretrain.data import Batches, num_valid
-from cce_dist.tools.pretrain.model import GPT
+from cce_dist.tools.pretrain.model import GPT, DenseHead, shard_model
 from cce_dist.tools.pretrain.ranks import Ranks
 from cce_dist.tools.pretrain.recipe import Recipe
 
@@ -34,19 +35,20 @@ class Step(NamedTuple):
 
 
 class Engine:
-    """A model, its optimizer and how they are driven. Every rank calls every method, and all communicate.
+    """A model, its optimizer and how they are driven. Every rank calls every method, and all communicate."""
 
-    ``model`` is one that is there already; ``fused`` steps in one kernel, for plain tensors.
-    """
-
-    def __init__(self, recipe: Recipe, ranks: Ranks, model: GPT | None = None, *, fused: bool = False) -> None:
+    def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
         self.recipe, self.ranks = recipe, ranks
-        self.model = build_model(recipe, ranks) if model is None else model
-        self.optimizer = make_optimizer(self.model, recipe, fused=fused)
+        self.model = build_model(recipe, ranks)
+        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
+        vectors = [parameter for parameter in self.model.parameters() if parameter.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95))
 
     def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> Step:
         """Take optimizer step number ``step``, counted from 1, on a whole batch: ids and labels, [batch size, s] int64."""
-        set_learning_rate(self.optimizer, self.recipe.learning_rate(step))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.learning_rate(step)
         loss = self._accumulate_gradients(ids, labels)
         grad_norm = clip_gradients(self.model, self.recipe.clip, self.ranks)
         self.optimizer.step()
@@ -99,6 +101,33 @@ class Engine:
         if self.ranks.dp_mesh is not None:
             dist.all_reduce(value, group=self.ranks.dp_mesh.get_group())
         return value
+
+
+def build_model(recipe: Recipe, ranks: Ranks) -> GPT:
+    """Return the model on its device, sharded; its weights depend on torch's CPU seed alone."""
+    head: nn.Module = VocabParallelHead(
+        recipe.shape.hidden_size,
+        recipe.shape.vocab_size,
+        mesh=ranks.tp_mesh,
+        init_std=0.02,
+        device=ranks.device,
+        sequence_parallel=recipe.sequence_parallel and ranks.tp > 1,
+        grad_filter=recipe.grad_filter,
+    )
+    if recipe.loss == "dense":
+        head = DenseHead(head, ranks.tp_mesh, recipe.sequence_parallel)
+    model = GPT(recipe.shape, head)
+    if ranks.tp_mesh is not None:
+        shard_model(model, ranks.tp_mesh, recipe.sequence_parallel)
+    model.to(ranks.device)
+    if recipe.compile:
+        for block in model.blocks:
+            block.compile()
+    if ranks.dp_mesh is not None:
+        for block in model.blocks:
+            fully_shard(block, mesh=ranks.dp_mesh)
+        fully_shard(model, mesh=ranks.dp_mesh)
+    return model
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from cce_dist.tools.arguments import MOST
 from cce_dist.tools.pretrain import durable
 from cce_dist.tools.pretrain.recipe import Recipe
 
@@ -92,11 +93,18 @@ def read(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
-        except ValueError:  # neither JSON nor UTF-8
+        except (ValueError, RecursionError):  # neither JSON nor UTF-8
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int) and {"split", "loss"} <= record.keys():
+        if _is_record(record):
             records.append(record)
     return records
+
+
+def _is_record(value: Any) -> bool:
+    if not isinstance(value, dict) or value.get("split") not in ("train", "val"):
+        return False
+    numbers = isinstance(value.get("loss"), float) and isinstance(value.get("uniform", 0.0), float)
+    return numbers and isinstance(value.get("step"), int) and 0 <= value["step"] <= MOST
 
 
 def _tensorboard(out: Path, step: int) -> Any:

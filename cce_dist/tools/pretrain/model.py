@@ -39,14 +39,10 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor, num_tokens: int) -> Tensor:
         """Return the summed loss of ``labels`` over ``num_tokens``; ids and labels [s, b] int64."""
-        return self.head(self.hidden_states(ids), labels, num_tokens=num_tokens)
-
-    def hidden_states(self, ids: Tensor) -> Tensor:
-        """Return what the head gets, [s, b, D]."""
         hidden = self.embedding(ids)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.norm(hidden)
+        return self.head(self.norm(hidden), labels, num_tokens=num_tokens)
 
 
 class Block(nn.Module):

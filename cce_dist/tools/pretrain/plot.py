@@ -6,21 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from cce_dist.tools.arguments import figure
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``cce-dist plot``."""
     parser.description = "Draw train and validation loss of one or more runs into one figure."
     parser.add_argument("metrics", nargs="+", type=Path, help="metrics.jsonl of a run, or its folder")
-    parser.add_argument("-o", "--out", type=_figure, default=Path("curves.png"), help="figure to write")
-
-
-def _figure(text: str) -> Path:
-    path, kinds = Path(text), (".png", ".pdf", ".svg", ".jpg", ".jpeg")
-    if path.suffix.lower() not in kinds or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"must be in a folder that is there, and end in {', '.join(kinds)}; got {text!r}"
-        )
-    return path
+    parser.add_argument("-o", "--out", type=figure, default=Path("curves.png"), help="figure to write")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         draw(args.metrics, args.out)
     except (OSError, ValueError) as error:
-        print(f"cce-dist plot: {error}", file=sys.stderr)
+        print(f"cce-dist plot: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     print(args.out)
     return 0
@@ -52,6 +45,7 @@ def draw(metrics: list[Path], out: Path) -> None:
     for index, path in enumerate(metrics):
         path = path / "metrics.jsonl" if path.is_dir() else path
         name = path.parent.name if path.name == "metrics.jsonl" else path.stem
+        name = name.replace("$", r"\$")  # otherwise matplotlib reads a formula
         records = read(path)
         if not records:
             raise ValueError(f"no records in {path}")

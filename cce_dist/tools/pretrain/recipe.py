@@ -155,13 +155,11 @@ class Recipe:
 
     @classmethod
     def of(cls, args: argparse.Namespace, **fields: Any) -> Recipe:
-        """Read a parsed command line. ``fields`` win over it; a field in neither keeps its default."""
-        if "shape" not in fields:
-            sizes = {name: getattr(args, name) for name in SIZES}
-            given = {name: size for name, size in sizes.items() if size is not None}
-            fields["shape"] = dataclasses.replace(PRESETS[args.preset], **given)
+        """Read a parsed command line. ``fields`` win over it."""
+        sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
         names = {field.name for field in dataclasses.fields(cls)}
         said: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
+        said["shape"] = dataclasses.replace(PRESETS[args.preset], **sizes)
         return cls(**said | fields)
 
     def check_sizes(self) -> None:
@@ -212,15 +210,16 @@ class Recipe:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype != "float32")
 
 
-def add_flags(parser: argparse.ArgumentParser, titles: dict[str, str]) -> None:
-    """Add the flags of some groups of ``Recipe``, and of the model's sizes, each group under its title."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all flags: a group for each kind of field, and one for the model's sizes."""
+    titles = {"run": "run", "loss": "loss: changes nothing else, so that curves compare"}
+    titles |= {name: name for name in ("model", "data", "optimization", "ranks", "device")}
     groups = {name: parser.add_argument_group(title) for name, title in titles.items()}
-    if "model" in groups:
-        groups["model"].add_argument("--preset", choices=PRESETS, default="small", help="sizes of the model")
-        for name, most in SIZES.items():
-            groups["model"].add_argument(_dashed(name), type=whole(1, most), help="(default: the preset's)")
+    groups["model"].add_argument("--preset", choices=PRESETS, default="small", help="sizes of the model")
+    for name, most in SIZES.items():
+        groups["model"].add_argument(_dashed(name), type=whole(1, most), help="(default: the preset's)")
     for field in dataclasses.fields(Recipe):
-        if field.metadata.get("group") in groups:
+        if field.metadata:
             groups[field.metadata["group"]].add_argument(_dashed(field.name), **field.metadata["add"])
 
 
