@@ -119,7 +119,7 @@ class Operator(NamedTuple):
 
     def differentiate(self, ctx: Any, want: list[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of hidden states, weight and each tensor of the head; None for unwanted gradients."""
-        d_outputs = list(grads[: self.num_outputs])
+        d_outputs = [grad.resolve_neg() if grad is not None else None for grad in grads[: self.num_outputs]]
         if all(d is None for d in d_outputs):
             return [None] * len(want)
         refuse_transforms(self.public_name, *d_outputs)

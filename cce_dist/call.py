@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hint
 import torch
 from torch import Tensor
 
-from cce_dist.checks import boolean, choice, integer, kind, number
+from cce_dist.checks import boolean, choice, integer, kind, number, positive
 from cce_dist.decide import BACKENDS, Way, Where, decide, sizes_of_even_shard
 from cce_dist.filter import GradFilter
 from cce_dist.kernels import Spec
@@ -104,12 +104,7 @@ def _scale(name: str, value: Any) -> float:
 
 
 def _softcap(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    value = _plain(name, value)
-    if not value >= torch.finfo(torch.float32).tiny:
-        raise ValueError(f"{name} must be positive in fp32, or None, got {value}")
-    return value
+    return None if value is None else positive(name, _plain(name, value), ", or None")
 
 
 def checked_num_tokens(name: str, value: Any) -> float | Tensor | None:
@@ -117,9 +112,8 @@ def checked_num_tokens(name: str, value: Any) -> float | Tensor | None:
     if value is None:
         return None
     if not isinstance(value, Tensor):
-        if number(name, value) <= 0:
-            raise ValueError(f"{name} must be positive, got {value}")
-        return value
+        wide = positive(name, value)
+        return value if isinstance(value, (int, torch.SymInt)) else wide
     if value.dim() != 0:
         raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
     if value.dtype == torch.bool or value.is_complex():
@@ -131,8 +125,8 @@ def checked_num_tokens(name: str, value: Any) -> float | Tensor | None:
         )
     if value.is_meta:
         raise ValueError(f"{name} is on meta: it has no value")
-    if value.is_cpu and not torch.compiler.is_compiling() and number(name, value.item()) < 0:
-        raise ValueError(f"{name} must not be negative, got {value.item()}")
+    if value.is_cpu and not torch.compiler.is_compiling() and value != 0:
+        positive(name, value.item(), " or 0")
     return value
 
 

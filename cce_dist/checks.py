@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-LARGEST = torch.finfo(torch.float32).max
+LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 # Abstract types come last: isinstance is slow for them, and only numpy's numbers need them.
 _INTEGERS: tuple[type, ...] = (int, torch.SymInt, Integral)
 _NUMBERS: tuple[type, ...] = (float, int, torch.SymFloat, torch.SymInt, Real)
@@ -24,6 +24,14 @@ def number(name: str, value: Any) -> float:
     if not -LARGEST <= value <= LARGEST:  # math.isfinite would read the value of a symbolic number
         raise ValueError(f"{name} must be finite in fp32, got {value}")
     return float(value)
+
+
+def positive(name: str, value: Any, otherwise: str = "") -> float:
+    """Return a number as a float. Raise unless it is positive and finite in fp32, without losing digits."""
+    wide = number(name, value)
+    if not wide >= SMALLEST:
+        raise ValueError(f"{name} must be positive in fp32{otherwise}, got {value}")
+    return wide
 
 
 def integer(name: str, value: Any, least: int = -(2**63)) -> int:
@@ -71,6 +79,28 @@ def tensors(required: dict[str, Any], on_meta: bool = False, **optional: Any) ->
             raise TypeError(f"{name} is {kind} ({value.layout}): pass a dense tensor")
     if not on_meta and all(value.is_meta for value in values.values()):
         raise ValueError(f"{next(iter(values))} is on meta: it has no values")
+
+
+def apart(buffer: torch.Tensor, **read: torch.Tensor | None) -> None:
+    """Raise ValueError if a buffer for gradients shares memory with a tensor that the call reads."""
+    if torch.compiler.is_compiling() or buffer.is_meta or type(buffer) not in (torch.Tensor, torch.nn.Parameter):
+        return
+    first, last = _extent(buffer)
+    for name, tensor in read.items():
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided:
+            start, stop = _extent(tensor)
+            if start < last and first < stop and tensor.device == buffer.device:
+                raise ValueError(f"grad_weight_out shares memory with {name}, which backward would overwrite")
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the byte past its last one."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.itemsize
 
 
 def like_target(name: str, value: Any, target: torch.Tensor) -> None:

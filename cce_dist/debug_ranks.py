@@ -6,11 +6,14 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import inspect
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import merge
@@ -92,8 +95,10 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a public function: with CCE_DIST_DEBUG=1, all ranks raise the error that one rank raises for its arguments.
 
     The other ranks receive the error in ``check_ranks``. An error after this exchange stays on its rank, and so does an error
-    of a call whose arguments do not contain the vocabulary-parallel group.
+    of a call whose arguments do not contain the vocabulary-parallel group. The error of a tensor subclass that cannot run the
+    operators is replaced by one that says so.
     """
+    parameters = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -107,17 +112,35 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
             if numbers:
                 refuse_transforms(function.__name__, *numbers)
             return function(*args, **kwargs)
-        except Exception as error:
+        except Exception as raised:
+            error = _of_subclass(raised, dict(zip(parameters, args, strict=False)) | kwargs) or raised
             group = _group_of(args, kwargs) if environment()[1] else None
             if group is not None and merge.is_alive(group) and merge.num_exchanges == before:
                 with contextlib.suppress(Exception):  # it raises this error again
                     merge.assert_ranks_agree(function.__name__, {}, (0, 0), group, 0, error)
-            raise
+            if error is raised:
+                raise
+            raise error from raised
 
     return checked
 
 
 _NUMBERS = ("logit_scale", "z_loss_weight", "num_tokens", "weight")
+
+
+def _of_subclass(raised: Exception, given: dict[str, Any]) -> TypeError | None:
+    """Return the error for a tensor subclass, such as a quantized weight, in whose own code an operator has failed."""
+    *_, (frame, _) = traceback.walk_tb(raised.__traceback__)
+    if frame.f_globals.get("__name__", "").startswith("cce_dist."):
+        return None
+    for name, value in given.items():
+        own = isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        if own and not isinstance(value, (DTensor, FakeTensor)):
+            return TypeError(
+                f"{name} is a {type(value).__name__}, which does not run the operators of cce_dist: pass a plain tensor, for a "
+                "quantized weight the dequantized one"
+            )
+    return None
 
 
 def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -51,5 +51,6 @@ class GradFilter:
     def __post_init__(self) -> None:
         for flag in ("compensate", "hidden", "weight", "always"):
             boolean(f"GradFilter.{flag}", getattr(self, flag))
-        if not 0.0 <= number("GradFilter.eps", self.eps) < 1.0:
+        object.__setattr__(self, "eps", number("GradFilter.eps", self.eps))
+        if not 0.0 <= self.eps < 1.0:
             raise ValueError(f"GradFilter.eps must be in [0, 1), got {self.eps}")

@@ -89,6 +89,7 @@ class Given(NamedTuple):
         if token is not None:
             counts = label_ids(self.x.ids, options.ignore_index, self.shard.vocab_size) >= 0
             loss_N = token.losses(found.nll, found.entropy if token.needs_entropy else None, counts)
+            token.check_gradient()
         else:
             uniform_nll = found.uniform_nll
             if self.class_weights is not None and terms.label_smoothing:
@@ -148,11 +149,13 @@ def checked_call(
     if known is not None:
         if shard is not None:
             shard.check_group()
+        if grad_weight_out is not None:
+            checks.apart(grad_weight_out, input=input, linear_weight=linear_weight, linear_bias=linear_bias)
         given = _with_tensors(known, input, linear_weight, target, linear_bias, grad_weight_out, shard)
         if num_tokens is None:
             return given
         options_now = given.options._replace(num_tokens=checked_num_tokens("num_tokens", num_tokens))
-        _check_divisor(options_now, given.x, input)
+        check_divisor(options_now, given.x.ids)
         return given._replace(options=options_now)
     given = check_all(
         input, linear_weight, target, linear_bias=linear_bias, weight=weight, shard=shard, num_tokens=num_tokens,
@@ -172,7 +175,7 @@ def _kind_of(
     """Return all that the checks and decisions of a call depend on, or None if they depend on more than plain values."""
     if torch.compiler.is_compiling() or _is_observed(input, weight):
         return None
-    if type(target) is not Tensor or not are_plain(options):
+    if type(target) is not Tensor or target.is_neg() or not are_plain(options):
         return None
     if input.is_meta or input.is_nested or weight.is_nested or target.is_nested:  # no values, or no shape
         return None
@@ -180,7 +183,7 @@ def _kind_of(
     for tensor in (bias, buffer):
         if tensor is None:
             key.append(None)
-        elif type(tensor) in _PLAIN and not tensor.is_nested:
+        elif type(tensor) in _PLAIN and not tensor.is_nested and not tensor.is_neg():
             key += [_facts_of(tensor), tensor.is_contiguous()]
         else:
             return None
@@ -203,10 +206,10 @@ def _facts_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_observed(*tensors: Any) -> bool:
-    """Whether a transform of torch.func, forward-mode derivatives, a dispatch mode or tensor subclasses are at work."""
+    """Whether transforms of torch.func, forward mode, a dispatch mode, tensor subclasses or negated views are at work."""
     if maybe_current_level() is not None or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    return any(type(tensor) not in _PLAIN for tensor in tensors)
+    return any(type(tensor) not in _PLAIN or tensor.is_neg() for tensor in tensors)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -272,7 +275,7 @@ def check_all(
     if weight is not None:
         check_class_weights("weight", weight, shard.vocab_size, on_meta)
         _check_weighted(weight, input, options, grad_weight_out)
-    _check_divisor(options, x, input)
+    check_divisor(options, x.ids)
     scale = options.logit_scale if unread is None else unread
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         part = options.sequence_parallel or options.input_grad == "partial"
@@ -330,7 +333,7 @@ def _decided(
     return call.taking(decide.way_now(sizes, spec, where), shard.group_size), where
 
 
-def _check_divisor(options: Options, x: Operands, input: Tensor) -> None:
+def check_divisor(options: Options, ids: Tensor) -> None:
     """Raise ValueError if num_tokens is a tensor on another GPU, or holds 0 although not all labels are ignored.
 
     The value is not read inside a compiled graph and on a GPU, where reading would wait for the device.
@@ -338,11 +341,11 @@ def _check_divisor(options: Options, x: Operands, input: Tensor) -> None:
     divisor = options.num_tokens
     if not isinstance(divisor, Tensor):
         return
-    if divisor.device not in (input.device, torch.device("cpu")):
-        raise ValueError(f"input is on {input.device}, num_tokens on {divisor.device}")
-    if torch.compiler.is_compiling() or not (divisor.is_cpu and x.ids.is_cpu):
+    if divisor.device not in (ids.device, torch.device("cpu")):
+        raise ValueError(f"input is on {ids.device}, num_tokens on {divisor.device}")
+    if torch.compiler.is_compiling() or not (divisor.is_cpu and ids.is_cpu):
         return
-    if divisor == 0 and (x.ids != options.ignore_index).any():
+    if divisor == 0 and (ids != options.ignore_index).any():
         raise ValueError(f"num_tokens is 0, and {options.labels} has labels that are not ignored")
 
 
@@ -380,6 +383,9 @@ def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: boo
         raise TypeError(f"{name} gets no gradient: pass class weights that do not require one")
     if weight.dtype not in (*DTYPES, torch.float64):
         raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {weight.dtype}")
+    readable = weight.is_cpu and not torch.compiler.is_compiling()
+    if weight.dtype == torch.float64 and readable and not (weight.abs() <= checks.LARGEST).all():
+        raise ValueError(f"{name} must be finite in fp32")
     if weight.shape != (vocab_size,):
         raise ValueError(f"{name} must be [{vocab_size}], one for each class, got {tuple(weight.shape)}")
 

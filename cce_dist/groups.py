@@ -122,7 +122,7 @@ class _InGroups(torch.autograd.Function):
                 ctx.gradients = run(hidden, weight, head, labels, ctx.task, ctx.wanted)[1]
             if ctx.grad_weight_out is not None and ctx.gradients.weight is not None and not is_wanted(weight):
                 ctx.gradients = ctx.gradients._replace(weight=None)
-            found = _times_upstream(ctx, (hidden, weight, head), widened(grads[0]))
+            found = _times_upstream(ctx, (hidden, weight, head), widened(grads[0].resolve_neg()))
         if torch.is_grad_enabled():
             nothing = grads[0].new_empty(0)
             dense = [nothing if tensor is None else tensor for tensor in found]
@@ -279,6 +279,8 @@ def run(
                 gradients = gradients._replace(bias=d_bias if gradients.bias is None else gradients.bias + d_bias)
             if hidden_sum is not None and d_hidden is not None:
                 hidden_sum.start(d_hidden[: part.stop])
+        if terms.token is not None:
+            terms.token.check_gradient()
         if hidden_sum is not None:
             gradients = gradients._replace(hidden=hidden_sum.wait())
         if gradients.bias is not None and x.head.bias is not None:

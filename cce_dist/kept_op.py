@@ -18,6 +18,7 @@ from cce_dist.kernels import kept_ids as dense_lists
 from cce_dist.kernels.kept_ids import KeptLists, entry_gradients, lists_of, rising, token_of_entries
 from cce_dist.merge import Distributed
 from cce_dist.op import operands_of
+from cce_dist.operands import plain
 
 
 class Saved(NamedTuple):
@@ -135,5 +136,5 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Call the operator for ``linear_log_probs``, and return the first three results of ``_run_forward``."""
     head = [*x.head.tensors.values()]
-    tensors = (x.hidden, x.weight, head, x.ids, kept.offsets.contiguous(), kept.ids.contiguous())
+    tensors = (x.hidden, x.weight, head, x.ids, plain(kept.offsets), plain(kept.ids))
     return _OPERATOR.apply(*tensors, grad_weight_out, call=call, needs_grad=call.spec.want.grad, numbers=numbers)[:3]

@@ -5,7 +5,8 @@ The operator is the one of the loss (``op``): several ids per token, per-token f
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,6 +143,8 @@ def linear_log_probs(
         argmax=argmax, top_k=top_k, kept_mass=kept_mass, sequence_parallel=sequence_parallel, input_grad=input_grad,
         reduce_dtype=reduce_dtype, backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant,
     )  # fmt: skip
+    logit_scale = _factor(checks.number, "logit_scale", logit_scale)
+    temperature = _factor(checks.positive, "temperature", temperature)
     scale = _one_scale(logit_scale, temperature, options.softcap)
     if kept is not None:
         scale = None  # with lists the kernels take per-token factors
@@ -211,16 +214,11 @@ def _spec(x: Operands, logits: ShardLogits, shard: VocabShard, options: LogProbO
 
 def _one_scale(logit_scale: float | Tensor, temperature: float | Tensor, softcap: float | None) -> float | None:
     """Combine scale and temperature into one number for all tokens, or return None if per-token factors are needed."""
-    for name, value in (("logit_scale", logit_scale), ("temperature", temperature)):
-        if isinstance(value, Tensor):
-            _check_factor(name, value)
-        elif checks.number(name, value) <= 0 and name == "temperature":
-            raise ValueError(f"temperature must be positive, got {value}")
     if isinstance(logit_scale, Tensor) or isinstance(temperature, Tensor):
         return None
     if softcap is None:
         return checks.number("logit_scale / temperature", logit_scale / temperature)
-    return float(logit_scale) if not is_symbol(temperature) and temperature == 1 else None
+    return logit_scale if not is_symbol(temperature) and temperature == 1 else None
 
 
 def _check_kept(kept: KeptIds, x: Operands, options: LogProbOptions) -> None:
@@ -232,7 +230,10 @@ def _check_kept(kept: KeptIds, x: Operands, options: LogProbOptions) -> None:
         raise ValueError(f"ids must be one for each token with kept, got {x.ids.shape[1]}")
 
 
-def _check_factor(name: str, value: Tensor) -> None:
+def _factor(check: Callable[[str, Any], float], name: str, value: Any) -> float | Tensor:
+    """Return a number as a float, or a tensor whose values are checked later."""
+    if not isinstance(value, Tensor):
+        return check(name, value)
     checks.tensors({name: value})
     if isinstance(value, DTensor):
         raise TypeError(f"{name} is a DTensor: pass its local tensor (to_local())")
@@ -240,3 +241,4 @@ def _check_factor(name: str, value: Tensor) -> None:
         raise TypeError(f"{name} gets no gradient: pass a number, or a tensor that does not require one")
     if not value.is_floating_point():
         raise TypeError(f"{name} must be a number or a tensor of floating-point numbers, got {value.dtype}")
+    return value

@@ -298,7 +298,7 @@ def largest(number: int, group: Any, named: bool) -> int:
     """
     if named:
         group.monitored_barrier(wait_all_ranks=True)
-    found = torch.tensor(number)
+    found = torch.tensor(number, device="cpu")
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return int(found)
 

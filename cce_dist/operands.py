@@ -33,7 +33,10 @@ def prepare(
         shard = None if torch.compiler.is_compiling() else _whole(len(weight))
     dtypes = (*DTYPES, torch.float64) if isinstance(options, Options) else DTYPES
     head = head_of(input, weight, bias, shard, on_meta, dtypes)
-    checks.tensors({options.labels: labels, "input": head.input}, on_meta, grad_weight_out=buffer)
+    if buffer is not None:
+        checks.tensors({"grad_weight_out": buffer}, on_meta)
+        checks.apart(buffer, input=input, linear_weight=weight, linear_bias=bias)
+    checks.tensors({options.labels: labels, "input": head.input}, on_meta)
     _check_labels(labels, head, options)
     if buffer is not None:
         check_buffer(buffer, head.weight)
@@ -48,7 +51,7 @@ def flat_ids(labels: Tensor, several: bool = False) -> Tensor:
     ids = labels if labels.dtype == torch.int64 else labels.long()
     if ids.dim() != 1 + several:  # a view takes the host as long as all checks of a call, and autograd one more node
         ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
-    return ids if ids.is_contiguous() else ids.contiguous()
+    return plain(ids)
 
 
 def logits_of(shard: VocabShard, logit_scale: float, softcap: float | None, tensors: Iterable[str]) -> ShardLogits:
@@ -68,8 +71,19 @@ class LocalHead(NamedTuple):
     def operands(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return hidden states [N, D], the weight, and the tensors of ``kernels.Head`` by name, all contiguous."""
         hidden = self.input if self.input.dim() == 2 else self.input.reshape(-1, self.input.shape[-1])
-        tensors = {} if self.bias is None else {"bias": self.bias.contiguous()}
-        return hidden.contiguous(), self.weight.contiguous(), tensors
+        tensors = {} if self.bias is None else {"bias": plain(self.bias)}
+        return plain(hidden), plain(self.weight), tensors
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor without the negative bit of ``torch.Tensor.is_neg``, which kernels would not see."""
+    if _is_negated(tensor):
+        tensor = tensor.resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _is_negated(tensor: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and tensor.is_neg()  # a graph calls operators, for which torch resolves it
 
 
 def head_of(
@@ -82,8 +96,9 @@ def head_of(
     autocast_type = "cuda" if input.is_meta else input.device.type
     if torch.is_autocast_enabled(autocast_type):
         dtype = torch.get_autocast_dtype(autocast_type)
-        # Autocast leaves float64 alone.
-        input, weight = (x if x.dtype == torch.float64 else x.to(dtype) for x in (input, weight))
+        # Autocast leaves float64 and integers alone.
+        casts = (x.is_floating_point() and x.dtype != torch.float64 for x in (input, weight))
+        input, weight = (x.to(dtype) if cast else x for x, cast in zip((input, weight), casts, strict=True))
     if isinstance(input, DTensor):
         raise TypeError(_needs_local("input"))
     if input.dim() < 1:
@@ -92,6 +107,10 @@ def head_of(
         raise ValueError(f"input has hidden size {input.shape[-1]}, linear_weight {weight.shape[1]}")
     if input.shape[-1] == 0:
         raise ValueError(f"input has hidden size 0, got {tuple(input.shape)}")
+    if not weight.is_floating_point():
+        raise TypeError(
+            f"linear_weight is {weight.dtype}: pass floating-point numbers, for a quantized weight the dequantized ones"
+        )
     if input.dtype != weight.dtype:
         raise TypeError(f"input is {input.dtype}, linear_weight {weight.dtype}: cast one, or use autocast")
     for name, tensor in (("input", input), ("linear_bias", bias)):
@@ -182,5 +201,6 @@ def check_buffer(buffer: Tensor, weight: Tensor) -> None:
             f"grad_weight_out must be {tuple(weight.shape)} on {weight.device}, float32 or {weight.dtype}, "
             f"got {tuple(buffer.shape)} on {buffer.device}, {buffer.dtype}"
         )
-    if not buffer.is_contiguous():
-        raise ValueError(f"grad_weight_out must be contiguous, got strides {buffer.stride()}")
+    if not buffer.is_contiguous() or _is_negated(buffer):
+        negated = " of a negated view" if _is_negated(buffer) else ""
+        raise ValueError(f"grad_weight_out must be contiguous, got strides {buffer.stride()}{negated}")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import merge
+from cce_dist import checks, merge
 from cce_dist.call import is_symbol
 from cce_dist.kernels import Operands, Upstream
 from cce_dist.kernels.precision import accumulator, widened
@@ -85,8 +85,10 @@ def learn_scale(
         value: The value of scale, not 0; a tensor inside a compiled graph, which does not read it.
         hidden_is_part: Whether d_hidden is this rank's part or slice, so that the products must be summed over ranks.
     """
-    if not isinstance(value, Tensor) and value == 0.0:
-        raise ValueError("logit_scale is 0 and learnable: its gradient would be taken from dE, which is then 0")
+    if not isinstance(value, Tensor) and abs(value) < checks.SMALLEST:
+        raise ValueError(
+            f"logit_scale is {value} and learnable: its gradient would be taken from dE, which is then 0 in fp32"
+        )
     hidden, bias = _LearnScale.apply(scale, hidden, bias, value, group, hidden_is_part)  # type: ignore[misc]
     return hidden, bias
 
@@ -130,22 +132,25 @@ def with_factors(
     counts = counts.any(1) if counts.dim() == 2 else counts
     # Reading values would wait for a GPU.
     readable = not torch.compiler.is_compiling() and (environment()[1] or not x.ids.is_cuda)
-    numbers = []
-    for name, value in (("logit_scale", logit_scale), ("temperature", temperature)):
-        wide = _of_tokens(name, value, x, tokens)
-        good = wide.isfinite() & ((wide > 0) | (name == "logit_scale"))
-        bad = (~good & counts).nonzero() if readable else []
-        if len(bad):
-            positive = "positive and " if name == "temperature" else ""
-            position = int(bad[0])
-            raise ValueError(f"{name}[{position}] (flattened) must be {positive}finite, got {wide[position].item():g}")
-        numbers.append(torch.where(good, wide, torch.nan))
-    scale_N, temperature_N = numbers
+    checked_N = counts if readable else None
+    scale_N = _in_fp32("logit_scale", _of_tokens("logit_scale", logit_scale, x, tokens), checked_N)
+    temperature_N = _in_fp32("temperature", _of_tokens("temperature", temperature, x, tokens), checked_N, True)
     if x.head.softcap is None:
-        factors = torch.stack((scale_N / temperature_N, torch.ones_like(scale_N)), 1)
+        factor_N = _in_fp32("logit_scale / temperature", scale_N / temperature_N, checked_N)
+        factors = torch.stack((factor_N, torch.ones_like(scale_N)), 1)
     else:
         factors = torch.stack((scale_N, 1.0 / temperature_N), 1)
     return x._replace(head=x.head._replace(factors=factors.to(accumulator(x.hidden.dtype))))
+
+
+def _in_fp32(name: str, wide_N: Tensor, counts_N: Tensor | None, positive: bool = False) -> Tensor:
+    """Return float64 numbers, with NaN for those that fp32 cannot hold. Raise if ``counts_N`` has such a token."""
+    good_N = (wide_N >= (checks.SMALLEST if positive else -checks.LARGEST)) & (wide_N <= checks.LARGEST)
+    bad = () if counts_N is None else (~good_N & counts_N).nonzero()
+    if len(bad):
+        wanted, position = "positive and finite" if positive else "finite", int(bad[0])
+        raise ValueError(f"{name}[{position}] (flattened) must be {wanted} in fp32, got {wide_N[position].item():g}")
+    return torch.where(good_N, wide_N, torch.nan)
 
 
 def _of_tokens(name: str, value: float | Tensor, x: Operands, tokens: torch.Size) -> Tensor:

@@ -7,6 +7,7 @@ gradients by these derivatives. In two passes the function is a part of the call
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -47,20 +48,23 @@ class TokenLoss(NamedTuple):
     needs_entropy: bool
     debug: bool  # check that a token's loss does not depend on other tokens; the check waits for the device
     outputs: list[Any] | None  # each group appends its outputs; None: no outputs are wanted
+    have_gradient: list[bool]  # whether the losses of each group have a gradient
 
     def of_tokens(self, part: slice) -> TokenLoss:
         return self._replace(inputs=tuple(values[part] for values in self.inputs))
 
     def losses(self, nll_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor) -> Tensor:
-        """Return the losses, connected to the arguments by autograd.
+        """Return the losses, connected to the arguments by autograd; ``check_gradient`` follows the last group.
 
         Tokens that do not count keep their log-probability: 0 for ignored tokens, NaN for labels outside the vocabulary.
         """
         log_probs_N = -nll_N
         with torch.autocast(nll_N.device.type, enabled=False):
-            losses_N, metrics = self._call(log_probs_N, entropy_N)
-            if nll_N.requires_grad and not losses_N.requires_grad:
-                raise _no_gradient()
+            if torch.is_anomaly_enabled() and not torch.compiler.is_compiling():
+                losses_N, metrics = self._call_of_counted(log_probs_N, entropy_N, counts_N)
+            else:
+                losses_N, metrics = self._call(log_probs_N, entropy_N)
+            self.have_gradient.append(losses_N.requires_grad or not nll_N.requires_grad)
             if not torch.compiler.is_compiling():
                 _check_leaves(losses_N, (nll_N, entropy_N))
             if self.debug and not torch.compiler.is_compiling():
@@ -77,13 +81,24 @@ class TokenLoss(NamedTuple):
     ) -> tuple[Tensor, Upstream]:
         """Return the losses, and the gradients of nll and entropy."""
         leaves = [x.detach().requires_grad_() for x in (nll_N, entropy_N) if x is not None]
-        # The hooks replace a checkpoint's, which would compute the whole forward again for each group.
-        with torch.enable_grad(), saved_tensors_hooks(_packed, _unpacked):
+        # The hooks replace a checkpoint's, which would compute the whole forward again for each group. torch.func allows none.
+        has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        with torch.enable_grad(), saved_tensors_hooks(_packed, _unpacked) if has_hooks else nullcontext():
             losses_N = self.losses(leaves[0], leaves[1] if self.needs_entropy else None, ids_N >= 0)
-            gradients = torch.autograd.grad(losses_N, leaves, upstream_N, allow_unused=True)
-        if all(gradient is None for gradient in gradients):
-            raise _no_gradient()
-        return losses_N.detach(), Upstream(nll=gradients[0], entropy=gradients[1] if self.needs_entropy else None)
+            gradients: Any = [None] * len(leaves)
+            if losses_N.requires_grad:
+                gradients = torch.autograd.grad(losses_N, leaves, upstream_N, allow_unused=True)
+        gradient = torch.zeros_like(nll_N) if gradients[0] is None else gradients[0]
+        return losses_N.detach(), Upstream(nll=gradient, entropy=gradients[1] if self.needs_entropy else None)
+
+    def check_gradient(self) -> None:
+        """Raise ValueError if no group's losses have a gradient. The budget decides how many groups there are."""
+        found = any(self.have_gradient)
+        self.have_gradient.clear()
+        if not found:
+            raise ValueError(
+                "the losses of token_loss have no gradient: the function detaches log_probs, or uses no_grad()"
+            )
 
     def output(self, loss: Tensor, shape: torch.Size) -> TokenLossOutput:
         """Return the loss, and the outputs of all groups in ``shape``."""
@@ -101,6 +116,18 @@ class TokenLoss(NamedTuple):
         if losses_N.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"token_loss must return float32 or float64 losses, got {losses_N.dtype}")
         return losses_N, metrics
+
+    def _call_of_counted(self, log_probs_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor) -> tuple[Tensor, Any]:
+        """Call the function with the first counted token's values in place of those of tokens that do not count.
+
+        The latter may hold anything, and autograd's anomaly mode stops at a NaN in a gradient, also at one that is masked.
+        """
+        if not counts_N.any():
+            losses_N, metrics = self._call(log_probs_N.detach(), None if entropy_N is None else entropy_N.detach())
+            return losses_N + 0.0 * log_probs_N.masked_fill(log_probs_N.isnan(), 0.0), metrics
+        here_N = torch.where(counts_N, torch.arange(len(counts_N), device=counts_N.device), counts_N.int().argmax())
+        token = self._replace(inputs=tuple(values[here_N] for values in self.inputs))
+        return token._call(log_probs_N[here_N], None if entropy_N is None else entropy_N[here_N])
 
     def _check_elementwise(
         self, losses_N: Tensor, log_probs_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor
@@ -139,7 +166,7 @@ def checked_token_loss(
             raise TypeError(f"{name} requires a gradient, and would get none: detach it")
     needs_entropy = bool(getattr(function, "needs_entropy", False))
     outputs = [] if return_aux else None
-    return TokenLoss(function, tuple(values.reshape(-1) for values in inputs), needs_entropy, debug, outputs)
+    return TokenLoss(function, tuple(values.reshape(-1) for values in inputs), needs_entropy, debug, outputs, [])
 
 
 def _packed(saved: Tensor) -> tuple[Tensor, int]:
@@ -152,10 +179,6 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
     if saved._version != version:
         raise RuntimeError("token_loss changed a tensor in place that its gradient needs")
     return saved
-
-
-def _no_gradient() -> ValueError:
-    return ValueError("the losses of token_loss have no gradient: the function detaches log_probs, or uses no_grad()")
 
 
 def _check_leaves(losses_N: Tensor, arguments: tuple[Tensor | None, ...]) -> None:

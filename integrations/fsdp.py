@@ -38,6 +38,7 @@ from cce_dist import merge
 from cce_dist.autograd import leaves_of
 from cce_dist.call import Options, checked
 from cce_dist.checks import kind, tensors
+from cce_dist.given import check_divisor
 from cce_dist.integrations import peft
 from cce_dist.integrations.on_demand import is_sharded
 from cce_dist.integrations.patching import Place
@@ -229,6 +230,7 @@ class Rows:
         chosen = self._checked(hidden, target, reduction=reduction, ignore_index=ignore_index, num_tokens=num_tokens)
         count, most = target.numel(), self.most(target.numel())
         hidden = F.pad(hidden.reshape(count, hidden.shape[-1]), (0, 0, 0, most - count))
+        target = target.long() if target.dtype == torch.int32 else target
         padded = F.pad(target.reshape(count), (0, most - count), value=chosen.ignore_index)
         labels = merge.gather_sequence(padded, self.group)
         expected = True
@@ -257,7 +259,7 @@ class Rows:
         if reduction != "none":
             loss = loss.sum()
         if reduction == "mean":
-            divisor = (target != chosen.ignore_index).sum() if num_tokens is None else num_tokens
+            divisor = (target != chosen.ignore_index).sum() if num_tokens is None else chosen.num_tokens
             loss = loss / (divisor + (divisor == 0))  # the mean of nothing is 0
         if not return_aux:
             return loss
@@ -273,6 +275,7 @@ class Rows:
                 raise ValueError(
                     f"target must be {tuple(hidden.shape[:-1])} as input's tokens, got {tuple(target.shape)}"
                 )
+            check_divisor(chosen, target)
         except (TypeError, ValueError) as wrong:
             error = wrong
         if environment()[1]:

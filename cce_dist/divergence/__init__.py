@@ -167,6 +167,10 @@ def linear_kl_divergence(
     if grad_weight_out is not None:
         checks.tensors({"grad_weight_out": grad_weight_out})
         check_buffer(grad_weight_out, student.weight)
+        checks.apart(
+            grad_weight_out, input=input, linear_weight=linear_weight, linear_bias=linear_bias,
+            teacher_input=teacher_input, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
+        )  # fmt: skip
     teacher_options = _of_teacher(_options, logit_scale=teacher_logit_scale, softcap=teacher_softcap)
     (hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head) = student.operands(), teacher.operands()
     spec = Divergence(
@@ -215,7 +219,7 @@ TEACHER = ("teacher_input", "teacher_weight", "teacher_bias")
 
 def _beta(value: Any) -> float:
     value = checks.number("beta", value)
-    if not torch.finfo(torch.float32).tiny <= value < 1.0:
+    if not checks.SMALLEST <= value < 1.0:
         raise ValueError(
             f'beta must be in (0, 1), also in fp32, got {value}: its ends are kind="forward" and "reverse"'
         )

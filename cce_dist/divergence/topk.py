@@ -107,7 +107,7 @@ def topk_kl_divergence(
     _check(input, teacher_ids, teacher_log_probs, mask)
     ignored = -100 if ignore_index is None else checks.integer("ignore_index", ignore_index)
     if mask is not None:
-        teacher_ids = teacher_ids.masked_fill(~mask.unsqueeze(-1), ignored)
+        teacher_ids = teacher_ids.long().masked_fill(~mask.unsqueeze(-1), ignored)
     in_set, log_t = teacher_ids != ignored, teacher_log_probs.detach()
     counts = in_set.any(-1)
     impossible = _impossible_tokens(teacher_ids, log_t, in_set)

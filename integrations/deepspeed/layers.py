@@ -138,7 +138,7 @@ class Rows:
         if self.tp_size == 1:
             yield
             return
-        seed = int(torch.randint(2**62, ()).item())
+        seed = int(torch.randint(2**62, (), device="cpu").item())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + self.tp_rank)
             yield

@@ -223,9 +223,8 @@ def _check_tied(function: functools.partial) -> None:
     The hidden states are random, and so large the second time that a norm before the product, or a cap behind it, shows.
     """
     weight = function.args[0].weight
-    hidden = torch.randn(1, 4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(
-        weight.device, weight.dtype
-    )
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, weight.shape[1], generator=generator, device="cpu").to(weight)
     largest = F.linear(hidden, weight).abs().max().item()
     larger = hidden * (min(1e4, 1e3 / largest) if largest else 1.0)
     if not (_is_product(function, hidden) and _is_product(function, larger)):

@@ -120,7 +120,7 @@ def next_ids(ids: Tensor, cp_group: dist.ProcessGroup | None = None, packed_seq_
         boundaries = sequence_boundaries(packed_seq_params, ids.shape[1], 1 if cp_group is None else cp_group.size())
         packed_seq_params = copy.copy(packed_seq_params)
         # Under context parallelism roll_tensor fails for a sequence without tokens, so each boundary is listed once.
-        packed_seq_params.cu_seqlens_q = torch.tensor(sorted(set(boundaries)))
+        packed_seq_params.cu_seqlens_q = torch.tensor(sorted(set(boundaries)), device="cpu")
     # roll_tensor fills the last position with 0, which would be an id.
     return roll_tensor(ids + 1, -1, -1, cp_group, packed_seq_params)[0] - 1
 
@@ -209,7 +209,7 @@ class _Processor:
                 **context,
                 **self.wanted,
                 options=options,
-                logit_scale=float(scale_logits(torch.ones(()))),
+                logit_scale=float(scale_logits(torch.ones((), device="cpu"))),
             )
 
         # The call of a converted head runs its hooks, which gather parameters just in time.
