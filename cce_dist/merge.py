@@ -90,11 +90,6 @@ class Distributed:
         self.layout, self.group = layout, resolve(layout.group_name)
         self.size = size_of(self.group)
 
-    @property
-    def merges(self) -> bool:
-        """Whether statistics come from several ranks."""
-        return self.size > 1
-
     def gather(self, stats_KN: Tensor) -> Tensor:
         """All-gather every rank's statistics. [K, N] -> [T, K, N]."""
         return gather_stats(stats_KN, self.group)

@@ -37,6 +37,8 @@ def _quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equal(name: str) -> None:
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     result = compare(name)
     assert result.outcome == "equal", result
 
