@@ -107,8 +107,8 @@ def _softcap(name: str, value: Any) -> float | None:
     return None if value is None else positive(name, _plain(name, value), ", or None")
 
 
-def checked_num_tokens(name: str, value: Any) -> float | Tensor | None:
-    """Check a divisor: a positive number, or a 0-d tensor that may hold 0. A tensor on a GPU is not read."""
+def checked_num_tokens(name: str, value: Any) -> Any:
+    """Return a divisor: a positive number, a 0-d tensor that may hold 0, or None. A tensor on a GPU is not read."""
     if value is None:
         return None
     if not isinstance(value, Tensor):

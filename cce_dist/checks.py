@@ -87,7 +87,7 @@ def apart(buffer: torch.Tensor, **read: torch.Tensor | None) -> None:
         return
     first, last = _extent(buffer)
     for name, tensor in read.items():
-        tensor = getattr(tensor, "_local_tensor", tensor)
+        tensor: Any = getattr(tensor, "_local_tensor", tensor)
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided:
             start, stop = _extent(tensor)
             if start < last and first < stop and tensor.device == buffer.device:

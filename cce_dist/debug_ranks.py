@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -134,7 +134,8 @@ def _of_subclass(raised: Exception, given: dict[str, Any]) -> TypeError | None:
     if frame.f_globals.get("__name__", "").startswith("cce_dist."):
         return None
     for name, value in given.items():
-        own = isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        kind: Any = type(value)
+        own = isinstance(value, Tensor) and kind.__torch_dispatch__ is not cast(Any, Tensor).__torch_dispatch__
         if own and not isinstance(value, (DTensor, FakeTensor)):
             return TypeError(
                 f"{name} is a {type(value).__name__}, which does not run the operators of cce_dist: pass a plain tensor, for a "

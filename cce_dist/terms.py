@@ -146,7 +146,7 @@ def with_factors(
 def _in_fp32(name: str, wide_N: Tensor, counts_N: Tensor | None, positive: bool = False) -> Tensor:
     """Return float64 numbers, with NaN for those that fp32 cannot hold. Raise if ``counts_N`` has such a token."""
     good_N = (wide_N >= (checks.SMALLEST if positive else -checks.LARGEST)) & (wide_N <= checks.LARGEST)
-    bad = () if counts_N is None else (~good_N & counts_N).nonzero()
+    bad: Any = () if counts_N is None else (~good_N & counts_N).nonzero()
     if len(bad):
         wanted, position = "positive and finite" if positive else "finite", int(bad[0])
         raise ValueError(f"{name}[{position}] (flattened) must be {wanted} in fp32, got {wide_N[position].item():g}")

@@ -82,7 +82,8 @@ class TokenLoss(NamedTuple):
         """Return the losses, and the gradients of nll and entropy."""
         leaves = [x.detach().requires_grad_() for x in (nll_N, entropy_N) if x is not None]
         # The hooks replace a checkpoint's, which would compute the whole forward again for each group. torch.func allows none.
-        has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+        has_hooks = top_hooks(True) is not None
         with torch.enable_grad(), saved_tensors_hooks(_packed, _unpacked) if has_hooks else nullcontext():
             losses_N = self.losses(leaves[0], leaves[1] if self.needs_entropy else None, ids_N >= 0)
             gradients: Any = [None] * len(leaves)

@@ -77,7 +77,7 @@ def test_same_numbers_as_dense(
     truth, base = (
         (
             *dense(tensors, labels, dtype, factor, **call),
-            dense(tensors, labels, dtype, **call | {"reduction": "none"})[0],
+            dense(tensors, labels, dtype, 1.0, **call | {"reduction": "none"})[0],
         )
         for dtype in (torch.float64, DTYPE)
     )
@@ -264,7 +264,7 @@ def test_no_tokens_no_labels_no_gradient() -> None:
 
 def test_a_label_outside_the_vocabulary_is_nan_whatever_the_function_says() -> None:
     """Catches: a function that hides the NaN of such a label, as a GPU gives it."""
-    token = TokenLoss(lambda log_probs, _: log_probs.nan_to_num(0.0), (), False, False, None)
+    token = TokenLoss(lambda log_probs, _: log_probs.nan_to_num(0.0), (), False, False, None, [])
     nll = torch.tensor([1.0, torch.nan, 0.0])
     losses, gradients = token.differentiated(nll, None, torch.tensor([5, -2, -1]), torch.full((3,), 0.5))
     assert losses.isnan().tolist() == [False, True, False] and losses[2] == 0

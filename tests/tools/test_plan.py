@@ -404,7 +404,10 @@ def test_wrong_sizes_in_python() -> None:
     ):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be a whole number"):
             dataclasses.replace(MODELS["gpt-2"], **wrong)
-    for wrong in ({"tp": 0}, {"num_tokens": 1 << 40}, {"pp": "2"}, {"framework": "jax"}, {"zero_stage": 4}):
+    wrongs: list[dict[str, Any]] = [
+        {"tp": 0}, {"num_tokens": 1 << 40}, {"pp": "2"}, {"framework": "jax"}, {"zero_stage": 4},
+    ]  # fmt: skip
+    for wrong in wrongs:
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             plan("gpt-2", Layout(**wrong))
 
