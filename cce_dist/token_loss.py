@@ -60,7 +60,7 @@ class TokenLoss(NamedTuple):
         """
         log_probs_N = -nll_N
         with torch.autocast(nll_N.device.type, enabled=False):
-            if torch.is_anomaly_enabled() and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
                 losses_N, metrics = self._call_of_counted(log_probs_N, entropy_N, counts_N)
             else:
                 losses_N, metrics = self._call(log_probs_N, entropy_N)

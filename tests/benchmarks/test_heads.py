@@ -313,7 +313,15 @@ def test_the_auto_chunker_says_if_it_split_nothing(settings, split, says, monkey
         return dense(*operands)
 
     monkeypatch.setattr(metrics, "num_auto_chunking", 5, raising=False)
-    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace(**settings))
+    real = torch._inductor.config
+
+    class Config(SimpleNamespace):
+        def __getattr__(self, name):
+            if name == "auto_chunker":
+                raise AttributeError(name)
+            return getattr(real, name)
+
+    monkeypatch.setattr(torch._inductor, "config", Config(**settings))
     monkeypatch.setattr(torch, "compile", lambda function, **options: run)
     (row,), _, _ = measure(tiny_workload(), {"chunked": methods.methods_of()["torch-compile-chunked"]}, repeats=1)
     assert row.problem == says and row.missing == bool(says)

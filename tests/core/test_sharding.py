@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from cce_dist import GradFilter, VocabParallelHead, VocabShard, decide, linear_cross_entropy, merge
+from cce_dist import GradFilter, VocabParallelHead, VocabShard, decide, given, linear_cross_entropy, merge
 from cce_dist.call import Call
 from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, dense, memory
 from cce_dist.kernels.tiles import interpreted
@@ -404,7 +404,8 @@ def _gradients_in_groups(
     """Gradients, 16 tokens at a time and ``rows`` of them final together, and the sums that were started on the way."""
     operands = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     smaller = mock.patch.multiple(memory, most_rows=lambda *_: rows, LEAST_BYTES=8 << 10, ROWS=16)
-    with smaller, mock.patch.object(decide, "_decide_once", decide._decide):
+    anew = mock.patch.object(decide, "_decide_once", decide._decide), mock.patch.dict(given._KNOWN, clear=True)
+    with smaller, anew[0], anew[1]:
         loss = linear_cross_entropy(*operands, labels, shard=shard, reduction="sum", workspace_bytes=1, **options)
         with sums() as started:
             gradients = torch.autograd.grad(loss, operands)
