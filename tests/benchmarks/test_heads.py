@@ -6,6 +6,7 @@ import sys
 import time
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -313,7 +314,7 @@ def test_the_auto_chunker_says_if_it_split_nothing(settings, split, says, monkey
         return dense(*operands)
 
     monkeypatch.setattr(metrics, "num_auto_chunking", 5, raising=False)
-    real = torch._inductor.config
+    real: Any = torch._inductor.config  # pyright: ignore[reportAttributeAccessIssue]
 
     class Config(SimpleNamespace):
         def __getattr__(self, name):
