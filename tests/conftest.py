@@ -33,7 +33,8 @@ def _deterministic() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
-    torch.use_deterministic_algorithms(False)  # a training run leaves them on
+    torch.use_deterministic_algorithms(False)  # a training run leaves them on, and memory as it is
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.fixture(scope="session")
