@@ -162,7 +162,8 @@ def _bad_arguments() -> list[str]:
                 wrong.append(f"{function.__name__}, {says} on rank {bad_rank}: got {got!r}")
             dist.barrier()
     split = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)])
-    got = _error(lambda: linear_cross_entropy(_hidden(), split, torch.arange(N), reduction=("mean", "most")[rank]))
+    reduction: Any = ("mean", "most")[rank]
+    got = _error(lambda: linear_cross_entropy(_hidden(), split, torch.arange(N), reduction=reduction))
     if not _matches(got, ValueError, "reduction"):
         wrong.append(f"a DTensor: got {got!r}")
     dist.barrier()

@@ -65,7 +65,7 @@ def with_inputs(biased: bool = True) -> tuple[list[Tensor], Tensor, list[Tensor]
     ],
 )
 def test_same_numbers_as_dense(
-    name: str, options: dict[str, Any], factor: float, backend: str, rows: int | None
+    name: str, options: dict[str, Any], factor: float, backend: Any, rows: int | None
 ) -> None:
     """Catches: a derivative by log_probs with the sign of nll's, one by the entropy that is lost, inputs of another group's
     tokens, a divisor that is left out, NaN of ignored tokens, outputs of one group for another."""
