@@ -21,11 +21,10 @@ from cce_dist.shard import VocabShard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_TOP_K = 1024
+AUX = ("nll", "lse", "target_logit", "entropy", "z_loss", "max_logit", "label_is_max")
 Reduction = Literal["none", "mean", "sum"]
 InputGrad = Literal["summed", "partial"]
 Backend = Literal["auto", "triton", "torch"]
-Aux = Literal["nll", "lse", "target_logit", "entropy", "z_loss", "max_logit", "label_is_max"]
-AUX: tuple[str, ...] = get_args(Aux)
 
 
 class LossOptions(TypedDict, total=False):
@@ -55,7 +54,7 @@ class LossOptions(TypedDict, total=False):
 class ExplainOptions(LossOptions, total=False):
     """All keyword arguments of ``linear_cross_entropy``."""
 
-    return_aux: bool | Collection[Aux]
+    return_aux: bool | Collection[str]
     token_loss: Callable[..., Any] | None
     token_inputs: Sequence[Tensor]
 

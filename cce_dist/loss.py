@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from cce_dist import debug_ranks, decide, groups, op
-from cce_dist.call import Aux, Backend, ExplainOptions, InputGrad, LossOptions, Reduction
+from cce_dist.call import Backend, ExplainOptions, InputGrad, LossOptions, Reduction
 from cce_dist.filter import GradFilter
 from cce_dist.given import LinearCrossEntropyOutput, check_all, checked_call
 from cce_dist.shard import VocabShard
@@ -59,7 +59,7 @@ def linear_cross_entropy(
     linear_weight: Tensor,
     target: Tensor,
     *,
-    return_aux: Literal[True] | Collection[Aux],
+    return_aux: Literal[True] | Collection[str],
     **options: Unpack[LossOptions],
 ) -> LinearCrossEntropyOutput: ...
 
@@ -84,7 +84,7 @@ def linear_cross_entropy(
     input_grad: InputGrad = "summed",
     reduce_dtype: torch.dtype | None = None,
     grad_filter: GradFilter | None = None,
-    return_aux: bool | Collection[Aux] = False,
+    return_aux: bool | Collection[str] = False,
     backend: Backend = "auto",
     workspace_bytes: int | None = None,
     expected_weights: Tensor | bool = True,

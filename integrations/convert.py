@@ -144,8 +144,8 @@ def revert(model: _Model) -> _Model:
 def require(model: Callable[..., Any]) -> None:
     """Raise unless this model's loss comes from hidden states.
 
-    Before the first forward in training this can tell only whether a head was converted, after one whether the head was asked
-    for its loss, too.
+    Call it after a step. Before the first forward in training it raises only if no head is converted: whether the head will be
+    asked for its loss is not known yet.
 
     Args:
         model: The model. It may be wrapped by DDP, FSDP, DeepSpeed or PEFT.

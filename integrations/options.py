@@ -110,7 +110,9 @@ class Options:
                 raise ValueError(f'{what} has no key "{key}"; it has {", ".join(cls.known())}')
             kind, *range_ = KEYS[key]
             if not _is(kind, value):
-                raise ValueError(f"{spell(key)} must be {kind}, got {value!r}")
+                choices = f", {range_[1]}" if range_ and kind == TEXT else ""
+                got = type(value).__name__ if isinstance(value, torch.nn.Module) else repr(value)
+                raise ValueError(f"{spell(key)} must be {kind}{choices}, got {got}")
             if range_ and not range_[0](value):
                 raise ValueError(f"{spell(key)} must be {range_[1]}, got {value!r}")
         lost = [key for key in values if key.startswith("filter_")] if "filter" not in values else []
