@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cce_dist.integrations.on_import import on_import
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
     from cce_dist import objectives as objectives

@@ -1,8 +1,10 @@
 """The built package holds every folder, the two links point where they should, and the command line starts light."""
 
 import json
+import re
 import subprocess
 import sys
+import types
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -83,7 +85,7 @@ def test_missing_extra_is_one_line_that_names_it(fake, capsys):
     fake.run = run
     assert cli.main(["fake"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install tokenizers filelock numpy matplotlib tqdm" in line
+    assert "pip install tokenizers filelock matplotlib tqdm" in line
 
 
 def test_exit_code_is_what_run_returns(fake):
@@ -95,7 +97,31 @@ def test_the_version_is_said_without_torch():
     code = "import sys; sys.modules['torch'] = None; import cce_dist; from cce_dist.tools.cli import main; main(['--version'])"
     result = run_python(code)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("cce-dist 0.1.0, python 3.")
+    assert re.match(
+        rf"cce-dist {re.escape(cce_dist.__version__)}( \(commit \w{{10,}}(-dirty)?\))?, python 3\.", result.stdout
+    )
+
+
+def test_the_version_has_the_commit(monkeypatch, tmp_path, capsys):
+    """Of a checkout, of what pip installed from a repository, and none of what it installed from a folder or an index."""
+
+    def said() -> str:
+        with pytest.raises(SystemExit):
+            cli.main(["--version"])
+        return capsys.readouterr().out.split(", ")[0].removeprefix(f"cce-dist {cce_dist.__version__}")
+
+    if (ROOT / ".git").exists():
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+        assert commit.startswith(said().removeprefix(" (commit ").split("-dirty")[0].rstrip(")"))
+    monkeypatch.setattr(cce_dist, "__file__", str(tmp_path / "cce_dist" / "__init__.py"))
+    for record, told in (
+        ('{"vcs_info": {"commit_id": "0123456789abcdef"}}', " (commit 0123456789)"),
+        ('{"dir_info": {}}', ""),
+        (None, ""),
+    ):
+        distribution = types.SimpleNamespace(version="1", read_text=lambda _, record=record: record)
+        monkeypatch.setattr(cli.importlib.metadata, "distribution", lambda _, found=distribution: found)
+        assert said() == told
 
 
 def test_an_adapter_without_its_package_names_it_and_the_loss_imports_none():
