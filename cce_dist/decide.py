@@ -170,8 +170,8 @@ def decide_heads(sizes: Sizes, spec: Divergence, where: Where) -> Way:
     ready_rows = 0
     if where.summed and backend != "dense":
         ready_rows = _ready_rows(sizes, workspace_bytes if can_keep else 0, workspace_bytes)
-    kept = memory.columns_kept(sizes, workspace_bytes) if can_keep else 0
-    groups = Groups(memory.pair_rows(sizes, workspace_bytes, kept) if spec.empty_sum is not None else 0)
+    saved = memory.saved_columns(sizes, workspace_bytes) if can_keep else 0
+    groups = Groups(memory.pair_rows(sizes, workspace_bytes, saved) if spec.empty_sum is not None else 0)
     return Way(backend, groups=groups, workspace_bytes=workspace_bytes, ready_rows=ready_rows)
 
 
@@ -248,8 +248,8 @@ def _groups_of(sizes: Sizes, spec: Spec, where: Where, workspace_bytes: int) -> 
 
 
 def _ready_rows(sizes: Sizes, available: int, workspace_bytes: int) -> int:
-    """Return ``Way.ready_rows``. ``available``: bytes for kept exponentials, with which all rows become final together."""
-    if available > 0 and memory.columns_kept(sizes, available) > 0:
+    """Return ``Way.ready_rows``. ``available``: bytes for saved exponentials, with which all rows become final together."""
+    if available > 0 and memory.saved_columns(sizes, available) > 0:
         return 0
     return memory.most_rows(sizes, workspace_bytes)
 
@@ -269,7 +269,7 @@ def in_words(way: Way, sizes: Sizes, spec: Spec, where: Where) -> str:
     if way.backend == "exact":
         can_keep, num_columns = spec.can_keep(where.dtype), sizes.num_columns
         sizes = sizes._replace(alone=not where.summed)
-        columns = min(num_columns, memory.columns_kept(sizes, way.workspace_bytes)) if can_keep else 0
+        columns = min(num_columns, memory.saved_columns(sizes, way.workspace_bytes)) if can_keep else 0
         part = "all" if columns == num_columns else f"{columns:,} of {num_columns:,} columns'" if columns else "no"
         kept = f" with {part} exponentials kept"
     return _joined(f"{name}, two passes{kept}, {mib}", way.reason)

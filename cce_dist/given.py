@@ -18,7 +18,7 @@ from cce_dist.call import DTYPES, Call, Options, are_plain, checked, checked_num
 from cce_dist.decide import Way, Where
 from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want
 from cce_dist.kernels.dense import label_ids
-from cce_dist.kernels.extras import Outputs
+from cce_dist.kernels.outputs import Outputs
 from cce_dist.kernels.precision import accumulator, fp32_precision
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard

@@ -38,7 +38,7 @@ from cce_dist.given import Found, Given
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
 from cce_dist.kernels.backends import named
 from cce_dist.kernels.dry_run import compile_ahead
-from cce_dist.kernels.extras import NUM_LOSSES
+from cce_dist.kernels.outputs import NUM_LOSSES
 from cce_dist.kernels.precision import accumulator, widened
 from cce_dist.merge import Distributed
 from cce_dist.op import operands_of, run_backward, run_forward

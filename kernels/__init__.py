@@ -43,7 +43,7 @@ row   name         value
 last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wanted
 ====  ===========  ====================================================================================
 
-``linear_log_probs`` appends up to four kinds of rows (``extras.py`` merges them), in this order: SUM_SQUARE, the sum of
+``linear_log_probs`` appends up to four kinds of rows (``outputs.py`` merges them), in this order: SUM_SQUARE, the sum of
 exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows with the logits of each token's ids,
 0 where the id is no valid row of this shard; and 2 k rows, the k largest logits and the bits of their ids, int32.
 
@@ -226,7 +226,7 @@ class Rows(NamedTuple):
     """A group of tokens in compact order: labelled tokens first."""
 
     index: torch.Tensor  # [R] int32: indices of the tokens
-    num_kept: torch.Tensor  # int32: its first element is how many of these tokens have a label, on the device
+    num_labelled: torch.Tensor  # int32: its first element is how many of these tokens have a label, on the device
     hidden: torch.Tensor  # [R, D]: buffer for the hidden states of these tokens
 
 

@@ -28,7 +28,7 @@ from cce_dist.kernels import (
     Upstream,
     memory,
 )
-from cce_dist.kernels.extras import NO_ID, largest, merge_largest
+from cce_dist.kernels.outputs import NO_ID, largest, merge_largest
 from cce_dist.kernels.precision import accumulator, widened
 
 FLOOR = torch.finfo(torch.float32).min  # replaces a maximum of -inf where -inf - -inf would be NaN

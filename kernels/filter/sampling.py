@@ -606,7 +606,7 @@ def sampled_gradients(
 ) -> None:
     """Write g of the group's tokens to grads_RK. With ``factors`` g is multiplied by COLUMNS; if that is 0 nothing is written.
 
-    Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it.
+    Rows at or past ``num_labelled`` are 0 up to the end of their tile, and unwritten after it.
     """
     tile, x = tiles.dlogits, sampled.x
     num_rows, hidden_size = rows.hidden.shape
@@ -615,7 +615,7 @@ def sampled_gradients(
     _sampled_gradients_kernel[(cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.cols),)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
-        sampled.column_K, sampled.numbers_2K, x.ids, rows.index, rows.num_kept, numbers_3N, softmax.max,
+        sampled.column_K, sampled.numbers_2K, x.ids, rows.index, rows.num_labelled, numbers_3N, softmax.max,
         softmax.log_sum, coef_4N, None if factors is None else factors.values_4,
         # out
         operand(grads_RK, tile.rows, tile.cols // 2, tma),
@@ -637,7 +637,7 @@ def _sampled_gradients_kernel(
     inverse_share_ptr,  # in: [K] fp32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     threshold_ptr,  # in: [N] fp32
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
@@ -659,15 +659,15 @@ def _sampled_gradients_kernel(
     num_col_blocks = tl.cdiv(num_columns, BLOCK_V)
     row = tl.program_id(0) // num_col_blocks * BLOCK_N
     col = tl.program_id(0) % num_col_blocks * BLOCK_V
-    num_kept = tl.load(num_kept_ptr)
-    if row >= num_kept:
+    num_labelled = tl.load(num_labelled_ptr)
+    if row >= num_labelled:
         return
     unused = (tl.load(factors_ptr + COLUMNS) == 0) if factors_ptr is not None else False
     if unused:
         return
     acc = tile_of_products(hidden, weight, row, col, num_rows, num_columns, hidden_size, TILE, TMA, PRECISION)
     offs_n = row + tl.arange(0, BLOCK_N)
-    live = offs_n < num_kept
+    live = offs_n < num_labelled
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
     offs_k = col + tl.arange(0, BLOCK_V)
     in_k = offs_k < num_columns

@@ -445,7 +445,7 @@ def test_one_group_is_alive_at_a_time(mib: int, monkeypatch: pytest.MonkeyPatch)
     # The interpreter misreads bf16, but nothing is launched.
     monkeypatch.setattr("cce_dist.operands.choose_backend", lambda *_: "triton")
     monkeypatch.setattr(given, "_is_observed", lambda *_: False)  # Live does
-    monkeypatch.setattr(memory, "KEPT_ROWS", 128)
+    monkeypatch.setattr(memory, "SAVED_ROWS", 128)
     monkeypatch.setattr(memory, "usual_waves", lambda *_: (1.0, 0))
     hidden = torch.zeros(8192, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     weight = torch.zeros(3000, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)

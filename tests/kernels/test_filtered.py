@@ -524,7 +524,7 @@ def test_sampled_tokens_correct_d_weight(dtype: torch.dtype, limits, monkeypatch
         assert abs((added * expected).sum() / expected.square().sum() - 1) < 0.1
     else:
         assert (added - expected).abs().max() < 2e-3 * expected.abs().max()
-    assert tokens.rows.num_kept.item() == size
+    assert tokens.rows.num_labelled.item() == size
 
 
 def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,7 +596,7 @@ def test_one_side_stays_exact(side: str) -> None:
     grads = gradients(p, one, d, saved)
     x, spec = operands(p), spec_of(p, case)
     softmax = Softmax(d.maximum.float(), d.log_sum.float())
-    unfiltered = list(exact.new_kept(x, exact.compact(p.labels)))
+    unfiltered = list(exact.new_saved(x, exact.compact(p.labels)))
     upstream = upstream_of(p.coef, spec.vocab_size)
     plain: Any = exact.gradients(x, softmax, upstream, unfiltered, Grads(want_bias=False), spec)
     expected = (plain[0], both[1]) if side == "hidden" else (both[0], plain[1])
