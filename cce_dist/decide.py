@@ -24,6 +24,7 @@ from cce_dist.kernels import Spec, memory
 from cce_dist.kernels.divergence.heads import Divergence
 from cce_dist.kernels.filter import costs
 from cce_dist.kernels.memory import Groups, Sizes
+from cce_dist.kernels.precision import fp32_precision
 from cce_dist.kernels.waves import cdiv
 
 BACKENDS = ("auto", "triton", "torch")
@@ -103,24 +104,26 @@ def sizes_of_even_shard(hidden: Tensor, num_tokens: int, vocab_size: int, num_ra
     return Sizes(num_tokens, hidden.shape[1], -(-vocab_size // num_ranks), hidden.itemsize)
 
 
-def choose_backend(backend: str, forced: str, device_type: str, dtype: torch.dtype) -> str:
-    """Return "triton" or "torch".
+def choose_backend(backend: str, forced: str, device_type: str, dtype: torch.dtype, needs_kernels: bool = False) -> str:
+    """Return "triton" or "torch". In fp32 without TF32, cuBLAS multiplies three times as fast as our kernels.
 
     Args:
         backend: The argument of that name, one of ``BACKENDS``.
         forced: The environment variable CCE_DIST_BACKEND.
         device_type: Device of the hidden states. "meta" stands for a GPU.
         dtype: Dtype of the hidden states.
+        needs_kernels: Whether an option needs Triton: a filter, lists of ids, or ``batch_invariant``.
     """
     checks.choice("CCE_DIST_BACKEND", forced, BACKENDS)
     if backend == "auto":
         backend = forced
-    if device_type == "meta":
-        return "triton" if backend == "auto" else backend
-    on_gpu = device_type == "cuda"
     if backend == "auto":
-        has_kernels = on_gpu and torch.version.cuda is not None and dtype != torch.float64
-        return "triton" if has_kernels else "torch"
+        has_kernels = device_type == "meta" or (device_type == "cuda" and torch.version.cuda is not None)
+        if not has_kernels or dtype == torch.float64:
+            return "torch"
+        by_cublas = dtype == torch.float32 and not needs_kernels and fp32_precision() == "ieee"
+        return "torch" if by_cublas else "triton"
+    on_gpu = device_type in ("cuda", "meta")
     if backend == "triton" and dtype == torch.float64:
         raise TypeError("input is float64, which the torch backend alone takes: use backend='torch' or 'auto'")
     if backend == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
@@ -150,6 +153,9 @@ def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
     why_two = ""
     if can_keep:
         groups, why_two = _groups_of(sizes, spec, where, workspace_bytes)
+        way = way if groups is None else way._replace(passes="one", groups=groups)
+    elif backend == "dense" and spec.can_keep_logits(where.dtype) and may_take_one_pass(backend, spec, where):
+        groups = memory.dense_groups(sizes, workspace_bytes, spec.want.uniform, holds_weight=where.has_buffer)
         way = way if groups is None else way._replace(passes="one", groups=groups)
     elif backend == "exact" and spec.want.grad:
         in_bf16 = where.dtype == "torch.bfloat16"
@@ -262,7 +268,8 @@ def in_words(way: Way, sizes: Sizes, spec: Spec, where: Where) -> str:
     mib = f"{cdiv(max(way.workspace_bytes, memory.LEAST_BYTES), 1 << 20):,} MiB"
     if way.passes == "one":
         count = cdiv(sizes.num_tokens, way.groups.rows)
-        return _joined(f"{name}, one pass in {count} groups of {way.groups.rows:,} tokens, {mib}", way.reason)
+        groups = f" in {count} groups of {way.groups.rows:,} tokens" if count > 1 else ""
+        return _joined(f"{name}, one pass{groups}, {mib}", way.reason)
     if not spec.want.grad:
         return _joined(f"{name}, forward alone, {mib}", way.reason)
     kept = ""

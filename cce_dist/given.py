@@ -324,7 +324,9 @@ def _decided(
         outside = outside or _is_observed(x.hidden, x.weight)  # by what needs two passes
     is_expected = options.expected_weights and not has_token_loss
     upstream = decide.upstream_of(options.reduction, is_expected, bool(options.return_aux) or outside)
-    backend = decide.choose_backend(options.backend, forced, operands.device_type(x.hidden), x.hidden.dtype)
+    backend = decide.choose_backend(
+        options.backend, forced, operands.device_type(x.hidden), x.hidden.dtype, needs_kernels=spec.filter.eps > 0
+    )
     call = Call(spec, layout_of(shard, options), backend, debug, options.labels)
     where = call.where(x.hidden, shard.group_size, upstream, has_buffer)
     if is_compiling:  # sizes may be symbols, so operators choose the way when they run

@@ -48,6 +48,7 @@ __all__ = ["of_rows", "one_pass"]
 
 # The minimum of expected weights, relative to the largest; it stands for 0.
 MIN_WEIGHT = 2.0**-40
+_SCALED = 8 << 20  # bytes of a gradient that plain torch scales at a time
 
 
 def one_pass(given: Given) -> Found:
@@ -203,9 +204,11 @@ def _scale(values: Tensor | None, factor: Tensor, backend: str, out: Tensor | No
 
         scale(values, factor, out)
         return
-    factor = factor[:, None] if factor.dim() else factor
-    scaled = times(values, factor)
-    values.copy_(scaled) if out is None else out.add_(scaled)
+    rows = max(1, _SCALED // max(1, values[:1].nbytes))  # at a time, because there are temporary copies
+    for first in range(0, len(values), rows):
+        part = slice(first, first + rows)
+        scaled = times(values[part], factor[part, None] if factor.dim() else factor)
+        values[part].copy_(scaled) if out is None else out[part].add_(scaled)
 
 
 def times(values: Tensor, factor: Tensor) -> Tensor:
@@ -236,7 +239,8 @@ def run(
     terms, divisor, expected_N, call = task
     ranks, rows = Distributed(call.layout), call.way.groups.rows
     # A group is computed as if this rank were alone, because d_hidden is summed over ranks only after the whole group.
-    backend, spec = named(call.way.backend), call.spec._replace(alone=True, want=call.spec.want._replace(mean=False))
+    backend, want = named(call.way.backend), call.spec.want._replace(mean=False)
+    spec = call.spec._replace(alone=True, once=True, want=want)
     call = call._replace(spec=spec)
     x = operands_of(hidden, weight, head, labels, spec)
     with without_autocast(hidden.device.type):

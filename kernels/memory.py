@@ -319,6 +319,24 @@ def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chun
     return Chunks(rows, min(num_columns, elements // rows // BLOCK_V * BLOCK_V) or 1)
 
 
+def dense_rows(num_columns: int, itemsize: int, workspace_bytes: int, uniform: bool) -> int:
+    """Return the most tokens whose logits the dense backend keeps until their gradients are done: 0 if less than a block.
+
+    Label smoothing (``uniform``) reads the logits once more, which takes a second block.
+    """
+    return workspace_bytes // (max(1, num_columns) * itemsize * (1 + uniform)) // BLOCK_N * BLOCK_N
+
+
+def dense_groups(sizes: Sizes, workspace_bytes: int, uniform: bool, *, holds_weight: bool = False) -> Groups | None:
+    """Return the groups of tokens of one pass of the dense backend, or None if no group fits. Sizes as in ``groups_of``."""
+    available = workspace_bytes - (sizes.num_columns * sizes.hidden_bytes if holds_weight else 0)
+    rows = dense_rows(sizes.num_columns, sizes.itemsize, available, uniform)
+    if rows <= 0 or sizes.num_tokens == 0 or sizes.num_columns == 0:
+        return None
+    even = cdiv(sizes.num_tokens, cdiv(sizes.num_tokens, rows))
+    return Groups(cdiv(even, BLOCK_N) * BLOCK_N)
+
+
 def piece_columns(num_columns: int, top_k: int) -> int:
     """Return the columns of a piece, a power of 2, so that about as many pieces as columns of pieces are sorted.
 

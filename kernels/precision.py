@@ -19,6 +19,7 @@ def widened(x: Tensor) -> Tensor:
     return x.to(accumulator(x.dtype))
 
 
+@torch.compiler.assume_constant_result
 def fp32_precision() -> str:
     """Return "ieee" or "tf32": how torch multiplies fp32 matrices on a GPU.
 
