@@ -154,7 +154,7 @@ def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
     if can_keep:
         groups, why_two = _groups_of(sizes, spec, where, workspace_bytes)
         way = way if groups is None else way._replace(passes="one", groups=groups)
-    elif backend == "dense" and spec.can_keep_logits(where.dtype) and may_take_one_pass(backend, spec, where):
+    elif backend == "dense" and spec.can_keep_logits(where.dtype) and where.upstream == "number":
         groups = memory.dense_groups(sizes, workspace_bytes, spec.want.uniform, holds_weight=where.has_buffer)
         way = way if groups is None else way._replace(passes="one", groups=groups)
     elif backend == "exact" and spec.want.grad:
@@ -265,7 +265,8 @@ def in_words(way: Way, sizes: Sizes, spec: Spec, where: Where) -> str:
     name = {"dense": "plain torch", "exact": "exact", "filter": "filtered"}[way.backend]
     if way.backend == "dense" and spec.filter.eps > 0:
         name = "plain torch, filtered"
-    mib = f"{cdiv(max(way.workspace_bytes, memory.LEAST_BYTES), 1 << 20):,} MiB"
+    least = 0 if way.backend == "dense" else memory.LEAST_BYTES
+    mib = f"{cdiv(max(way.workspace_bytes, least), 1 << 20):,} MiB"
     if way.passes == "one":
         count = cdiv(sizes.num_tokens, way.groups.rows)
         groups = f" in {count} groups of {way.groups.rows:,} tokens" if count > 1 else ""

@@ -219,12 +219,14 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def _without_tensors(given: Given) -> tuple[Given, torch.dtype | None]:
     """Return what calls of a kind have in common: the record without tensors and shard, and autocast's dtype."""
-    x = given.x
+    x, options = given.x, given.options
     nothing: Any = None
+    if isinstance(options.num_tokens, Tensor):
+        options = options._replace(num_tokens=None)
     x = Operands(nothing, nothing, x.head._replace(bias=None), nothing, x.start, x.num_valid)
     shard = given.shard if given.shard.group is None else nothing
     dtype = _autocast_dtype(given.target.device)
-    return given._replace(x=x, target=nothing, grad_weight_out=None, shard=shard), dtype
+    return given._replace(x=x, target=nothing, options=options, grad_weight_out=None, shard=shard), dtype
 
 
 def _with_tensors(

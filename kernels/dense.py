@@ -97,7 +97,8 @@ class Block(NamedTuple):
 
 def blocks_of(x: Operands, spec: Spec, whole: bool = False) -> Iterator[tuple[slice, Iterator[Block]]]:
     """Yield, for each range of columns, the range and an iterator over the blocks of all tokens. ``whole``: one block."""
-    num_rows, num_cols = memory.dense_block(x.num_tokens, x.num_valid, spec.workspace_bytes)
+    itemsize = accumulator(x.hidden.dtype).itemsize
+    num_rows, num_cols = memory.dense_block(x.num_tokens, x.num_valid, spec.workspace_bytes, itemsize)
     if whole:
         num_rows, num_cols = max(1, x.num_tokens), max(1, x.num_valid)
 

@@ -48,7 +48,7 @@ MOST_LISTED = 256  # most listed columns per token, on average, in the lists' ca
 # GPU does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed column
 
-LIVE_BLOCKS = 8  # most fp32 blocks of logits that the dense backend has alive at a time
+LIVE_BLOCKS = 8  # most blocks of logits that the dense backend has alive at a time
 BLOCK_N, BLOCK_V = 128, 256  # blocks of the dense backend are multiples of these
 
 # LEAST_GROUP: fewest tokens of a group; groups of 768 took as long as computing logits twice at D 1,024. MOST_ROUNDED: most
@@ -312,9 +312,9 @@ def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> in
     return min(sizes.num_tokens, max(ROWS, available // row_bytes // ROWS * ROWS))
 
 
-def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chunks:
-    """Return the size of the dense backend's blocks of logits: LIVE_BLOCKS fp32 blocks fit in the budget."""
-    elements = max(workspace_bytes // (4 * LIVE_BLOCKS), BLOCK_N * BLOCK_V)
+def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int, itemsize: int = 4) -> Chunks:
+    """Return the size of the dense backend's blocks of logits: LIVE_BLOCKS blocks of fp32 (or float64) fit in the budget."""
+    elements = max(workspace_bytes // (itemsize * LIVE_BLOCKS), BLOCK_N * BLOCK_V)
     rows = min(num_tokens, elements // BLOCK_V // BLOCK_N * BLOCK_N) or 1
     return Chunks(rows, min(num_columns, elements // rows // BLOCK_V * BLOCK_V) or 1)
 

@@ -212,4 +212,5 @@ def test_explain_on_a_cpu() -> None:
     shard = VocabShard(0, 16, 16)
     assert explain(hidden, weight, labels, shard=shard) == "plain torch, one pass, 256 MiB"
     assert explain(hidden, weight, labels, grad_filter=GradFilter()) == "plain torch, filtered, two passes, 256 MiB"
+    assert explain(hidden, weight, labels, workspace_bytes=1 << 20, return_aux=True) == "plain torch, two passes, 1 MiB"
     assert Way().groups == Groups(0)
