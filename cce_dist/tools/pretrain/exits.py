@@ -41,8 +41,6 @@ def writing(path: Path) -> Iterator[None]:
     """Raise the system's refusal to write as a ``CheckpointError``; ``path`` names the file where the error does not."""
     try:
         yield
-    except BrokenPipeError:  # of stdout, whose reader has seen enough
-        raise
     except OSError as error:
         raise CheckpointError(f"cannot write {error.filename or path}: {error.strerror or error}") from error
 
