@@ -1,4 +1,4 @@
-"""A loss whose forward computes its gradients, one group of tokens after another: three matrix products at any budget.
+"""A loss whose forward computes its gradients, one group of tokens after another: three matmuls.
 
 Tokens depend on each other only in the sum over tokens of d_weight. So if the exponentials of all tokens do not fit the budget,
 forward finishes one group of tokens before it begins another: exponentials and log-sum-exp, statistics merged over the ranks,
@@ -8,8 +8,8 @@ group reads and writes d_weight once more. With many groups, the sum of d_weight
 Forward does not know the upstream gradient. The upstream gradient of a reduced loss is a scalar: backward multiplies by it, and
 the kernel returns early if it is 1. The upstream gradients of per-token losses are expected to be proportional to weights:
 backward multiplies d_hidden of each token by the token's own upstream gradient, and d_weight by the common factor if the device
-finds one. Otherwise it sets d_weight to 0 and recomputes the logits' gradients for d_weight alone, by launches that return
-early if there is a common factor. A second backward recomputes everything.
+finds one. Otherwise it sets d_weight to 0 and recomputes the logits' gradients for d_weight alone, on Triton by launches that
+return early if there is a common factor. A second backward recomputes everything.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _recompute_weight_gradients(
     upstream_N: Tensor,
     task: Task,
 ) -> None:
-    """Recompute the gradients of weight and bias and add them. Launches return early if no token has a label."""
+    """Recompute the gradients of weight and bias and add them. Triton's launches return early if no token has a label."""
     hidden, weight, head = operands
     backend, spec = named(task.call.way.backend), task.call.spec
     with without_autocast(hidden.device.type):
@@ -260,7 +260,7 @@ def run(
         for first in range(0, max(x.num_tokens, 1), rows):
             part = slice(first, min(first + rows, x.num_tokens))
             d_weight, d_bias = _finish(
-                x._replace(hidden=hidden[part], ids=ids[part]),
+                x.of_tokens(part, hidden[part]),
                 terms.of_tokens(part),
                 upstream_N[part],
                 softmax.max[part],

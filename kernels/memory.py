@@ -20,14 +20,14 @@ from cce_dist.kernels.waves import cdiv, fill_waves, usual_waves
 if TYPE_CHECKING:
     from cce_dist.kernels.tiles import Tiles
 
-LEAST_BYTES = 32 << 20  # smaller budgets count as this: the rows of a chunk would not fill a device
+LEAST_BYTES = 32 << 20  # smaller budgets count as this when chunks are cut: their rows would not fill a device
 CHUNK_COST = 2500  # fixed cost of a chunk, in recomputed columns: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
 LEAST_TILES = 16  # keep exponentials of fewer tiles than this only if these are all tiles
 # Bounds of the default budget. The upper one holds a group of 4,096 tokens at a vocabulary of 262,144 to 262,400 ids (Gemma 3):
 # 2,048 MiB of exponentials and at most 42 MiB beside them for hidden sizes up to 8,192. With 2,048 MiB groups have half as many
 # tokens, and Gemma-3-1b's head takes 27.6 ms in place of 23.9 (H200, 8,192 tokens, 2026-11).
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2100 << 20
-ROWS = 128  # groups of tokens are cut at multiples of this
+ROWS = 128  # chunks of tokens are cut at multiples of this
 # Fewest tokens of a group whose logits are read twice. H200, 8,192 tokens of Gemma-3-270m's head: groups of 128 took 2.5 of
 # forward KL's time, groups of 768 took 1.25; logits computed twice would take a third more.
 LEAST_PAIR_ROWS = 256
@@ -49,7 +49,7 @@ MOST_LISTED = 256  # most listed columns per token, on average, in the lists' ca
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed column
 
 LIVE_BLOCKS = 8  # most blocks of logits that the dense backend has alive at a time
-BLOCK_N, BLOCK_V = 128, 256  # blocks of the dense backend are multiples of these
+BLOCK_N, BLOCK_V = 128, 256  # groups of tokens are multiples of the first, blocks of the dense backend of both
 
 # LEAST_GROUP: fewest tokens of a group; groups of 768 took as long as computing logits twice at D 1,024. MOST_ROUNDED: most
 # groups after each of which dC is rounded to bf16. Its relative error is 2.9e-3 with one group, 3.8e-3 with five, 6.9e-3 with
@@ -174,7 +174,6 @@ def _rows_of_groups(sizes: Sizes, available: int, tile_cols: int, most: int) -> 
     """Return the tokens of a group that fits in ``available`` bytes, for at most ``most`` groups; None if there is none."""
     num_tokens = sizes.num_tokens
     largest = min(num_tokens, available // (sizes.num_columns * sizes.cell_bytes))
-    # No sum over ranks waits for d_hidden of a group.
     fit = [
         rows
         for rows in range(LEAST_GROUP, largest + 1, BLOCK_N)

@@ -34,7 +34,7 @@ class SavedExp(NamedTuple):
     """Tensors that forward saves: the compact order of the tokens, and exponentials of the first columns in this order."""
 
     index_N: torch.Tensor  # int32, from ``tokens.compact``: labelled tokens first
-    num_labelled: torch.Tensor  # [1] int32, from ``tokens.compact``: the number of labelled tokens
+    num_labelled: torch.Tensor  # [2] int32, from ``tokens.compact``: number of labelled tokens, a counter (``losses.py``)
     exp_NV: torch.Tensor  # [N, columns]; no columns if nothing is saved
     reference_N: torch.Tensor  # fp32: the value that a row's exponentials are relative to; empty if nothing is saved
     target_N: torch.Tensor  # fp32: the logit of each token's label, by token, not compact; empty if nothing is saved

@@ -244,7 +244,7 @@ def _log_sum_exp(
 def gradients(
     x: Operands, softmax: Softmax, upstream: Upstream, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
-    """Return the filtered d_hidden and d_weight, and None; see ``Backend.gradients``. ``decide`` has excluded a bias.
+    """Return the filtered d_hidden and d_weight, and None; see ``Backend.gradients``. A call with a bias is exact.
 
     An element is kept if ``|P p| >= eps |LABEL|`` (``eps |P|`` if LABEL is 0), if it is the label's, if its column is frequent,
     or if the token's list is short. All gradients are exact if the entropy is differentiated, which has no control variate.

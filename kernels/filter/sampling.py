@@ -96,7 +96,7 @@ class OfCovariance(NamedTuple):
 
 
 def sample_columns(dropped: Dropped, size: int, x: Operands) -> SampledColumns:
-    """Sample columns by share, as ``compensation.sample`` does, and copy their rows of the weight."""
+    """Sample columns by share, by systematic sampling (Madow, 1949), and copy their rows of the weight."""
     dtype, device, hidden_size = x.weight.dtype, x.weight.device, x.weight.shape[1]
     column_K = torch.empty(size, dtype=torch.int64, device=device)
     numbers_2K = torch.empty(2, size, dtype=torch.float32, device=device)
@@ -571,7 +571,7 @@ def _total(parts_ptr, num_parts, BLOCK_P: tl.constexpr):
 def _linear_factors(
     squares_ptr, num_parts, noise_part, least, least_signal, LINEAR_FACTORS: tl.constexpr, BLOCK_P: tl.constexpr
 ):
-    """Return both factors of ``compensation.linear`` from partial sums; NaN becomes 0."""
+    """Return the factors on linear correction and samples (``compensation.py``) from partial sums; NaN becomes 0."""
     number = tl.arange(0, LINEAR_FACTORS)
     linear = number.to(tl.float32) / (LINEAR_FACTORS - 1)
     signal = _total(squares_ptr, num_parts, BLOCK_P)
@@ -594,7 +594,7 @@ def _linear_factors(
 
 @triton.jit
 def _signal_share(squares_ptr, num_parts, least_signal, BLOCK_P: tl.constexpr):
-    """Return ``compensation.signal_share`` from partial sums."""
+    """Return ``signal_share`` of ``compensation.py`` from partial sums."""
     signal = _total(squares_ptr, num_parts, BLOCK_P)
     factor = 1 - _total(squares_ptr + num_parts, num_parts, BLOCK_P) / tl.where(signal > 0, signal, float("inf"))
     return tl.where((factor > least_signal) & (signal > 0), factor, 0.0)  # NaN becomes 0

@@ -451,7 +451,8 @@ def test_plain_torch_turns_exponentials_into_gradients(
     """Catches: a slope, term or maximum that is left out where logits are not computed again; NaN of ignored tokens."""
     options = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
     tensors, labels = operands(biased=False)
-    tensors, labels = [x.detach().float().requires_grad_() for x in tensors], labels.clamp(max=V - 6)
+    hidden, weight = tensors = [x.detach().float().requires_grad_() for x in tensors]
+    labels = labels.clamp(max=V - 6)
     with torch.no_grad():
         tensors[0][labels == -100] = torch.nan
         tensors[0][2] += 100.0
@@ -459,7 +460,7 @@ def test_plain_torch_turns_exponentials_into_gradients(
     in_place = mock.Mock(wraps=dense_backend._of_exponentials)
     monkeypatch.setattr(dense_backend, "_of_exponentials", in_place)
     budget = 4 * 16 * V * (1 + ("label_smoothing" in options))
-    loss = linear_cross_entropy(*tensors, labels, backend="torch", workspace_bytes=budget, **options)
+    loss = linear_cross_entropy(hidden, weight, labels, backend="torch", workspace_bytes=budget, **options)
     grads = torch.autograd.grad(loss, tensors)
     assert in_place.call_count == 2
     rows = options.pop("shard").vocab_size if "shard" in options else V

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu, upstream_of
+from support import corrections
 from torch import Tensor
 
 from cce_dist import GradFilter, VocabShard, linear_cross_entropy
@@ -556,7 +557,7 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     strength = mass * (p.hidden.double() - sample.means_2D[0].double())
     terms = part[:, column] / (len(column) * share[column].double()) - mass / len(column)
     lines = strength @ centered.T / len(column)
-    apart = p.weight[compensation.sample(share, num_covariance).place].double() - center
+    apart = p.weight[corrections.sample(share, num_covariance).place].double() - center
 
     # A sampled token stands for as many as have its mass together.
     token = sample.token_S.long()
@@ -567,7 +568,7 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     coef = p.coef[0, token].double() * p.logits.logit_scale
     usual = (coef.square()[:, None] * weight.square()).sum() * centered.square().sum(1).mean()
-    fitted = compensation.linear(
+    fitted = corrections.linear(
         some @ centered, straight @ centered, torch.stack(noises), len(column) / num_covariance, usual
     )
     for ours, theirs in zip(factors, fitted, strict=True):
