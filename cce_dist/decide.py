@@ -156,6 +156,8 @@ def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
         groups, why_two = _groups_of(sizes, spec, where, workspace_bytes)
         way = way if groups is None else way._replace(passes="one", groups=groups)
     elif backend == "dense" and spec.can_keep_logits(where.dtype) and where.upstream == "number":
+        workspace_bytes = spec.workspace_bytes or memory.default_dense(sizes, spec.want.uniform)
+        way = way._replace(workspace_bytes=workspace_bytes)
         groups = memory.dense_groups(sizes, workspace_bytes, spec.want.uniform, holds_weight=where.has_buffer)
         way = way if groups is None else way._replace(passes="one", groups=groups)
     elif backend == "exact" and spec.want.grad:

@@ -190,10 +190,10 @@ class Spec(NamedTuple):
     def can_keep_logits(self, dtype: str) -> bool:
         """Whether plain torch can turn the exponentials of a group of tokens into gradients, for this dtype.
 
-        In bf16 and fp16 the sum of d_weight over groups would be rounded after every group. The gradient must be as in
-        ``can_keep``; a softcap's slope and the filter need the logits themselves.
+        Gradients in fp16 may underflow. The gradient must be as in ``can_keep``; a softcap's slope and the filter need the
+        logits themselves.
         """
-        wide = dtype in ("torch.float32", "torch.float64")
+        wide = dtype != "torch.float16"
         return self.want.grad and wide and not self.want.entropy and self.logits.softcap == 0.0 and self.filter.eps == 0
 
     @property

@@ -32,7 +32,7 @@ from cce_dist.kernels import (
     memory,
 )
 from cce_dist.kernels.outputs import NO_ID, largest, merge_largest
-from cce_dist.kernels.precision import accumulator, widened
+from cce_dist.kernels.precision import accumulator, product_on_cpu, widened
 
 FLOOR = torch.finfo(torch.float32).min  # replaces a maximum of -inf where -inf - -inf would be NaN
 
@@ -98,7 +98,9 @@ class Block(NamedTuple):
 def blocks_of(x: Operands, spec: Spec, whole: bool = False) -> Iterator[tuple[slice, Iterator[Block]]]:
     """Yield, for each range of columns, the range and an iterator over the blocks of all tokens. ``whole``: one block."""
     itemsize = accumulator(x.hidden.dtype).itemsize
-    num_rows, num_cols = memory.dense_block(x.num_tokens, x.num_valid, spec.workspace_bytes, itemsize)
+    num_rows, num_cols = memory.dense_block(
+        x.num_tokens, x.num_valid, spec.workspace_bytes, itemsize, on_cpu=x.hidden.is_cpu
+    )
     if whole:
         num_rows, num_cols = max(1, x.num_tokens), max(1, x.num_valid)
 
@@ -130,7 +132,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
         return a.to(b.dtype) @ b
     if b.is_cuda:
         return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+    return product_on_cpu(a, b) if b.dtype == torch.bfloat16 and b.is_cpu else a.float() @ b.float()
 
 
 def _zeros(*shape: int, like: Tensor) -> Tensor:
@@ -294,16 +296,18 @@ def _of_exponentials(
     if spec.want.uniform:
         grad += uniform_coef
     _add_to_label(grad, label_coef, block)
-    d_hidden = d_weight = None
-    if grads.want_hidden:
-        d_hidden = _finished(_matmul(grad, block.weight_CD), x, grads)
-    if grads.want_weight:
-        d_weight = torch.zeros_like(x.weight) if grads.weight_out is None else grads.weight_out
-        d_weight[block.cols].addmm_(grad.t(), block.hidden_RD)
-    d_bias = None
+    d_hidden = d_weight = d_bias = None
     if grads.want_bias:
         d_bias = torch.zeros(len(x.weight), dtype=grad.dtype, device=grad.device)
         d_bias[block.cols] = grad.sum(0)
+    if grads.want_hidden:
+        d_hidden = _finished(_matmul(grad, block.weight_CD).to(x.hidden.dtype), x, grads)
+    if grads.want_weight:
+        d_weight = torch.zeros_like(x.weight) if grads.weight_out is None else grads.weight_out
+        if d_weight.dtype == x.hidden.dtype:
+            d_weight[block.cols].addmm_(grad.to(x.hidden.dtype).t(), block.hidden_RD)
+        else:  # a buffer in fp32
+            d_weight[block.cols] += _matmul(grad.t(), block.hidden_RD)
     return d_hidden, d_weight if grads.weight_out is None else None, d_bias
 
 

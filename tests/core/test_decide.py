@@ -215,3 +215,20 @@ def test_explain_on_a_cpu() -> None:
     assert explain(hidden, weight, labels, grad_filter=GradFilter()) == "plain torch, filtered, two passes, 256 MiB"
     assert explain(hidden, weight, labels, workspace_bytes=1 << 20, return_aux=True) == "plain torch, two passes, 1 MiB"
     assert Way().groups == Groups(0)
+
+
+def test_bf16_on_a_cpu_takes_one_pass_if_one_group_holds_all_tokens() -> None:
+    """Catches: dC that is rounded to bf16 after each of several groups, and a default budget that is too small for one."""
+    hidden, weight, labels = (
+        torch.randn(4096, 8).bfloat16().requires_grad_(),
+        torch.randn(32_000, 8).bfloat16(),
+        4096 * [0],
+    )
+    labels = torch.tensor(labels)
+    assert explain(hidden, weight, labels) == "plain torch, one pass, 750 MiB"  # 6 bytes a logit
+    assert explain(hidden[:2048], weight, labels[:2048], label_smoothing=0.1).startswith(
+        "plain torch, one pass, 625 MiB"
+    )
+    for options in ({"workspace_bytes": 749 << 20}, {"grad_weight_out": torch.zeros(32_000, 8)}, {"reduction": "none"}):
+        assert explain(hidden, weight, labels, **options).startswith("plain torch, two passes")
+    assert explain(*meta(8192, 64, 65_536), backend="torch") == "plain torch, two passes, 256 MiB"

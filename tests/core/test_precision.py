@@ -10,7 +10,8 @@ import torch
 from shards import DEVICE
 
 from cce_dist import linear_cross_entropy
-from cce_dist.kernels.precision import fp32_precision
+from cce_dist.kernels.precision import fp32_precision, product_on_cpu
+from cce_dist.tools.verify.check import assert_no_worse
 
 MATMUL = torch.backends.cuda.matmul
 
@@ -35,6 +36,15 @@ def test_the_newer_setting_is_asked(backend: Any) -> None:
         MATMUL.fp32_precision = newer
         assert fp32_precision() == wanted
         linear_cross_entropy(hidden, weight, torch.arange(4, device=DEVICE), backend=backend).backward()
+
+
+def test_bf16_on_a_cpu_has_fp32_sums_and_leaves_the_setting() -> None:
+    """Catches: sums or results in bf16, and fp32 matmuls of the caller that are rounded from then on."""
+    a, b = torch.randn(40, 64).bfloat16(), torch.randn(64, 50).bfloat16()
+    one, other = (torch.randn(64, 64) for _ in range(2))
+    before, state = one @ other, torch.get_float32_matmul_precision()
+    assert_no_worse(product_on_cpu(a, b), a.float() @ b.float(), a.double() @ b.double())
+    assert torch.equal(one @ other, before) and torch.get_float32_matmul_precision() == state
 
 
 def test_the_older_setting_is_followed() -> None:

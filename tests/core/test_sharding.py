@@ -252,6 +252,7 @@ def _check_one_collective_a_pass() -> None:
             part = hidden.chunk(4)[dist.get_rank()] if sequence_parallel else hidden
             my_hidden, my_weight = operands = [x.detach().bfloat16().requires_grad_() for x in (part, local)]
             options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "reduce_dtype": reduce_dtype}
+            options["workspace_bytes"] = 1  # two passes
             with Collectives(4) as forward:
                 loss = linear_cross_entropy(my_hidden, my_weight, labels, shard=shard, **options)
             with Collectives(4) as backward:
