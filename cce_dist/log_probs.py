@@ -167,8 +167,7 @@ def linear_log_probs(
     if numbers is not None:
         # Divided here: before 2.13, torch compiles anew for each value of a symbol that no operator takes by itself.
         numbers = torch.stack((numbers[0] / numbers[1], numbers[2]))
-    lists = {} if kept is None else {"kept.offsets": kept.offsets, "kept.ids": kept.ids}
-    debug_ranks.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature} | lists, shard, options, call)
+    debug_ranks.check_ranks(shard, x, options)
     if kept is not None:
         nll, lse, entropies = kept_op.forward(x, kept, grad_weight_out, call, numbers)
         out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
