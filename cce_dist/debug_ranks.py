@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from cce_dist import merge
 from cce_dist.autograd import refuse_transforms
-from cce_dist.call import Call, LogProbOptions, Options
+from cce_dist.call import Call
 from cce_dist.given import modes_of
-from cce_dist.kernels import OUTSIDE, Operands
-from cce_dist.kernels.dense import label_ids
+from cce_dist.kernels import OUTSIDE
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
 
@@ -89,14 +88,6 @@ class _Call:
         defaults = {name: parameter.default for name, parameter in parameters.items()}
         return defaults | dict(zip(parameters, self.args, strict=False)) | self.kwargs
 
-    def facts(self) -> dict[str, Any]:
-        """Return what ranks must share of all arguments, and torch's modes."""
-        arguments, facts = self.arguments(), {}
-        ignored = _ignored(arguments)
-        for name, value in arguments.items():
-            facts |= _facts(name, value, SHARED.get(name, ("shape", "dtype", "requires_grad", "values")), ignored)
-        return facts | modes_of(arguments["input"])._asdict()
-
 
 _outermost: ContextVar[_Call | None] = ContextVar("outermost", default=None)
 
@@ -131,26 +122,18 @@ def _counted(values: Tensor, ignored: Tensor | None) -> Tensor:
     return values if ignored is None or values.shape != ignored.shape else values.masked_fill(ignored, 0)
 
 
-def check_ranks(shard: VocabShard, x: Operands | None = None, options: Options | LogProbOptions | None = None) -> None:
-    """With CCE_DIST_DEBUG=1 raise an error on every rank if the ranks' arguments differ. Skipped under torch.compile.
-
-    Args:
-        shard: The checked shard.
-        x: The operands, with the labels as its ids; None: the function has no labels.
-        options: Checked options of a function with labels.
-    """
-    if torch.compiler.is_compiling() or shard.group is None or not environment()[1]:
+def check_ranks(shard: VocabShard) -> None:
+    """With CCE_DIST_DEBUG=1 raise an error on every rank if the ranks' arguments differ. Skipped under torch.compile."""
+    call = None if torch.compiler.is_compiling() else _outermost.get()
+    if call is None or shard.group is None or not environment()[1]:
         return
-    call, wrong = _outermost.get(), None
-    assert call is not None
-    if x is not None and options is not None:
-        labels = x.ids.view(-1)
-        ids = label_ids(labels, options.ignore_index, shard.vocab_size)
-        error = label_error(options.labels, labels, ids, shard.vocab_size, options.ignore_index)
-        wrong = IndexError(error) if error else None
-    facts, rows = call.facts() | {"vocab_size": shard.vocab_size}, (shard.start, shard.stop)
+    arguments, facts = call.arguments(), {}
+    ignored = _ignored(arguments)
+    for name, value in arguments.items():
+        facts |= _facts(name, value, SHARED.get(name, ("shape", "dtype", "requires_grad", "values")), ignored)
+    facts |= {"vocab_size": shard.vocab_size} | modes_of(arguments["input"])
     call.has_exchanged = True
-    merge.assert_ranks_agree(call.function.__name__, facts, rows, shard.group, shard.vocab_size, wrong)
+    merge.assert_ranks_agree(call.function.__name__, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)
 
 
 def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -192,24 +192,18 @@ def _kind_of(
             return None
         # Not the group itself: its threads would live as long as the key.
         key.append((shard.start, shard.stop, shard.vocab_size, shard.group_name, shard.group_size))
-    return (*key, *modes_of(input), options, tuple(map(type, options)))
+    return (*key, *modes_of(input).values(), options, tuple(map(type, options)))
 
 
-class Modes(NamedTuple):
-    """What a call depends on besides its arguments."""
-
-    grad_mode: bool
-    autocast: torch.dtype | None
-    fp32_precision: str | None
-    environment: tuple[str, bool]
-    groups_of_a_test: Any
-
-
-def modes_of(input: Tensor) -> Modes:
-    precision = fp32_precision() if input.dtype == torch.float32 else None
-    return Modes(
-        torch.is_grad_enabled(), _autocast_dtype(input.device), precision, environment(), decide.forced_groups()
-    )
+def modes_of(input: Tensor) -> dict[str, Any]:
+    """Return what a call depends on besides its arguments."""
+    return {
+        "grad_mode": torch.is_grad_enabled(),
+        "autocast": _autocast_dtype(input.device),
+        "fp32_precision": fp32_precision() if input.dtype == torch.float32 else None,
+        "environment": environment(),
+        "groups": decide.forced_groups(),
+    }
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

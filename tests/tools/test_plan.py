@@ -345,7 +345,7 @@ MISTAKES = {  # arguments, and what the line says
     "--model gpt-2 --pp 16": "12 layers cannot be cut into 16",
     "--model gpt-2 --gpu v100": "unknown GPU v100",
     "--config /nowhere/config.json": "--config /nowhere/config.json: No such file",
-    f"--config {ROOT}/LICENSE": "is not a JSON file",
+    f"--config {ROOT}/LICENSE": "pass the config.json of a model",
     f"--config {ROOT} --ffn-size 64": "leave out --ffn-size",
     "--model gpt-2 --scale 8 --tp 3": "cannot be split",
     "--model gpt-2 --num-kv-heads 5": "cannot share 5 heads",

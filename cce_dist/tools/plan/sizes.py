@@ -221,7 +221,7 @@ def _check_file(path: Path, kinds: Mapping[str, Any]) -> None:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not a JSON file: {error}") from error
+        raise ValueError(f"is not a JSON file: {error}: pass the config.json of a model, or its folder") from error
     if not isinstance(given, dict):
         raise ValueError("is not a JSON object")
     text = given.get("text_config")
