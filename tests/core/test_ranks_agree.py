@@ -29,6 +29,7 @@ from cce_dist import (
     linear_cross_entropy,
     linear_kl_divergence,
     linear_log_probs,
+    merge,
     objectives,
     topk_kl_divergence,
 )
@@ -252,7 +253,7 @@ def _is_error(found: Any, says: str, kind: Any = (ValueError, TypeError, IndexEr
 
 
 def _bad_calls() -> list[str]:
-    """What the tables lack: a label that all ranks have wrong, an unknown argument, a DTensor, two functions, no_grad."""
+    """What the tables lack: one wrong label on all ranks, unknown arguments, DTensors, two functions, no_grad, new facts."""
     rank, wrong, loss = dist.get_rank(), [], cast(Any, linear_cross_entropy)
     given = _defaults(values_of(loss))
     tensors, shard = (given["input"], given["linear_weight"], given["target"]), given["shard"]
@@ -263,6 +264,7 @@ def _bad_calls() -> list[str]:
         (lambda: loss(**given | change), TypeError, "no_option"),
         (lambda: loss(tensors[0], split, tensors[2], reduction=("mean", "most")[rank]), ValueError, "reduction"),
         (lambda: (loss, linear_log_probs)[rank](*tensors, shard=shard), RuntimeError, "disagree on function"),
+        (lambda: merge.assert_ranks_agree("", ({}, {"new": 1})[rank], (0, 0), shard.group, 0), RuntimeError, "disagree on new"),
         (lambda: (loss, torch.no_grad()(loss))[rank](*tensors, shard=shard), RuntimeError, "grad_mode"),
     ]  # fmt: skip
     for call, kind, says in calls:
