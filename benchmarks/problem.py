@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cce_dist import VocabShard
 from cce_dist import reference as specification
-from cce_dist.kernels.precision import ieee_products
 from loop import Job, Limits, Measured, Method, Progress, Trial, measure, relative_error
 from records import Errors, Floor, describe
 from workload import IGNORE_INDEX
@@ -83,7 +83,7 @@ def reference_of(problem: Problem) -> Reference:
     weights = tuple(each.to(dtype) for each in problem.weights)
     rows = max(1, REFERENCE_CHUNK_BYTES // (len(weight) * weights[0].element_size()))
     values, d_hidden, d_weight = [], [], torch.zeros_like(weights[0])
-    with ieee_products():
+    with _ieee_products():
         for start in range(0, len(hidden), rows):
             first, *others = (each[start : start + rows] for each in problem.tokens)
             others = (each.to(dtype) if each.is_floating_point() else each for each in others)
@@ -189,3 +189,25 @@ def measure_problem(
     chosen = {name: method for name, method in methods.items() if method.is_for(shard.group_size)}
     floor = partial(matmuls, parts[False][0])
     return measure(chosen, make, repeats, device, shard.group, progress, floor)
+
+
+@contextmanager
+def _ieee_products() -> Iterator[None]:
+    """Have torch multiply fp32 matrices without rounding their elements."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        was = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(was)
+        return
+    settings: Any = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # pyright: ignore
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, was in zip(settings, before, strict=True):
+            setting.fp32_precision = was

@@ -26,9 +26,9 @@ class Operator(NamedTuple):
     ``forward(hidden, weight, head, *others, grad_weight_out, call)`` returns its outputs and, as the last result, a list of
     tensors that backward needs. ``head`` lists tensors of ``kernels.Head``; the call names them.
 
-    ``backward(d_outputs, *kept, saved, grad_weight_out, want, call)`` returns the gradients of hidden states and weight, and
+    ``backward(d_outputs, *inputs, saved, grad_weight_out, want, call)`` returns the gradients of hidden states and weight, and
     [K, V] fp32 with one row for each wanted gradient of a tensor of the head. These rows are no list because an operator that
-    writes to an argument cannot return a list. ``kept`` are the first ``num_kept`` arguments of forward.
+    writes to an argument cannot return a list. ``inputs`` are the first ``num_saved`` arguments of forward.
 
     The operators of torch.library take the flat values of the call, then the tensor of ``call.numbers_of``, in place of the
     call.
@@ -41,7 +41,7 @@ class Operator(NamedTuple):
         results: Schema of forward's results.
         call: The type of the call.
         num_outputs: Number of forward's differentiable results, which come first.
-        num_kept: Number of forward's first arguments, from hidden on, that backward needs.
+        num_saved: Number of forward's first arguments, from hidden on, that backward needs.
     """
 
     public_name: str
@@ -53,7 +53,7 @@ class Operator(NamedTuple):
     results: str
     call: type
     num_outputs: int
-    num_kept: int
+    num_saved: int
 
     @property
     def num_tensors(self) -> int:
@@ -73,16 +73,16 @@ class Operator(NamedTuple):
 
     def register(self, forward_fake: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Register both operators in torch.library, and return their implementations."""
-        kept, values = ", ".join(self.tensors.split(", ")[: self.num_kept]), ", ".join(schema(self.call))
+        inputs, values = ", ".join(self.tensors.split(", ")[: self.num_saved]), ", ".join(schema(self.call))
         forward = self._of_flat_call(self.forward, self.num_tensors, 0)
-        backward = self._of_flat_call(self.backward, self.num_kept + 4, 1)
+        backward = self._of_flat_call(self.backward, self.num_saved + 4, 1)
         library = torch.library.Library("cce_dist", "FRAGMENT")
         _LIBRARIES.append(library)
         for name, arguments, results, function, fake in (
             (self.forward_name, self.tensors, self.results, forward, forward_fake),
             (
                 self.backward_name,
-                f"Tensor?[] d_outputs, {kept}, Tensor[] saved, Tensor(a!)? grad_weight_out, bool[] want",
+                f"Tensor?[] d_outputs, {inputs}, Tensor[] saved, Tensor(a!)? grad_weight_out, bool[] want",
                 "(Tensor, Tensor, Tensor)",
                 backward,
                 self.backward_fake,
@@ -111,8 +111,8 @@ class Operator(NamedTuple):
         ctx.call_values, ctx.grad_weight_out = inputs[self.num_tensors :], tensors[-1]
         # save_for_backward takes no lists of tensors.
         ctx.lengths = [len(value) if isinstance(value, list) else None for value in tensors]
-        kept = tensors[: self.num_kept]
-        flattened = [tensor for value in kept for tensor in (value if isinstance(value, list) else [value])]
+        inputs = tensors[: self.num_saved]
+        flattened = [tensor for value in inputs for tensor in (value if isinstance(value, list) else [value])]
         ctx.save_for_backward(*flattened, *others[-1])
         ctx.mark_non_differentiable(*(tensor for other in others for tensor in other))
         ctx.set_materialize_grads(False)
@@ -126,7 +126,7 @@ class Operator(NamedTuple):
         tensors = iter(ctx.saved_tensors)
         operands: list[Any] = [
             next(tensors) if length is None else [next(tensors) for _ in range(length)]
-            for length in ctx.lengths[: self.num_kept]
+            for length in ctx.lengths[: self.num_saved]
         ]
         hidden, weight, head, *_ = operands
         create_graph = torch.is_grad_enabled()
@@ -158,7 +158,7 @@ class Operator(NamedTuple):
     def backward_fake(self, d_outputs: list[Tensor | None], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return empty gradients of the right shapes and dtypes, for torch.compile."""
         hidden, weight = others[:2]
-        _, grad_weight_out, want = others[self.num_kept :][:3]
+        _, grad_weight_out, want = others[self.num_saved :][:3]
         d_hidden, d_weight, d_head_KV = hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
         if want[0]:
             d_hidden = torch.empty_like(hidden)

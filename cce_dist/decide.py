@@ -1,7 +1,8 @@
 """Decide how a call is computed: its backend, one pass or two, groups of tokens, and memory budget.
 
-No other file decides. ``decide`` is a function of integers and strings, so its test is a table. All ranks of a group must
-decide alike, so it takes the sizes of an even shard and, on every device, the throughput of an H200 and waves of 132 programs.
+All that ranks must agree on is decided here. ``decide`` is a function of integers and strings, so its test is a table. All
+ranks of a group decide alike, so it takes the sizes of an even shard and, on every device, the throughput of an H200 and waves
+of 132 programs.
 
 A public function decides once and passes the ``Way`` down in its ``Call``. An operator inside a graph of
 ``torch.compile`` decides when it runs, because sizes may be symbols while the graph is traced. ``cce_dist.explain`` describes a
@@ -24,6 +25,7 @@ from cce_dist.kernels import Spec, memory
 from cce_dist.kernels.divergence.heads import Divergence
 from cce_dist.kernels.filter import costs
 from cce_dist.kernels.memory import Groups, Sizes
+from cce_dist.kernels.precision import fp32_precision
 from cce_dist.kernels.waves import cdiv
 
 BACKENDS = ("auto", "triton", "torch")
@@ -103,24 +105,26 @@ def sizes_of_even_shard(hidden: Tensor, num_tokens: int, vocab_size: int, num_ra
     return Sizes(num_tokens, hidden.shape[1], -(-vocab_size // num_ranks), hidden.itemsize)
 
 
-def choose_backend(backend: str, forced: str, device_type: str, dtype: torch.dtype) -> str:
-    """Return "triton" or "torch".
+def choose_backend(backend: str, forced: str, device_type: str, dtype: torch.dtype, needs_kernels: bool = False) -> str:
+    """Return "triton" or "torch". In fp32 without TF32, cuBLAS multiplies three times as fast as our kernels.
 
     Args:
         backend: The argument of that name, one of ``BACKENDS``.
         forced: The environment variable CCE_DIST_BACKEND.
         device_type: Device of the hidden states. "meta" stands for a GPU.
         dtype: Dtype of the hidden states.
+        needs_kernels: Whether an option needs Triton: a filter, lists of ids, or ``batch_invariant``.
     """
     checks.choice("CCE_DIST_BACKEND", forced, BACKENDS)
     if backend == "auto":
         backend = forced
-    if device_type == "meta":
-        return "triton" if backend == "auto" else backend
-    on_gpu = device_type == "cuda"
     if backend == "auto":
-        has_kernels = on_gpu and torch.version.cuda is not None and dtype != torch.float64
-        return "triton" if has_kernels else "torch"
+        has_kernels = device_type == "meta" or (device_type == "cuda" and torch.version.cuda is not None)
+        if not has_kernels or dtype == torch.float64:
+            return "torch"
+        by_cublas = dtype == torch.float32 and not needs_kernels and fp32_precision() == "ieee"
+        return "torch" if by_cublas else "triton"
+    on_gpu = device_type in ("cuda", "meta")
     if backend == "triton" and dtype == torch.float64:
         raise TypeError("input is float64, which the torch backend alone takes: use backend='torch' or 'auto'")
     if backend == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
@@ -151,6 +155,9 @@ def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
     if can_keep:
         groups, why_two = _groups_of(sizes, spec, where, workspace_bytes)
         way = way if groups is None else way._replace(passes="one", groups=groups)
+    elif backend == "dense" and spec.can_keep_logits(where.dtype) and where.upstream == "number":
+        groups = memory.dense_groups(sizes, workspace_bytes, spec.want.uniform, holds_weight=where.has_buffer)
+        way = way if groups is None else way._replace(passes="one", groups=groups)
     elif backend == "exact" and spec.want.grad:
         in_bf16 = where.dtype == "torch.bfloat16"
         why_two = (
@@ -170,8 +177,8 @@ def decide_heads(sizes: Sizes, spec: Divergence, where: Where) -> Way:
     ready_rows = 0
     if where.summed and backend != "dense":
         ready_rows = _ready_rows(sizes, workspace_bytes if can_keep else 0, workspace_bytes)
-    kept = memory.columns_kept(sizes, workspace_bytes) if can_keep else 0
-    groups = Groups(memory.pair_rows(sizes, workspace_bytes, kept) if spec.empty_sum is not None else 0)
+    saved = memory.saved_columns(sizes, workspace_bytes) if can_keep else 0
+    groups = Groups(memory.pair_rows(sizes, workspace_bytes, saved) if spec.empty_sum is not None else 0)
     return Way(backend, groups=groups, workspace_bytes=workspace_bytes, ready_rows=ready_rows)
 
 
@@ -248,8 +255,8 @@ def _groups_of(sizes: Sizes, spec: Spec, where: Where, workspace_bytes: int) -> 
 
 
 def _ready_rows(sizes: Sizes, available: int, workspace_bytes: int) -> int:
-    """Return ``Way.ready_rows``. ``available``: bytes for kept exponentials, with which all rows become final together."""
-    if available > 0 and memory.columns_kept(sizes, available) > 0:
+    """Return ``Way.ready_rows``. ``available``: bytes for saved exponentials, with which all rows become final together."""
+    if available > 0 and memory.saved_columns(sizes, available) > 0:
         return 0
     return memory.most_rows(sizes, workspace_bytes)
 
@@ -259,17 +266,19 @@ def in_words(way: Way, sizes: Sizes, spec: Spec, where: Where) -> str:
     name = {"dense": "plain torch", "exact": "exact", "filter": "filtered"}[way.backend]
     if way.backend == "dense" and spec.filter.eps > 0:
         name = "plain torch, filtered"
-    mib = f"{cdiv(max(way.workspace_bytes, memory.LEAST_BYTES), 1 << 20):,} MiB"
+    least = 0 if way.backend == "dense" else memory.LEAST_BYTES
+    mib = f"{cdiv(max(way.workspace_bytes, least), 1 << 20):,} MiB"
     if way.passes == "one":
         count = cdiv(sizes.num_tokens, way.groups.rows)
-        return _joined(f"{name}, one pass in {count} groups of {way.groups.rows:,} tokens, {mib}", way.reason)
+        groups = f" in {count} groups of {way.groups.rows:,} tokens" if count > 1 else ""
+        return _joined(f"{name}, one pass{groups}, {mib}", way.reason)
     if not spec.want.grad:
         return _joined(f"{name}, forward alone, {mib}", way.reason)
     kept = ""
     if way.backend == "exact":
         can_keep, num_columns = spec.can_keep(where.dtype), sizes.num_columns
         sizes = sizes._replace(alone=not where.summed)
-        columns = min(num_columns, memory.columns_kept(sizes, way.workspace_bytes)) if can_keep else 0
+        columns = min(num_columns, memory.saved_columns(sizes, way.workspace_bytes)) if can_keep else 0
         part = "all" if columns == num_columns else f"{columns:,} of {num_columns:,} columns'" if columns else "no"
         kept = f" with {part} exponentials kept"
     return _joined(f"{name}, two passes{kept}, {mib}", way.reason)

@@ -18,7 +18,7 @@ from cce_dist.call import DTYPES, Call, Options, are_plain, checked, checked_num
 from cce_dist.decide import Way, Where
 from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want
 from cce_dist.kernels.dense import label_ids
-from cce_dist.kernels.extras import Outputs
+from cce_dist.kernels.outputs import Outputs
 from cce_dist.kernels.precision import accumulator, fp32_precision
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
@@ -228,12 +228,14 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def _without_tensors(given: Given) -> tuple[Given, torch.dtype | None]:
     """Return what calls of a kind have in common: the record without tensors and shard, and autocast's dtype."""
-    x = given.x
+    x, options = given.x, given.options
     nothing: Any = None
+    if isinstance(options.num_tokens, Tensor):
+        options = options._replace(num_tokens=None)
     x = Operands(nothing, nothing, x.head._replace(bias=None), nothing, x.start, x.num_valid)
     shard = given.shard if given.shard.group is None else nothing
     dtype = _autocast_dtype(given.target.device)
-    return given._replace(x=x, target=nothing, grad_weight_out=None, shard=shard), dtype
+    return given._replace(x=x, target=nothing, options=options, grad_weight_out=None, shard=shard), dtype
 
 
 def _with_tensors(
@@ -335,7 +337,9 @@ def _decided(
         outside = outside or _is_observed(x.hidden, x.weight)  # by what needs two passes
     is_expected = options.expected_weights and not has_token_loss
     upstream = decide.upstream_of(options.reduction, is_expected, bool(options.return_aux) or outside)
-    backend = decide.choose_backend(options.backend, forced, operands.device_type(x.hidden), x.hidden.dtype)
+    backend = decide.choose_backend(
+        options.backend, forced, operands.device_type(x.hidden), x.hidden.dtype, needs_kernels=spec.filter.eps > 0
+    )
     call = Call(spec, layout_of(shard, options), backend, debug, options.labels)
     where = call.where(x.hidden, shard.group_size, upstream, has_buffer)
     if is_compiling:  # sizes may be symbols, so operators choose the way when they run

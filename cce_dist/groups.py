@@ -1,4 +1,4 @@
-"""A loss whose forward computes its gradients, one group of tokens after another: three matrix products at any budget.
+"""A loss whose forward computes its gradients, one group of tokens after another: three matmuls.
 
 Tokens depend on each other only in the sum over tokens of d_weight. So if the exponentials of all tokens do not fit the budget,
 forward finishes one group of tokens before it begins another: exponentials and log-sum-exp, statistics merged over the ranks,
@@ -8,8 +8,8 @@ group reads and writes d_weight once more. With many groups, the sum of d_weight
 Forward does not know the upstream gradient. The upstream gradient of a reduced loss is a scalar: backward multiplies by it, and
 the kernel returns early if it is 1. The upstream gradients of per-token losses are expected to be proportional to weights:
 backward multiplies d_hidden of each token by the token's own upstream gradient, and d_weight by the common factor if the device
-finds one. Otherwise it sets d_weight to 0 and recomputes the logits' gradients for d_weight alone, by launches that return
-early if there is a common factor. A second backward recomputes everything.
+finds one. Otherwise it sets d_weight to 0 and recomputes the logits' gradients for d_weight alone, on Triton by launches that
+return early if there is a common factor. A second backward recomputes everything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from cce_dist.given import Found, Given
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
 from cce_dist.kernels.backends import named
 from cce_dist.kernels.dry_run import compile_ahead
-from cce_dist.kernels.extras import NUM_LOSSES
+from cce_dist.kernels.outputs import NUM_LOSSES
 from cce_dist.kernels.precision import accumulator, widened
 from cce_dist.merge import Distributed
 from cce_dist.op import operands_of, run_backward, run_forward
@@ -48,6 +48,7 @@ __all__ = ["of_rows", "one_pass"]
 
 # The minimum of expected weights, relative to the largest; it stands for 0.
 MIN_WEIGHT = 2.0**-40
+_SCALED = 8 << 20  # bytes of a gradient that plain torch scales at a time
 
 
 def one_pass(given: Given) -> Found:
@@ -176,7 +177,7 @@ def _recompute_weight_gradients(
     upstream_N: Tensor,
     task: Task,
 ) -> None:
-    """Recompute the gradients of weight and bias and add them. Launches return early if no token has a label."""
+    """Recompute the gradients of weight and bias and add them. Triton's launches return early if no token has a label."""
     hidden, weight, head = operands
     backend, spec = named(task.call.way.backend), task.call.spec
     with without_autocast(hidden.device.type):
@@ -203,9 +204,11 @@ def _scale(values: Tensor | None, factor: Tensor, backend: str, out: Tensor | No
 
         scale(values, factor, out)
         return
-    factor = factor[:, None] if factor.dim() else factor
-    scaled = times(values, factor)
-    values.copy_(scaled) if out is None else out.add_(scaled)
+    rows = max(1, _SCALED // max(1, values[:1].nbytes))  # at a time, because there are temporary copies
+    for first in range(0, len(values), rows):
+        part = slice(first, first + rows)
+        scaled = times(values[part], factor[part, None] if factor.dim() else factor)
+        values[part].copy_(scaled) if out is None else out[part].add_(scaled)
 
 
 def times(values: Tensor, factor: Tensor) -> Tensor:
@@ -236,7 +239,8 @@ def run(
     terms, divisor, expected_N, call = task
     ranks, rows = Distributed(call.layout), call.way.groups.rows
     # A group is computed as if this rank were alone, because d_hidden is summed over ranks only after the whole group.
-    backend, spec = named(call.way.backend), call.spec._replace(alone=True, want=call.spec.want._replace(mean=False))
+    backend, want = named(call.way.backend), call.spec.want._replace(mean=False)
+    spec = call.spec._replace(alone=True, once=True, want=want)
     call = call._replace(spec=spec)
     x = operands_of(hidden, weight, head, labels, spec)
     with without_autocast(hidden.device.type):
@@ -256,7 +260,7 @@ def run(
         for first in range(0, max(x.num_tokens, 1), rows):
             part = slice(first, min(first + rows, x.num_tokens))
             d_weight, d_bias = _finish(
-                x._replace(hidden=hidden[part], ids=ids[part]),
+                x.of_tokens(part, hidden[part]),
                 terms.of_tokens(part),
                 upstream_N[part],
                 softmax.max[part],

@@ -126,7 +126,7 @@ _OPERATOR = Operator(
     "(Tensor, Tensor, Tensor, Tensor[])",
     Call,
     num_outputs=3,
-    num_kept=3,
+    num_saved=3,
 )
 _OPERATOR.register(_forward_fake)
 

@@ -160,7 +160,8 @@ def linear_log_probs(
     tokens = ids.shape[: input.dim() - 1]
     if scale is None:
         x = terms.with_factors(x, logit_scale, temperature, tokens, options.ignore_index)
-    call = operands.call_of(x, _spec(x, logits, shard, options), shard, options)
+    needs_kernels = kept is not None or options.batch_invariant
+    call = operands.call_of(x, _spec(x, logits, shard, options), shard, options, needs_kernels)
     if options.batch_invariant and call.backend == "torch":
         raise ValueError("batch_invariant needs the Triton backend: sums of the torch backend depend on the batch")
     numbers = numbers_of(*((1.0, 1.0) if scale is None else (logit_scale, temperature)), options.softcap)

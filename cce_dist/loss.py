@@ -138,13 +138,14 @@ def linear_cross_entropy(
         return_aux: True returns a ``LinearCrossEntropyOutput`` with all outputs in place of the loss; a sequence of names, such
             as ``("nll", "label_is_max")``, returns one with these outputs. "entropy" takes time, and
             "entropy" with a softcap keeps no exponentials for backward. The other outputs are nearly free.
-        backend: "triton", "torch", or "auto": Triton on an NVIDIA GPU, else torch. The environment variable
-            CCE_DIST_BACKEND overrides "auto".
+        backend: "triton", "torch", or "auto": Triton on an NVIDIA GPU, else torch. In fp32 "auto" is torch on a GPU, too, where
+            cuBLAS is faster, unless TF32 is on or there is a filter. The environment variable CCE_DIST_BACKEND overrides
+            "auto".
         workspace_bytes: Memory budget in bytes for logits and for what forward keeps for backward; identical on every rank of
             the group. None derives it from the shapes: enough to keep all exponentials, which saves a quarter of the time,
             within 256 and 2,100 MiB; 256 MiB if exponentials cannot be kept. 1 takes the least memory, 1 << 40 is fastest. If
-            the exponentials do not fit, a call on Triton without return_aux computes its gradients in forward, one group of
-            tokens after another, and holds them until backward.
+            the exponentials do not fit, and in fp32 on torch, a call without return_aux computes its gradients in forward, one
+            group of tokens after another, and holds them until backward.
         expected_weights: For ``reduction="none"`` if forward computes the gradients: a tensor of target's shape that the
             upstream gradients will be proportional to, such as your loss mask. True expects equal upstream gradients.
             Backward compares; if they differ, it computes dC again, which takes two more matrix products. False expects

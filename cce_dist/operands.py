@@ -129,10 +129,12 @@ def _whole(num_rows: int) -> VocabShard:
     return VocabShard(0, num_rows, num_rows)
 
 
-def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options | LogProbOptions) -> Call:
+def call_of(
+    x: Operands, spec: Spec, shard: VocabShard, options: Options | LogProbOptions, needs_kernels: bool = False
+) -> Call:
     """Return the ``Call`` of a public function, with the backend chosen."""
     forced, debug = environment()
-    backend = choose_backend(options.backend, forced, device_type(x.hidden), x.hidden.dtype)
+    backend = choose_backend(options.backend, forced, device_type(x.hidden), x.hidden.dtype, needs_kernels)
     return Call(spec, layout_of(shard, options), backend, debug, options.labels)
 
 

@@ -106,6 +106,8 @@ def _shard_over(model: nn.Module, head: Any, mesh: DeviceMesh | None, equal_toke
     task = head.cce_task
     if mesh is not None and (task.rows is None or task.rows.mesh != mesh):
         task.rows = fsdp.shard_over(model, head, mesh, equal_tokens)
+    elif mesh is not None:
+        task.rows.equal_tokens = equal_tokens
     elif equal_tokens and task.rows is None:
         raise ValueError("equal_tokens is a promise for shard_over: give the mesh, too")
 

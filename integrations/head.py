@@ -225,8 +225,9 @@ def _check_kinds(mesh: Any, weight: Any, init_std: Any) -> None:
 def _check_over(mesh: Any, given: dict[str, Any]) -> None:
     """Raise unless a head can be split over this mesh and no other argument is about ranks."""
     fsdp.check_mesh(mesh)
-    names = ("mesh", "group", "class_weights", "sequence_parallel", "input_grad", "grad_weight_out", "expected_weights")
+    names = ("mesh", "group", "class_weights", "input_grad", "grad_weight_out", "expected_weights")
     wrong = [name for name in names if given.get(name) is not None]
+    wrong += ["sequence_parallel"] if given.get("sequence_parallel") else []
     if isinstance(given.get("logit_scale"), Tensor):
         wrong.append("a logit_scale that is learned")
     if wrong:

@@ -43,7 +43,7 @@ row   name         value
 last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wanted
 ====  ===========  ====================================================================================
 
-``linear_log_probs`` appends up to four kinds of rows (``extras.py`` merges them), in this order: SUM_SQUARE, the sum of
+``linear_log_probs`` appends up to four kinds of rows (``outputs.py`` merges them), in this order: SUM_SQUARE, the sum of
 exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows with the logits of each token's ids,
 0 where the id is no valid row of this shard; and 2 k rows, the k largest logits and the bits of their ids, int32.
 
@@ -169,6 +169,7 @@ class Spec(NamedTuple):
     num_ids: int = 1  # I, the number of ids per token; 1: its label
     invariant: bool = False  # A token's outputs have the same bits whichever other tokens are in the call
     alone: bool = False  # No rank waits for d_hidden, because it is not summed over ranks
+    once: bool = False  # One backward follows at once, so it may overwrite what forward saves
 
     @property
     def num_stats(self) -> int:
@@ -185,6 +186,15 @@ class Spec(NamedTuple):
         want, has_slope = self.want, self.logits.softcap > 0.0
         has_other_terms = (want.uniform and (has_slope or self.factors)) or (want.entropy and has_slope)
         return want.grad and dtype == "torch.bfloat16" and not has_other_terms and not self.invariant
+
+    def can_keep_logits(self, dtype: str) -> bool:
+        """Whether plain torch can turn the exponentials of a group of tokens into gradients, for this dtype.
+
+        In bf16 and fp16 the sum of d_weight over groups would be rounded after every group. The gradient must be as in
+        ``can_keep``; a softcap's slope and the filter need the logits themselves.
+        """
+        wide = dtype in ("torch.float32", "torch.float64")
+        return self.want.grad and wide and not self.want.entropy and self.logits.softcap == 0.0 and self.filter.eps == 0
 
     @property
     def factors(self) -> bool:
@@ -226,7 +236,7 @@ class Rows(NamedTuple):
     """A group of tokens in compact order: labelled tokens first."""
 
     index: torch.Tensor  # [R] int32: indices of the tokens
-    num_kept: torch.Tensor  # int32: its first element is how many of these tokens have a label, on the device
+    num_labelled: torch.Tensor  # int32: its first element is how many of these tokens have a label, on the device
     hidden: torch.Tensor  # [R, D]: buffer for the hidden states of these tokens
 
 

@@ -68,8 +68,8 @@ class Backend(Protocol):
     ) -> tuple[Losses, Softmax, Tensor | None, list[Tensor]]:
         """Return ``token_losses``, stats_TKN and the tensors saved for backward if this shard is the whole vocabulary.
 
-        Arguments are as in ``statistics``. The statistics are for ``extras.merge_listed`` and ``extras.merge_cells``. They are
-        None if these read none, and may have no TARGET.
+        Arguments are as in ``statistics``. The statistics are for ``outputs.merge_listed`` and ``outputs.merge_cells``. They
+        are None if these read none, and may have no TARGET.
         """
         ...
 

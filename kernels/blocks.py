@@ -165,12 +165,12 @@ def tile_of_products(
 
 
 @triton.jit
-def rows_with_zeros(num_kept, MAX_SIDE: tl.constexpr):
-    """Return the number of gathered rows including zeros: ``num_kept`` rounded up to a multiple of the largest tile.
+def rows_with_zeros(num_labelled, MAX_SIDE: tl.constexpr):
+    """Return the number of gathered rows including zeros: ``num_labelled`` rounded up to a multiple of the largest tile.
 
     The zeros keep products finite: dlogits is 0 in these rows, and 0 times uninitialized memory may be NaN.
     """
-    return tl.maximum(tl.cdiv(num_kept, MAX_SIDE), 1) * MAX_SIDE
+    return tl.maximum(tl.cdiv(num_labelled, MAX_SIDE), 1) * MAX_SIDE
 
 
 @triton.jit

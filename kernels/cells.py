@@ -3,7 +3,7 @@
     dL/du = scale * slope * (P p + g - ENTROPY p (log p + H)),  p = exp(z - max - log_sum)
 
 with z the id's own logit, saved in fp32 by forward, and g the gradient of its log-probability. No id is repeated within a row
-(``extras.distinct``), so each cell is written once and the result depends on no order. The products that follow take the ids'
+(``outputs.distinct``), so each cell is written once and the result depends on no order. The products that follow take the ids'
 parts of d_hidden and d_weight from these cells.
 
 In 16 bits the whole formula is computed again: the cell's ``P p`` has been rounded, and nearly cancels with g at a likely id.
@@ -30,7 +30,7 @@ def write_cells(
     num_cols = dlogits_RV.shape[1]
     num_ids = x.cells.ids_NI.shape[1]
     _cells_kernel[(cdiv(rows.index.shape[0] * num_ids, 256),)](
-        x.cells, x.head, rows.index, rows.num_kept, softmax, coef_4N, scale_R,
+        x.cells, x.head, rows.index, rows.num_labelled, softmax, coef_4N, scale_R,
         dlogits_RV,
         num_ids, x.num_tokens, dlogits_RV.stride(0), x.start + first_col, min(num_cols, x.num_valid - first_col),
         ADD=scale_R is None and dlogits_RV.dtype == torch.float32, BLOCK=256,
@@ -42,7 +42,7 @@ def _cells_kernel(
     cells,  # in: Cells
     head,  # in: Head
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     softmax,  # in: Softmax
     coef_ptr,  # in: [4, N] fp32
     scale_ptr,  # in: [R] fp32, or None
@@ -57,7 +57,7 @@ def _cells_kernel(
 ):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = offs // num_ids
-    live = row < tl.load(num_kept_ptr)
+    live = row < tl.load(num_labelled_ptr)
     token = tl.load(index_ptr + row, mask=live, other=0)
     where = token.to(tl.int64) * num_ids + offs % num_ids
     id = tl.load(cells.ids_NI + where, mask=live, other=-1)

@@ -62,7 +62,7 @@ def add_d_hidden(
         # One chunk needs no remainder, but uses the kernel for several chunks, so that fewer kernels are compiled.
         assert first
         write, total = 2, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=weight_VD.device))
-    target = (rows.index, rows.num_kept, scale_R, gain, *(outer or (None, None)), total.high_ND, total.low_RD, parts_PRC)
+    target = (rows.index, rows.num_labelled, scale_R, gain, *(outer or (None, None)), total.high_ND, total.low_RD, parts_PRC)
     num_set = num_rows if first and zeros else 0
     sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), write, num_set, num_whole, splits)
     options = {
@@ -89,7 +89,7 @@ def _grad_hidden_kernel(
     dlogits,  # in: [R, columns] descriptor or pointer
     weight,  # in: [columns, D] descriptor or pointer
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     scale_ptr,  # in: [R] fp32
     gain_ptr,  # in: [] fp32
     of_token_ptr,  # in: [N] fp32, or None
@@ -117,13 +117,13 @@ def _grad_hidden_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_kept = tl.load(num_kept_ptr)
+    num_labelled = tl.load(num_labelled_ptr)
     given = (
-        dlogits, weight, index_ptr, num_kept, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
+        dlogits, weight, index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
         parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_set, num_whole, splits,
     )
     if OFTEN_EMPTY:
-        for piece in range(tl.program_id(0), tl.where(num_kept > 0, num_pieces, 0), tl.num_programs(0)):
+        for piece in range(tl.program_id(0), tl.where(num_labelled > 0, num_pieces, 0), tl.num_programs(0)):
             _write_piece(
                 piece, *given, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
             )
@@ -135,7 +135,7 @@ def _grad_hidden_kernel(
 
 @triton.jit
 def _write_piece(
-    piece, dlogits, weight, index_ptr, num_kept, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
+    piece, dlogits, weight, index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
     parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_set, num_whole, splits,
     HAS_SCALE: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_LOW: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -149,8 +149,8 @@ def _write_piece(
     tile = num_whole + tl.where(part < 0, part, part // splits)
     row = tile // num_col_blocks * BLOCK_N
     col = tile % num_col_blocks * BLOCK_D
-    if row < tl.where(part < 0, tl.maximum(num_kept, num_set), num_kept):
-        end = tl.where(row < num_kept, end, begin)
+    if row < tl.where(part < 0, tl.maximum(num_labelled, num_set), num_labelled):
+        end = tl.where(row < num_labelled, end, begin)
         acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         # acc [BLOCK_N, BLOCK_D] = dlogits [BLOCK_N, begin:end] @ weight [begin:end, BLOCK_D], BLOCK_V columns at a time.
         for inner in range(begin, end, BLOCK_V):
@@ -167,7 +167,7 @@ def _write_piece(
                     tl.store(_part(parts_ptr, part, number, BLOCK_N, BLOCK_D), some)
                 else:
                     _add(
-                        some, row, col + number * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, of_token_ptr,
+                        some, row, col + number * (BLOCK_D // 4), index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr,
                         of_column_ptr, d_hidden_ptr, low_ptr, hidden_size, first, num_set, HAS_SCALE, HAS_GAIN, HAS_LOW,
                         BY_TOKEN, BLOCK_N, BLOCK_D // 4,
                     )
@@ -176,7 +176,7 @@ def _write_piece(
 @kernel("scale_ptr", "of_column_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
 def _add_parts_kernel(
     index_ptr,  # this and the next pointers are described at _grad_hidden_kernel
-    num_kept_ptr,
+    num_labelled_ptr,
     scale_ptr,
     gain_ptr,
     of_token_ptr,
@@ -196,21 +196,21 @@ def _add_parts_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    num_kept = tl.load(num_kept_ptr)
+    num_labelled = tl.load(num_labelled_ptr)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     cut = tl.program_id(0)
     quarter = tl.program_id(1)
     row = (num_whole + cut) // num_col_blocks * BLOCK_N
     col = (num_whole + cut) % num_col_blocks * BLOCK_D
-    if row >= tl.maximum(num_kept, num_set):
+    if row >= tl.maximum(num_labelled, num_set):
         return
-    num_parts = tl.where(row < num_kept, splits, 0)
+    num_parts = tl.where(row < num_labelled, splits, 0)
     some = tl.zeros((BLOCK_N, BLOCK_D // 4), tl.float32)
     # Add the parts of a quarter of a tile, [BLOCK_N, BLOCK_D / 4].
     for split in range(num_parts):
         some += tl.load(_part(parts_ptr, cut * splits + split, quarter, BLOCK_N, BLOCK_D))
     _add(
-        some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_kept, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr,
+        some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr,
         d_hidden_ptr, low_ptr, hidden_size, first, num_set, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N,
         BLOCK_D // 4,
     )
@@ -230,7 +230,7 @@ def _add(
     row,
     col,
     index_ptr,
-    num_kept,
+    num_labelled,
     scale_ptr,
     gain_ptr,
     of_token_ptr,
@@ -250,8 +250,8 @@ def _add(
     """Add to d_hidden and its remainder, or set them if this is the first chunk, without a label to 0."""
     offs_n = row + tl.arange(0, ROWS)
     offs_d = col + tl.arange(0, COLS)
-    live = offs_n < num_kept
-    written = offs_n < tl.maximum(num_kept, num_set)
+    live = offs_n < num_labelled
+    written = offs_n < tl.maximum(num_labelled, num_set)
     if HAS_SCALE:
         some *= tl.load(scale_ptr + offs_n, mask=live, other=0)[:, None]
     token = tl.load(index_ptr + offs_n, mask=written, other=0)

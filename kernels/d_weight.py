@@ -54,8 +54,8 @@ def add_d_weight(
     in_one_wave = tma and d_weight_VD.itemsize == 2 and (often_empty or (is_set and not beside_collectives()))
     _grad_weight_kernel[(min(num_tiles, num_programs(d_weight_VD.device)) if in_one_wave else num_tiles,)](
         # in
-        operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows.hidden, tile.inner, tile.cols, tma), rows.num_kept, gain,
-        more_D,
+        operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows.hidden, tile.inner, tile.cols, tma), rows.num_labelled,
+        gain, more_D,
         # out, or in and out
         operand(d_weight_VD, tile.rows, tile.cols // 2, tma and is_set), low_VD,
         # sizes
@@ -72,7 +72,7 @@ def add_d_weight(
 def _grad_weight_kernel(
     dlogits,  # in: [R, columns] descriptor or pointer
     hidden,  # in: [R, D] descriptor or pointer
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     gain_ptr,  # in: [] fp32
     more_ptr,  # in: [D] fp32, or None
     d_weight,  # out: [columns, D] descriptor or pointer; a pointer with HAS_LOW, in and out with ADD
@@ -92,19 +92,19 @@ def _grad_weight_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_kept = tl.load(num_kept_ptr)
+    num_labelled = tl.load(num_labelled_ptr)
     given = (
-        dlogits, hidden, num_kept, gain_ptr, more_ptr, d_weight, low_ptr, num_rows, num_cols, hidden_size, dlogits_stride,
+        dlogits, hidden, num_labelled, gain_ptr, more_ptr, d_weight, low_ptr, num_rows, num_cols, hidden_size, dlogits_stride,
     )
     num_row_blocks = tl.cdiv(num_cols, BLOCK_V)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     if ONE_WAVE:
-        num_tiles = tl.where(num_kept > 0 or not SKIP_EMPTY, num_row_blocks * num_col_blocks, 0)
+        num_tiles = tl.where(num_labelled > 0 or not SKIP_EMPTY, num_row_blocks * num_col_blocks, 0)
         for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=not (ADD or HAS_LOW)):
             row_block, col_block = row_and_split(tile, num_row_blocks, num_col_blocks, GROUP)
             row, col = row_block * BLOCK_V, col_block * BLOCK_D
             _write_tile(row, col, *given, HAS_GAIN, ADD, HAS_LOW, BLOCK_V, BLOCK_D, BLOCK_N, TMA, PRECISION)
-    elif not SKIP_EMPTY or num_kept > 0:
+    elif not SKIP_EMPTY or num_labelled > 0:
         tile = tl.program_id(0)
         row, col = tile // num_col_blocks * BLOCK_V, tile % num_col_blocks * BLOCK_D
         _write_tile(row, col, *given, HAS_GAIN, ADD, HAS_LOW, BLOCK_V, BLOCK_D, BLOCK_N, TMA, PRECISION)
@@ -112,14 +112,15 @@ def _grad_weight_kernel(
 
 @triton.jit
 def _write_tile(
-    row, col, dlogits, hidden, num_kept, gain_ptr, more_ptr, d_weight, low_ptr, num_rows, num_cols, hidden_size, dlogits_stride,
+    row, col, dlogits, hidden, num_labelled, gain_ptr, more_ptr, d_weight, low_ptr, num_rows, num_cols, hidden_size,
+    dlogits_stride,
     HAS_GAIN: tl.constexpr, ADD: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Write a tile of d_weight, or add to it."""
     acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
-    # acc [BLOCK_V, BLOCK_D] = dlogits [num_kept, BLOCK_V].T @ hidden [num_kept, BLOCK_D], BLOCK_N tokens at a time.
-    for inner in range(0, num_kept, BLOCK_N):
+    # acc [BLOCK_V, BLOCK_D] = dlogits [num_labelled, BLOCK_V].T @ hidden [num_labelled, BLOCK_D], BLOCK_N tokens at a time.
+    for inner in range(0, num_labelled, BLOCK_N):
         g = load_tile(dlogits, inner, row, num_rows, num_cols, dlogits_stride, BLOCK_N, BLOCK_V, TMA)
         h = load_tile(hidden, inner, col, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_D, TMA)
         acc = tl.dot(g.T, h, acc, input_precision=PRECISION)
@@ -175,7 +176,7 @@ def add_d_bias(
     """Add gain * the column sums of (scale_R *) dlogits_RV to d_bias_V, in fp32."""
     num_cols = d_bias_V.shape[0]
     _grad_bias_kernel[(cdiv(num_cols, 128),)](
-        dlogits_RV, rows.num_kept, scale_R, gain,
+        dlogits_RV, rows.num_labelled, scale_R, gain,
         d_bias_V,
         num_cols, dlogits_RV.stride(0),
         HAS_SCALE=scale_R is not None, HAS_GAIN=gain is not None, BLOCK_V=128, BLOCK_N=32,
@@ -185,7 +186,7 @@ def add_d_bias(
 @kernel("dlogits_ptr", "scale_ptr", "d_bias_ptr")
 def _grad_bias_kernel(
     dlogits_ptr,  # in: [R, columns]
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     scale_ptr,  # in: [R] fp32
     gain_ptr,  # in: [] fp32
     d_bias_ptr,  # in, out: [columns] fp32
@@ -196,14 +197,14 @@ def _grad_bias_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    num_kept = tl.load(num_kept_ptr)
+    num_labelled = tl.load(num_labelled_ptr)
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = offs_v < num_cols
     total = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    # Sum dlogits [num_kept, BLOCK_V] over the tokens, BLOCK_N at a time.
-    for inner in range(0, num_kept, BLOCK_N):
+    # Sum dlogits [num_labelled, BLOCK_V] over the tokens, BLOCK_N at a time.
+    for inner in range(0, num_labelled, BLOCK_N):
         offs_n = inner + tl.arange(0, BLOCK_N)
-        live = offs_n < num_kept
+        live = offs_n < num_labelled
         where = dlogits_ptr + offs_n.to(tl.int64)[:, None] * dlogits_stride + offs_v[None, :]
         g = tl.load(where, mask=live[:, None] & in_v[None, :], other=0).to(tl.float32)
         if HAS_SCALE:

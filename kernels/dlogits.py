@@ -44,7 +44,8 @@ def dlogits_chunk(
 ) -> None:
     """Fill dlogits_RV with the gradient of the columns from ``first_col`` (a multiple of the tile) on.
 
-    Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it; columns past ``num_valid`` are 0.
+    Rows at or past ``num_labelled`` are 0 up to the end of their tile, and unwritten after it. Columns at or past ``num_valid``
+    are 0.
     ``one_wave`` launches only as many programs as run at a time, which loop over all tiles. It is for calls that often have no
     labelled token: thousands of programs that return early would take longer.
     """
@@ -59,7 +60,7 @@ def dlogits_chunk(
     _dlogits_kernel[(min(programs, num_programs(dlogits_RV.device)) if one_wave else programs,)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
-        x.ids, rows.index, rows.num_kept, softmax, coef_4N,
+        x.ids, rows.index, rows.num_labelled, softmax, coef_4N,
         # out
         operand(dlogits_RV, tile.rows, tile.cols // 2, tma),
         # sizes
@@ -79,7 +80,7 @@ def _dlogits_kernel(
     head,  # in: Head
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     softmax,  # in: Softmax
     coef_ptr,  # in: [4, N] fp32
     dlogits,  # out: [R, columns of the chunk] descriptor or pointer
@@ -100,13 +101,13 @@ def _dlogits_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_kept = tl.load(num_kept_ptr)
-    num_row_blocks = tl.cdiv(num_kept, TILE.rows)
+    num_labelled = tl.load(num_labelled_ptr)
+    num_row_blocks = tl.cdiv(num_labelled, TILE.rows)
     pid = tl.program_id(0)
     num_parts = num_row_blocks * num_splits
     given = (
         hidden, weight, head, labels_ptr, index_ptr, softmax, coef_ptr, dlogits,
-        num_kept, num_rows, hidden_size, num_valid, start, num_tokens, dlogits_cols, first_col, num_tiles, num_splits,
+        num_labelled, num_rows, hidden_size, num_valid, start, num_tokens, dlogits_cols, first_col, num_tiles, num_splits,
     )
     if ONE_WAVE:
         for part in range(pid, num_parts, tl.num_programs(0)):
@@ -121,7 +122,7 @@ def _dlogits_kernel(
 def _write_part(
     part, num_row_blocks,
     hidden, weight, head, labels_ptr, index_ptr, softmax, coef_ptr, dlogits,
-    num_kept, num_rows, hidden_size, num_valid, start, num_tokens, dlogits_cols, first_col, num_tiles, num_splits,
+    num_labelled, num_rows, hidden_size, num_valid, start, num_tokens, dlogits_cols, first_col, num_tiles, num_splits,
     FAST: tl.constexpr, MASK_V: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -131,7 +132,7 @@ def _write_part(
     row_block, split = row_and_split(part, num_row_blocks, num_splits, GROUP)
     row = row_block * BLOCK_N
     offs_n = row + tl.arange(0, BLOCK_N)
-    live = offs_n < num_kept
+    live = offs_n < num_labelled
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
     # Rows without a label get a maximum of +inf, which makes all of their p 0.
     row_max = tl.load(softmax.max + token, mask=live, other=float("inf"))

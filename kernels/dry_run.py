@@ -31,7 +31,7 @@ from cce_dist.kernels import FAR_SOFTCAP, Grads, Losses, Operands, Softmax, Spec
 from cce_dist.kernels.backends import Backend, named
 from cce_dist.kernels.direct import launches_are_replaced, launching, load
 from cce_dist.kernels.memory import Groups, Sizes, low_bytes
-from cce_dist.kernels.planned import Planned, planned
+from cce_dist.kernels.tiles import Planned, planned
 
 _LOG = logging.getLogger("cce_dist")
 MOST_THREADS = 16  # a call has no more kernels than this that take long to compile

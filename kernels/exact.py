@@ -5,7 +5,7 @@ forward                                             backward
   log-sum-exp, tile by tile (lse)                       recompute its dlogits (dlogits)
   merge the parts into the statistics, or on one        add its part of d_hidden (d_hidden)
     rank into losses (losses)                           write its rows of d_weight (d_weight)
-                                                      kept exponentials: the two products alone (kept)
+                                                      saved exponentials: the two matmuls alone
 
 Tokens without a label come last in both (``tokens.compact``). ``workspace_bytes`` bounds what is alive beside inputs and
 outputs; ``memory`` says how many rows and columns a chunk has, and how many columns keep their exponentials for backward.
@@ -27,8 +27,6 @@ from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
-from cce_dist.kernels.extras import NO_ID, largest
-from cce_dist.kernels.kept import Kept, Leveling, label_cells, scaled_rows
 from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.losses import (
     Finished,
@@ -49,8 +47,9 @@ from cce_dist.kernels.lse import (
     new_partials,
 )
 from cce_dist.kernels.memory import Sizes
-from cce_dist.kernels.planned import thinned
-from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
+from cce_dist.kernels.outputs import NO_ID, largest
+from cce_dist.kernels.saved_exp import Leveling, SavedExp, label_cells, scaled_rows
+from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs, thinned
 from cce_dist.kernels.tokens import (
     coefficients,
     compact,
@@ -74,11 +73,11 @@ __all__ = [
 _NO_UPSTREAM = Upstream()
 
 
-def columns_kept(x: Operands, spec: Spec) -> int:
+def saved_columns(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials: as many as fit in the budget."""
     if not spec.can_keep(str(x.hidden.dtype)):
         return 0
-    return memory.columns_kept(sizes_of(x)._replace(alone=spec.alone), spec.workspace_bytes)
+    return memory.saved_columns(sizes_of(x)._replace(alone=spec.alone), spec.workspace_bytes)
 
 
 def sizes_of(x: Operands) -> Sizes:
@@ -87,20 +86,20 @@ def sizes_of(x: Operands) -> Sizes:
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
     order = [x.ids.new_empty(n, dtype=torch.int32) for n in (x.num_tokens, 2)]
-    return list(new_kept(x, order, columns_kept(x, spec), spec.want.entropy))
+    return list(new_saved(x, order, saved_columns(x, spec), spec.want.entropy))
 
 
 def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
-    return None if columns_kept(x, spec) > 0 else list(new_kept(x, order_of(x)))
+    return None if saved_columns(x, spec) > 0 else list(new_saved(x, order_of(x)))
 
 
-def new_kept(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy: bool = False) -> Kept:
+def new_saved(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy: bool = False) -> SavedExp:
     """Allocate the saved tensors, with exponentials of the first ``columns`` columns. Without columns most are empty."""
     device, num_rows = x.hidden.device, x.num_tokens if columns else 0
     exp_NV = torch.empty(x.num_tokens, columns, dtype=x.hidden.dtype, device=device)
     reference_N, target_N = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
     overwritten = torch.empty(int(columns > 0 and entropy), dtype=torch.int32, device=device)
-    return Kept(*order, exp_NV, reference_N, target_N, overwritten.zero_() if overwritten.shape[0] else overwritten)
+    return SavedExp(*order, exp_NV, reference_N, target_N, overwritten.zero_() if overwritten.shape[0] else overwritten)
 
 
 def order_of(x: Operands) -> list[torch.Tensor]:
@@ -110,39 +109,39 @@ def order_of(x: Operands) -> list[torch.Tensor]:
 def statistics(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return stats_KN, and ``Kept``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
+    """Return stats_KN, and ``SavedExp``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
     order, stats_KN = order_of(x), _empty(x, spec.num_rows, x.num_tokens)
-    kept = _kept_after_largest(x, spec, order, stats_KN)
+    saved = _saved_after_largest(x, spec, order, stats_KN)
     if x.num_tokens == 0 or x.num_valid == 0:
         stats_KN[: spec.first_top].zero_()[0] = float("-inf")
     else:
-        _sweep(x, spec, kept, stats_KN, None)
-    return stats_KN, list(kept)
+        _sweep(x, spec, saved, stats_KN, None)
+    return stats_KN, list(saved)
 
 
 def losses_alone(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Results:
-    """Return losses, softmax, statistics and ``Kept``. Statistics are None without further outputs, and have no TARGET."""
+    """Return losses, softmax, statistics and ``SavedExp``. Statistics are None without further outputs, and have no TARGET."""
     if x.num_tokens == 0 or x.num_valid == 0:
         return of_statistics(x, spec, *statistics(x, spec))
     stats_TKN = _empty(x, 1, spec.num_rows, x.num_tokens) if spec.num_rows > spec.num_stats else None
     stats_KN = None if stats_TKN is None else stats_TKN[0]
-    kept = _kept_after_largest(x, spec, order_of(x), stats_KN)
-    out = Finished.new(x, kept.num_kept, spec.want, cdiv(x.num_tokens, rows_per_program(kept.exp_NV.shape[1] > 0)))
-    _sweep(x, spec, kept, stats_KN, out)
-    return out.losses, out.softmax, stats_TKN, list(kept)
+    saved = _saved_after_largest(x, spec, order_of(x), stats_KN)
+    out = Finished.new(x, saved.num_labelled, spec.want, cdiv(x.num_tokens, rows_per_program(saved.exp_NV.shape[1] > 0)))
+    _sweep(x, spec, saved, stats_KN, out)
+    return out.losses, out.softmax, stats_TKN, list(saved)
 
 
 def _empty(x: Operands, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.hidden.device)
 
 
-def _kept_after_largest(x: Operands, spec: Spec, order: list[torch.Tensor], stats_KN: torch.Tensor | None) -> Kept:
-    """Return ``new_kept``. The largest logits are written first, before the exponentials take their memory."""
+def _saved_after_largest(x: Operands, spec: Spec, order: list[torch.Tensor], stats_KN: torch.Tensor | None) -> SavedExp:
+    """Return ``new_saved``. The largest logits are written first, before the exponentials take their memory."""
     if stats_KN is not None and spec.want.top_k:
         _write_largest(x, spec, order, stats_KN[spec.first_top :])
-    return new_kept(x, order, columns_kept(x, spec), spec.want.entropy)
+    return new_saved(x, order, saved_columns(x, spec), spec.want.entropy)
 
 
 def _write_largest(x: Operands, spec: Spec, order: list[torch.Tensor], top_2KN: torch.Tensor) -> None:
@@ -168,8 +167,8 @@ def _write_largest(x: Operands, spec: Spec, order: list[torch.Tensor], top_2KN: 
             ids_KN[:top_k].index_copy_(1, rows.index.long(), (columns_RK + x.start).int().t())
 
 
-def _sweep(x: Operands, spec: Spec, kept: Kept, stats_KN: torch.Tensor | None, out: Finished | None) -> None:
-    """Fill the kept exponentials, and unless they are None ``out`` and stats_KN, except for the largest logits.
+def _sweep(x: Operands, spec: Spec, saved: SavedExp, stats_KN: torch.Tensor | None, out: Finished | None) -> None:
+    """Fill the saved exponentials, and unless they are None ``out`` and stats_KN, except for the largest logits.
 
     Beside ``out``, stats_KN has no TARGET.
     """
@@ -177,22 +176,22 @@ def _sweep(x: Operands, spec: Spec, kept: Kept, stats_KN: torch.Tensor | None, o
         stats_KN[2].zero_()
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        at_once = _forward_rows(x, spec, kept)
+        at_once = _forward_rows(x, spec, saved)
         num_tiles = cdiv(x.num_valid, tiles.lse.cols)
-        keeping, parts = _kept_span(x, kept, tiles, at_once), 0
+        keeping, parts = _saved_span(x, saved, tiles, at_once), 0
         if keeping.last < num_tiles:
             # ``invariant`` calls always use the number of parts that 400 to 8,192 tokens get on an H100.
             cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
             parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
         buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
-        targets, programs = _targets(spec, kept, stats_KN, out), 0
+        targets, programs = _targets(spec, saved, stats_KN, out), 0
         target_N = None if out is None or spec.several else targets[0]
-        for number, group in enumerate(token_groups(kept.order, at_once)):
+        for number, group in enumerate(token_groups(saved.order, at_once)):
             rows, leveling = gathered_with_targets(x, group, buffer_RD, *targets), None
             partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
             if keeping.num_parts:
-                kept_of_group = kept.of_group(number, at_once)
-                leveling = _keep_exponentials(x, rows, tiles, keeping, partials_KPR, kept_of_group, spec.want)
+                saved_of_group = saved.of_group(number, at_once)
+                leveling = _keep_exponentials(x, rows, tiles, keeping, partials_KPR, saved_of_group, spec.want)
             if parts:
                 span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
                 lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want)
@@ -205,31 +204,31 @@ def _sweep(x: Operands, spec: Spec, kept: Kept, stats_KN: torch.Tensor | None, o
 
 
 def _targets(
-    spec: Spec, kept: Kept, stats_KN: torch.Tensor | None, out: Finished | None
+    spec: Spec, saved: SavedExp, stats_KN: torch.Tensor | None, out: Finished | None
 ) -> tuple[torch.Tensor | None, int, torch.Tensor | None]:
     """Return where the labels' logits are written: tensor, row and copy as ``gathered_with_targets`` takes them."""
     if spec.several:
         return stats_KN, spec.first_target, None
-    saved_N = kept.target_N if kept.exp_NV.shape[1] else None
+    saved_N = saved.target_N if saved.exp_NV.shape[1] else None
     if out is None:
         return stats_KN, 2, saved_N
     return out.losses.target if saved_N is None else saved_N, 0, None
 
 
-def _forward_rows(x: Operands, spec: Spec, kept: Kept) -> int:
+def _forward_rows(x: Operands, spec: Spec, saved: SavedExp) -> int:
     """Return how many tokens forward works on at a time."""
-    return min(x.num_tokens, memory.forward_rows(sizes_of(x), spec.workspace_bytes, kept.exp_NV.shape[1]))
+    return min(x.num_tokens, memory.forward_rows(sizes_of(x), spec.workspace_bytes, saved.exp_NV.shape[1]))
 
 
-def _kept_span(x: Operands, kept: Kept, tiles: Tiles, at_once: int) -> Span:
-    """Return the tiles whose exponentials are kept, with the number of parts for groups of ``at_once`` tokens (0: no tiles)."""
-    num_tiles = min(kept.exp_NV.shape[1] // tiles.lse.cols, cdiv(x.num_valid, tiles.lse.cols))
+def _saved_span(x: Operands, saved: SavedExp, tiles: Tiles, at_once: int) -> Span:
+    """Return the tiles whose exponentials are saved, and the number of parts for groups of ``at_once`` tokens (0: no tiles)."""
+    num_tiles = min(saved.exp_NV.shape[1] // tiles.lse.cols, cdiv(x.num_valid, tiles.lse.cols))
     parts = choose_splits(at_once, num_tiles, tiles.lse, x.hidden.device) if num_tiles else 0
     return Span(0, num_tiles, parts)
 
 
 def _keep_exponentials(
-    x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, kept: Kept, want: Want,
+    x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, saved: SavedExp, want: Want,
 ) -> Leveling:
     """Run the log-sum-exp over a span and keep its exponentials, relative to the maximum of each row's first tile.
 
@@ -241,20 +240,20 @@ def _keep_exponentials(
         tile = tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)
     lse_partials(x, rows, tiles._replace(lse=tile), Span(0, 1, 1), first_KPR)
     tile_reference_BR = torch.empty(span.last, num_rows, dtype=torch.float32, device=partials_KPR.device)
-    keep = Keep(first_KPR, kept.exp_NV, tile_reference_BR)
+    keep = Keep(first_KPR, saved.exp_NV, tile_reference_BR)
     lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want)
-    return Leveling(kept.exp_NV, tile_reference_BR, kept.reference_N, tiles.lse.cols)
+    return Leveling(saved.exp_NV, tile_reference_BR, saved.reference_N, tiles.lse.cols)
 
 
-def _recompute_exponentials(x: Operands, kept: Kept, tiles: Tiles, spec: Spec) -> None:
+def _recompute_exponentials(x: Operands, saved: SavedExp, tiles: Tiles, spec: Spec) -> None:
     """Compute the exponentials again if an earlier backward has overwritten them. Otherwise every launch returns at once."""
-    at_once = _forward_rows(x, spec, kept)  # the same groups, cut into the same parts, as in forward
-    span, buffer_RD = _kept_span(x, kept, tiles, at_once), x.hidden.new_empty(at_once, x.hidden.shape[1])
-    for number, group in enumerate(token_groups([kept.index_N, kept.num_kept * kept.overwritten], at_once)):
+    at_once = _forward_rows(x, spec, saved)  # the same groups, cut into the same parts, as in forward
+    span, buffer_RD = _saved_span(x, saved, tiles, at_once), x.hidden.new_empty(at_once, x.hidden.shape[1])
+    for number, group in enumerate(token_groups([saved.index_N, saved.num_labelled * saved.overwritten], at_once)):
         rows = gathered(x.hidden, group, buffer_RD)
         partials_KPR = new_partials(span.num_parts, rows.index.shape[0], spec.want, x.hidden)
-        kept_of_group = kept.of_group(number, at_once)
-        finish(x, rows, None, leveling=_keep_exponentials(x, rows, tiles, span, partials_KPR, kept_of_group, spec.want))
+        saved_of_group = saved.of_group(number, at_once)
+        finish(x, rows, None, leveling=_keep_exponentials(x, rows, tiles, span, partials_KPR, saved_of_group, spec.want))
 
 
 class Output(NamedTuple):
@@ -271,7 +270,7 @@ class Output(NamedTuple):
 
 
 class Uniform(NamedTuple):
-    """Label smoothing's part of the logits' gradient, where the rest comes from kept exponentials.
+    """Label smoothing's part of the logits' gradient, where the rest comes from saved exponentials.
 
     It is one number per token, equal in all columns, so its products with weight and hidden states are sums of rows.
     """
@@ -305,89 +304,89 @@ def gradients(
     x: Operands, softmax: Softmax, upstream: Upstream, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
     """Return d_hidden, d_weight and d_bias; a token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere."""
-    return gradients_by(x, softmax, None, Kept(*saved), grads, spec, upstream)
+    return gradients_by(x, softmax, None, SavedExp(*saved), grads, spec, upstream)
 
 
 def gradients_by(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor | None, kept: Kept, grads: Grads, spec: Spec,
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor | None, saved: SavedExp, grads: Grads, spec: Spec,
     upstream: Upstream = _NO_UPSTREAM,
 ) -> Gradients:
-    """Compute ``gradients`` by coefficients, or if these are None or exponentials are kept, by ``upstream``."""
+    """Compute ``gradients`` by coefficients, or if these are None or exponentials are saved, by ``upstream``."""
     last = x.num_valid
-    num_kept = min(kept.exp_NV.shape[1], last)
+    num_saved = min(saved.exp_NV.shape[1], last)
     if x.num_tokens == 0 or x.num_valid == 0:
         d_hidden, d_weight, d_bias = new_gradients(x, grads)
         if d_hidden is not None and grads.hidden_ready is not None:
             grads.hidden_ready(d_hidden)
         return d_hidden, None if grads.weight_out is not None else d_weight, d_bias
     # Only d_weight needs the scaled hidden states. They are kept in d_hidden's storage if d_hidden may be computed last.
-    weight_first = 0 < num_kept == last and grads.want_hidden and grads.want_weight and grads.hidden_ready is None
+    weight_first = 0 < num_saved == last and grads.want_hidden and grads.want_weight and grads.hidden_ready is None
     # ``add_d_hidden`` sets the rows of tokens without a label, unless there are often no other tokens.
     d_hidden, d_weight, d_bias = new_gradients(x, grads, zeros=grads.often_empty)
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
         gain = None
-        # Kept exponentials of all columns need no coefficients, unless the gradient has terms beside P and LABEL.
+        # Saved exponentials of all columns need no coefficients, unless the gradient has terms beside P and LABEL.
         has_other_terms = x.cells is not None or softmax.entropy is not None or spec.want.uniform
-        if coef_4N is None and (num_kept < last or has_other_terms):
+        if coef_4N is None and (num_saved < last or has_other_terms):
             coef_4N = coefficients(upstream, x.ids, spec.vocab_size)
         if coef_4N is not None:
             coef_4N, gain = normalised(coef_4N, x.hidden.dtype, x.cells)
         if x.cells is not None and gain is not None:
             x = x._replace(cells=x.cells._replace(grad_NI=x.cells.grad_NI / gain))
-        if kept.overwritten.shape[0]:
-            _recompute_exponentials(x, kept, tiles, spec)
+        if saved.overwritten.shape[0]:
+            _recompute_exponentials(x, saved, tiles, spec)
             # Through .data, as kernels write: autograd would refuse a saved tensor whose version has changed.
-            kept.overwritten.data.fill_(softmax.entropy is not None)
+            saved.overwritten.data.fill_(softmax.entropy is not None)
         at_once, cols = memory.exact_chunks(
-            sizes_of(x)._replace(num_columns=last - num_kept), spec.workspace_bytes, kept.exp_NV.nbytes, tiles,
+            sizes_of(x)._replace(num_columns=last - num_saved), spec.workspace_bytes, saved.exp_NV.nbytes, tiles,
             num_programs(x.hidden.device),
         )
-        chunks = [(col, min(col + cols, last)) for col in range(num_kept, last, cols)]
-        num_parts = len(chunks) + (num_kept > 0)
+        chunks = [(col, min(col + cols, last)) for col in range(num_saved, last, cols)]
+        num_parts = len(chunks) + (num_saved > 0)
         gathers = (bool(chunks) or d_weight is not None) and not weight_first
         like_hidden = {"dtype": x.hidden.dtype, "device": x.hidden.device}
         if weight_first and d_hidden is not None:
             buffer_RD = d_hidden
         else:
             buffer_RD = torch.empty(at_once if gathers else 0, x.hidden.shape[1], **like_hidden)
-        dlogits_RV = torch.empty(at_once, cols, **like_hidden) if chunks else kept.exp_NV
+        dlogits_RV = torch.empty(at_once, cols, **like_hidden) if chunks else saved.exp_NV
         low_RD = remainder(x.hidden, at_once) if num_parts > 1 and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
         out = Output(
             total, d_weight, d_bias, gain, grads.hidden_ready, grads.often_empty, grads.weight_low, weight_first
         )
 
-        # Kept exponentials hold all tokens in compact order, so no tokens are final before the others.
-        ready_rows = None if num_kept else grads.ready_rows
-        for group, (*compact_order, num_final) in enumerate(finished_groups(x.ids, kept.order, at_once, ready_rows)):
+        # Saved exponentials hold all tokens in compact order, so no tokens are final before the others.
+        ready_rows = None if num_saved else grads.ready_rows
+        for group, (*compact_order, num_final) in enumerate(finished_groups(x.ids, saved.order, at_once, ready_rows)):
             num_rows = compact_order[0].shape[0]
             rows = Rows(*compact_order, first_rows(buffer_RD, num_rows))
             add = grads.weight_out is not None or group > 0
             if chunks and coef_4N is not None:
                 gather_rows(x.hidden, rows)
                 fill = partial(_fill_chunk, x, rows, softmax, coef_4N, tiles, grads.often_empty)
-                final = 0 if num_kept else num_final
+                final = 0 if num_saved else num_final
                 add_chunks(out, x, rows, chunks, dlogits_RV, fill, tiles, add=add, num_final=final)
-            if num_kept:
-                scale_R = scaled_rows(kept, x, rows, softmax, upstream, spec.vocab_size, gather=d_weight is not None)
+            if num_saved:
+                scale_R = scaled_rows(saved, x, rows, softmax, upstream, spec.vocab_size, gather=d_weight is not None)
                 uniform = None
                 if coef_4N is not None:
-                    _write_label_cells(kept, x, rows, softmax, coef_4N, scale_R)
-                    uniform = Uniform.of(x, coef_4N, num_kept) if spec.want.uniform else None
-                part = _Part(0, num_kept, kept.exp_NV, scale_R, not chunks, add, num_final, uniform)
+                    _write_label_cells(saved, x, rows, softmax, coef_4N, scale_R)
+                    uniform = Uniform.of(x, coef_4N, num_saved) if spec.want.uniform else None
+                part = _Part(0, num_saved, saved.exp_NV, scale_R, not chunks, add, num_final, uniform)
                 _add_part(out, part, x, rows, tiles)
     return d_hidden, None if grads.weight_out is not None else d_weight, d_bias
 
 
 def _write_label_cells(
-    kept: Kept, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, scale_R: torch.Tensor
+    saved: SavedExp, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, scale_R: torch.Tensor
 ) -> None:
-    """Write the cells of each token's ids in kept exponentials, if ``scaled_rows`` has not written its label's cell."""
+    """Write the cells of each token's ids in saved exponentials, if ``scaled_rows`` has not written its label's cell."""
     if softmax.entropy is not None and x.cells is None:
-        x = x._replace(cells=label_cells(kept, x, coef_4N))
+        x = x._replace(cells=label_cells(saved, x, coef_4N))
     if x.cells is not None:
-        write_cells(x, rows, softmax, coef_4N, 0, kept.exp_NV, scale_R)
+        write_cells(x, rows, softmax, coef_4N, 0, saved.exp_NV, scale_R)
 
 
 def _fill_chunk(
@@ -507,10 +506,10 @@ def finished_groups(
     else:
         ranges = []
         for start in range(0, num_tokens, ready_rows):
-            index_R, num_kept = compact(ids_N[start : start + ready_rows])
-            ranges.append(([index_R.add_(start), num_kept], start + index_R.shape[0]))
+            index_R, num_labelled = compact(ids_N[start : start + ready_rows])
+            ranges.append(([index_R.add_(start), num_labelled], start + index_R.shape[0]))
     groups = []
     for compact_order, num_final in ranges:
         *others, last = token_groups(compact_order, rows)
-        groups += [*((index, kept, 0) for index, kept in others), (last[0], last[1], num_final)]
+        groups += [*((*order, 0) for order in others), (last[0], last[1], num_final)]
     return groups

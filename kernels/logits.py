@@ -21,7 +21,7 @@ def logits_chunk(
     """Fill z_RV with the logits from ``first_col`` (a multiple of the tile) on; columns past ``num_valid`` are -inf.
 
     With ``top_BR`` [tiles, R] the largest logit of each row and tile is written to it, and z_RV holds logits relative to that.
-    Rows at or past ``num_kept`` are only written up to the end of their tile.
+    Rows at or past ``num_labelled`` are only written up to the end of their tile.
     """
     tile = tiles.lse
     (num_rows, num_cols), hidden_size = z_RV.shape, rows.hidden.shape[1]
@@ -33,7 +33,7 @@ def logits_chunk(
     _logits_kernel[(programs,)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
-        rows.index, rows.num_kept,
+        rows.index, rows.num_labelled,
         # out
         operand(z_RV, tile.rows, tile.cols // 2, tma), top_BR,
         # sizes
@@ -53,7 +53,7 @@ def _logits_kernel(
     weight,  # in: [V, D] descriptor or pointer
     head,  # in: Head
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     z,  # out: [R, columns of the chunk] descriptor or pointer
     top_ptr,  # out: [B, R] fp32 that logits are relative to, or None
     num_rows,
@@ -74,13 +74,13 @@ def _logits_kernel(
     BLOCK_V: tl.constexpr = TILE.cols
     # Unless collectives run beside it, each program computes several tiles z [BLOCK_N, BLOCK_V], so that operands of the next
     # tile load while one is stored.
-    num_kept = tl.load(num_kept_ptr)
-    num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
+    num_labelled = tl.load(num_labelled_ptr)
+    num_row_blocks = tl.cdiv(num_labelled, BLOCK_N)
     for number in tl.range(tl.program_id(0), num_row_blocks * num_tiles, tl.num_programs(0), flatten=True):
         row_block, tile = row_and_split(number, num_row_blocks, num_tiles, GROUP)
         row = row_block * BLOCK_N
         offs_n = row + tl.arange(0, BLOCK_N)
-        live = offs_n < num_kept
+        live = offs_n < num_labelled
         token = offs_n
         if head.factors is not None:
             token = tl.load(index_ptr + offs_n, mask=live, other=0)

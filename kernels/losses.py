@@ -1,12 +1,12 @@
 """From the partials of a pass over the vocabulary to each token's losses: merge the parts, then the shards.
 
-On one rank ``finish`` does all of it in one launch: it levels the kept exponentials, merges a token's partials, and writes its
+On one rank ``finish`` does all of it in one launch: it levels the saved exponentials, merges a token's partials, and writes its
 losses, the numbers of its softmax, and the program's part of the mean. With ranks ``finish`` writes the shard's statistics, and
 after the all-gather ``token_losses`` merges the shards and writes the same outputs.
 
 The last program to arrive adds up the parts of the mean, in order, so a mean has the same bits in every run. Programs count
-their arrivals by an integer atomic. The counter is the second element of ``num_kept``, so it belongs to the call. The kernel
-that writes ``num_kept`` sets it to 0, and so does the last program.
+their arrivals by an integer atomic. The counter is the second element of ``num_labelled``, so it belongs to the call. The
+kernel that writes ``num_labelled`` sets it to 0, and so does the last program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import triton.language as tl
 
 from cce_dist.kernels import IGNORED, Losses, Operands, Rows, Softmax, Spec, Want
 from cce_dist.kernels.blocks import kernel, on_device
-from cce_dist.kernels.kept import Leveling, leveled
 from cce_dist.kernels.lse import (
     BELOW,
     BEST,
@@ -35,6 +34,7 @@ from cce_dist.kernels.lse import (
     SUM,
     Sums,
 )
+from cce_dist.kernels.saved_exp import Leveling, leveled
 from cce_dist.kernels.tokens import compact
 from cce_dist.kernels.waves import cdiv
 
@@ -50,17 +50,17 @@ class Finished(NamedTuple):
     losses: Losses
     softmax: Softmax
     part_2B: torch.Tensor | None  # fp32: sum of nll and number of labels that are not ignored, by program; with the mean
-    arrived: torch.Tensor  # ``num_kept`` of the compact order, which has the counter of arrivals
+    arrived: torch.Tensor  # ``num_labelled`` of the compact order, which has the counter of arrivals
 
     @classmethod
-    def new(cls, x: Operands, num_kept: torch.Tensor, want: Want, num_programs: int) -> Finished:
+    def new(cls, x: Operands, num_labelled: torch.Tensor, want: Want, num_programs: int) -> Finished:
         wanted = (True, True, True, want.uniform, want.entropy, True, True, want.entropy)
         *losses, row_max, log_sum, entropy = (_empty(x, x.num_tokens) if is_wanted else None for is_wanted in wanted)
         mean = count = part_2B = None
         if want.mean:
             mean, count, part_2B = _empty(x), _empty(x, dtype=torch.int64), _empty(x, 2, num_programs)
         softmax = Softmax(row_max, log_sum, entropy)  # type: ignore[arg-type]
-        return cls(Losses(*losses, mean, count), softmax, part_2B, num_kept)  # type: ignore[arg-type]
+        return cls(Losses(*losses, mean, count), softmax, part_2B, num_labelled)  # type: ignore[arg-type]
 
 
 def _empty(x: Operands, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -81,7 +81,7 @@ def merge_splits(
     want: Want = NOTHING_MORE,
     sloped_N: torch.Tensor | None = None,
 ) -> None:
-    """Merge the partials of all parts into statistics: ``finish`` without losses and kept exponentials."""
+    """Merge the partials of all parts into statistics: ``finish`` without losses and saved exponentials."""
     finish(x, rows, partials_KPR, want=want, stats_KN=stats_KN, sloped_N=sloped_N)
 
 
@@ -99,7 +99,7 @@ def finish(
     out: Finished | None = None,
     first_program: int = 0,
 ) -> int:
-    """Merge the partials of all parts, in order, at the tokens of a group, and level their kept exponentials.
+    """Merge the partials of all parts, in order, at the tokens of a group, and level their saved exponentials.
 
     Args:
         x: Operands of all tokens.
@@ -123,7 +123,7 @@ def finish(
     exp_RV, tile_reference_BR, reference_R, tile_cols = leveling or (None, None, None, 0)
     _finish_kernel[(programs,)](
         # in
-        partials_KPR, rows.index, rows.num_kept, x.ids, target_N, tile_reference_BR,
+        partials_KPR, rows.index, rows.num_labelled, x.ids, target_N, tile_reference_BR,
         # in, out
         exp_RV, part_2B, arrived,
         # out
@@ -142,7 +142,7 @@ def finish(
 def _finish_kernel(
     partial_ptr,  # in: [K, P, R] fp32, or None
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     ids_ptr,  # in: [N] int64
     target_ptr,  # in: [N] fp32, or None
     tile_reference_ptr,  # in: [B, R] fp32, or None
@@ -171,7 +171,7 @@ def _finish_kernel(
 ):
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_rows
-    live = offs_n < tl.load(num_kept_ptr)
+    live = offs_n < tl.load(num_labelled_ptr)
     if tile_reference_ptr is not None:
         leveled(
             exp_ptr, tile_reference_ptr, reference_ptr, offs_n, live, num_rows, num_tiles, exp_cols, BLOCK_N, BLOCK_V, BLOCK_T

@@ -5,10 +5,10 @@ Online softmax (Milakov and Gimelshein, 2018) over the vocabulary for a block of
 fp32 partials that another kernel (``losses.py``) merges in order: no lock, no atomic, the same bits every run. The loops over
 tiles and over D are flattened into one, so the copy engine works through the epilogue.
 
-Kept exponentials are ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's relative
+Saved exponentials are ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's relative
 precision does not depend on its exponent, so the reference need only be near the row's maximum. It is the maximum of the
-first tile, unless a later logit is more than ``HEADROOM`` above it. Then later tiles get a higher reference, and ``kept.py``
-rescales the row to one reference at the end.
+first tile, unless a later logit is more than ``HEADROOM`` above it. Then later tiles get a higher reference, and
+``saved_exp.py`` rescales the row to one reference at the end.
 
 A filter's marks are one bit per logit: 0 if it is below its row's threshold. Reducing a tile to bits and storing them
 unconditionally spills no registers; a branch that stores the tile itself would.
@@ -80,7 +80,7 @@ class Span(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Tensors for kept exponentials. The kernel takes ``exp_RV`` as a separate argument, which may be a descriptor."""
+    """Tensors for saved exponentials. The kernel takes ``exp_RV`` as a separate argument, which may be a descriptor."""
 
     reference_R: torch.Tensor  # in: each row's first reference, fp32, at the start of a tensor that may be larger
     exp_RV: torch.Tensor  # out: the exponentials
@@ -127,7 +127,7 @@ def lse_partials(
     _lse_kernel[grid](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
-        rows.index, rows.num_kept,
+        rows.index, rows.num_labelled,
         # out
         partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), references, marks,
         # sizes
@@ -166,7 +166,7 @@ def _lse_kernel(
     weight,  # in: [V, D] descriptor or pointer
     head,  # in: Head
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     partial_ptr,  # out: [K, P, R] fp32
     exp,  # out: [R, B * BLOCK_V] descriptor or pointer, or None
     keep,  # in, out: Keep without its exponentials, or None where ``exp`` is None
@@ -193,8 +193,8 @@ def _lse_kernel(
 ):
     BLOCK_N: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
-    num_kept = tl.load(num_kept_ptr)
-    num_row_blocks = tl.cdiv(num_kept, BLOCK_N)
+    num_labelled = tl.load(num_labelled_ptr)
+    num_row_blocks = tl.cdiv(num_labelled, BLOCK_N)
     pid = tl.program_id(0)
     if pid >= num_row_blocks * num_splits:
         return
@@ -204,7 +204,7 @@ def _lse_kernel(
     row = row_block * BLOCK_N
     offs_n = row + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_rows
-    live = offs_n < num_kept
+    live = offs_n < num_labelled
     num_tiles = last_tile - first_tile
     start = first_tile + split * num_tiles // num_splits
     stop = first_tile + (split + 1) * num_tiles // num_splits
@@ -346,7 +346,7 @@ def gathered_with_targets(
     if x.cells is not None:
         ids, num_ids = x.cells.ids_NI, x.cells.ids_NI.shape[1]
     _gather_targets_kernel[(cdiv(num_rows, 4) * (num_ids or 1),)](
-        x.hidden, x.weight, x.head, ids, rows.index, rows.num_kept,
+        x.hidden, x.weight, x.head, ids, rows.index, rows.num_labelled,
         rows.hidden, out_KN, copy_N,
         num_rows, hidden_size, x.num_tokens, row, x.start, x.num_valid, num_ids,
         SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_N=4, BLOCK_D=512,
@@ -361,7 +361,7 @@ def _gather_targets_kernel(
     head,  # in: Head
     labels_ptr,  # in: [N] int64; [N, I] with SEVERAL
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     rows_ptr,  # out: [R, D]
     out_ptr,  # out: rows from first_row on of [K, N] fp32, one or with SEVERAL I of them
     copy_ptr,  # out: [N] fp32, or None
@@ -383,12 +383,12 @@ def _gather_targets_kernel(
         # Neighbouring programs read the same hidden states, which stay in the cache.
         which = block % num_ids
         block = block // num_ids
-    num_kept = tl.load(num_kept_ptr)
+    num_labelled = tl.load(num_labelled_ptr)
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_rows
     token = tl.load(index_ptr + offs_n, mask=in_n, other=0)
-    kept = in_n & (offs_n < num_kept)
-    written = in_n & (offs_n < rows_with_zeros(num_kept, MAX_SIDE))
+    kept = in_n & (offs_n < num_labelled)
+    written = in_n & (offs_n < rows_with_zeros(num_labelled, MAX_SIDE))
     live = kept
     if SEVERAL:
         written = tl.where(which == 0, written, False)

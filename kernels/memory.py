@@ -1,4 +1,4 @@
-"""What fits in a memory budget (``workspace_bytes``): how many tokens and columns at a time, and which exponentials are kept.
+"""What fits in a memory budget (``workspace_bytes``): how many tokens and columns at a time, and which exponentials are saved.
 
 Pure arithmetic on sizes, so that the host code of the kernels and the fake tensors of torch.compile agree.
 
@@ -20,19 +20,19 @@ from cce_dist.kernels.waves import cdiv, fill_waves, usual_waves
 if TYPE_CHECKING:
     from cce_dist.kernels.tiles import Tiles
 
-LEAST_BYTES = 32 << 20  # smaller budgets count as this: the rows of a chunk would not fill a device
+LEAST_BYTES = 32 << 20  # smaller budgets count as this when chunks are cut: their rows would not fill a device
 CHUNK_COST = 2500  # fixed cost of a chunk, in recomputed columns: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
 LEAST_TILES = 16  # keep exponentials of fewer tiles than this only if these are all tiles
 # Bounds of the default budget. The upper one holds a group of 4,096 tokens at a vocabulary of 262,144 to 262,400 ids (Gemma 3):
 # 2,048 MiB of exponentials and at most 42 MiB beside them for hidden sizes up to 8,192. With 2,048 MiB groups have half as many
 # tokens, and Gemma-3-1b's head takes 27.6 ms in place of 23.9 (H200, 8,192 tokens, 2026-11).
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2100 << 20
-ROWS = 128  # groups of tokens are cut at multiples of this
+ROWS = 128  # chunks of tokens are cut at multiples of this
 # Fewest tokens of a group whose logits are read twice. H200, 8,192 tokens of Gemma-3-270m's head: groups of 128 took 2.5 of
 # forward KL's time, groups of 768 took 1.25; logits computed twice would take a third more.
 LEAST_PAIR_ROWS = 256
 REFERENCE_BYTES = 4  # bytes of one row's reference in one tile, alive while exponentials are computed
-KEPT_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together: row blocks that share the weight in L2
+SAVED_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together: row blocks that share the weight in L2
 # Bytes of a logit that is sorted, with its column and the buffers of torch.sort; most columns of a piece (``piece_columns``).
 SORT_BYTES, MOST_PIECE = 40, 256
 
@@ -48,8 +48,8 @@ MOST_LISTED = 256  # most listed columns per token, on average, in the lists' ca
 # GPU does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed column
 
-LIVE_BLOCKS = 8  # most fp32 blocks of logits that the dense backend has alive at a time
-BLOCK_N, BLOCK_V = 128, 256  # blocks of the dense backend are multiples of these
+LIVE_BLOCKS = 8  # most blocks of logits that the dense backend has alive at a time
+BLOCK_N, BLOCK_V = 128, 256  # groups of tokens are multiples of the first, blocks of the dense backend of both
 
 # LEAST_GROUP: fewest tokens of a group; groups of 768 took as long as computing logits twice at D 1,024. MOST_ROUNDED: most
 # groups after each of which dC is rounded to bf16. Its relative error is 2.9e-3 with one group, 3.8e-3 with five, 6.9e-3 with
@@ -110,7 +110,7 @@ def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
     row_bytes = _making_bytes(sizes, num_tiles)
     beside = sizes.num_tokens * row_bytes
     if sizes.alone:
-        beside = min(beside, max(KEPT_ROWS * row_bytes, usual_waves(sizes.num_tokens, sizes.hidden_size)[1]))
+        beside = min(beside, max(SAVED_ROWS * row_bytes, usual_waves(sizes.num_tokens, sizes.hidden_size)[1]))
     return sizes.num_tokens * num_tiles * tile_cols * sizes.cell_bytes + beside
 
 
@@ -120,13 +120,13 @@ def _making_bytes(sizes: Sizes, num_tiles: int) -> int:
 
 
 def default_workspace(sizes: Sizes, keeps: bool) -> int:
-    """Return the default budget: enough for all exponentials if they can be kept at all, within two limits."""
+    """Return the default budget: enough for all exponentials if they can be saved at all, within two limits."""
     if not keeps:
         return LEAST_DEFAULT
     return max(LEAST_DEFAULT, min(bytes_of_all(sizes._replace(alone=False)), MOST_DEFAULT))
 
 
-def columns_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
+def saved_columns(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
     """Return how many of the first columns keep their exponentials within the budget: a multiple of ``tile_cols``."""
     num_tokens = sizes.num_tokens
     if num_tokens == 0 or sizes.num_columns == 0:
@@ -174,7 +174,6 @@ def _rows_of_groups(sizes: Sizes, available: int, tile_cols: int, most: int) -> 
     """Return the tokens of a group that fits in ``available`` bytes, for at most ``most`` groups; None if there is none."""
     num_tokens = sizes.num_tokens
     largest = min(num_tokens, available // (sizes.num_columns * sizes.cell_bytes))
-    # No sum over ranks waits for d_hidden of a group.
     fit = [
         rows
         for rows in range(LEAST_GROUP, largest + 1, BLOCK_N)
@@ -196,7 +195,7 @@ def _rows_of_groups(sizes: Sizes, available: int, tile_cols: int, most: int) -> 
 def _bytes_of_group(sizes: Sizes, tile_cols: int) -> int:
     """Return the bytes of a group: exponentials, and the larger of forward's and backward's other buffers."""
     num_tiles = cdiv(sizes.num_columns, tile_cols)
-    made = min(sizes.num_tokens, KEPT_ROWS) * _making_bytes(sizes, num_tiles)
+    made = min(sizes.num_tokens, SAVED_ROWS) * _making_bytes(sizes, num_tiles)
     parts = usual_waves(sizes.num_tokens, sizes.hidden_size)[1]
     return sizes.num_tokens * num_tiles * tile_cols * sizes.cell_bytes + max(made, parts)
 
@@ -204,42 +203,42 @@ def _bytes_of_group(sizes: Sizes, tile_cols: int) -> int:
 def _part_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int) -> int:
     """Return how many tiles keep their exponentials if the other columns are recomputed in chunks; negative if none fit."""
     # A chunk of ``width`` recomputed columns costs CHUNK_COST, so it is widened until the memory of the next column saves more
-    # time as a kept column. Beside the chunk the budget holds hidden states and remainder of all tokens.
+    # time as a saved column. Beside the chunk the budget holds hidden states and remainder of all tokens.
     width = math.isqrt(CHUNK_COST * sizes.num_columns)
     recompute = sizes.num_tokens * (2 * sizes.hidden_bytes + width * sizes.cell_bytes)
     tile_bytes = tile_cols * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads  # per token, with references
     return (workspace_bytes - recompute) // (sizes.num_tokens * tile_bytes)
 
 
-def forward_rows(sizes: Sizes, workspace_bytes: int, kept: int, tile_cols: int = 256) -> int:
-    """Return how many tokens the exact forward processes at a time; ``kept`` columns keep their exponentials.
+def forward_rows(sizes: Sizes, workspace_bytes: int, saved: int, tile_cols: int = 256) -> int:
+    """Return how many tokens the exact forward processes at a time; ``saved`` columns keep their exponentials.
 
-    With kept exponentials these are all tokens, or groups of equal size if the other buffers only fit for a group.
+    With saved exponentials these are all tokens, or groups of equal size if the other buffers only fit for a group.
     """
-    if not kept:
+    if not saved:
         return max(ROWS, max(workspace_bytes, LEAST_BYTES) // sizes.hidden_bytes // ROWS * ROWS)
     num_tokens = sizes.num_tokens
-    fit = (workspace_bytes - num_tokens * kept * sizes.cell_bytes) // _making_bytes(sizes, kept // tile_cols)
+    fit = (workspace_bytes - num_tokens * saved * sizes.cell_bytes) // _making_bytes(sizes, saved // tile_cols)
     if fit >= num_tokens:
         return num_tokens
-    groups = cdiv(num_tokens, max(KEPT_ROWS, fit // KEPT_ROWS * KEPT_ROWS))
-    return cdiv(cdiv(num_tokens, groups), KEPT_ROWS) * KEPT_ROWS
+    groups = cdiv(num_tokens, max(SAVED_ROWS, fit // SAVED_ROWS * SAVED_ROWS))
+    return cdiv(cdiv(num_tokens, groups), SAVED_ROWS) * SAVED_ROWS
 
 
 def most_rows(sizes: Sizes, workspace_bytes: int) -> int:
-    """Return the most tokens at a time if nothing is kept: their hidden states and remainder take half of the budget."""
+    """Return the most tokens at a time if nothing is saved: their hidden states and remainder take half of the budget."""
     return max(ROWS, max(workspace_bytes, LEAST_BYTES) // (2 * sizes.sum_bytes) // ROWS * ROWS)
 
 
-def exact_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, tiles: Tiles, at_once: int) -> Chunks:
-    """Split the logits' gradients into chunks that fit in the budget with hidden states, remainder and kept exponentials.
+def exact_chunks(sizes: Sizes, workspace_bytes: int, saved_bytes: int, tiles: Tiles, at_once: int) -> Chunks:
+    """Split the logits' gradients into chunks that fit in the budget with hidden states, remainder and saved exponentials.
 
     ``sizes.num_columns`` counts the columns that are recomputed. The device runs ``at_once`` programs at a time.
     """
-    budget = max(workspace_bytes, LEAST_BYTES) - kept_bytes
+    budget = max(workspace_bytes, LEAST_BYTES) - saved_bytes
     tile_cols = tiles.dlogits.cols
     rows = sizes.num_tokens
-    if kept_bytes == 0:  # otherwise exponentials are kept for all tokens, and columns_kept left memory for all rows
+    if saved_bytes == 0:  # otherwise exponentials are saved for all tokens, and saved_columns left memory for all rows
         # Leave memory for two tiles of columns.
         rows = max(ROWS, budget // (sizes.sum_bytes + 2 * tile_cols * sizes.cell_bytes) // ROWS * ROWS)
         rows = min(sizes.num_tokens, rows, most_rows(sizes, workspace_bytes))
@@ -247,16 +246,16 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, kept_bytes: int, tiles: Til
     return Chunks(rows, fill_waves(rows, sizes.num_columns, sizes.hidden_size, tiles, at_once, cols))
 
 
-def pair_rows(sizes: Sizes, workspace_bytes: int, kept: int) -> int:
-    """Return how many tokens' logits of both heads fit in the budget beside ``kept`` columns of all tokens.
+def pair_rows(sizes: Sizes, workspace_bytes: int, saved: int) -> int:
+    """Return how many tokens' logits of both heads fit in the budget beside ``saved`` columns of all tokens.
 
     Three sixteenths of the memory are left free, about as much as the chunks of backward leave. Returns 0 if fewer than
     ``LEAST_PAIR_ROWS`` fit, unless these are all: then it is faster to compute the logits twice.
     """
-    one, kept = sizes._replace(num_tokens=1), min(kept, sizes.num_columns)
-    kept_bytes = bytes_of_all(one._replace(num_columns=kept)) - sizes.hidden_bytes
-    available = max(workspace_bytes, LEAST_BYTES) - sizes.num_tokens * kept_bytes
-    rows = available * 13 // 16 // bytes_of_all(one._replace(num_columns=sizes.num_columns - kept))
+    one, saved = sizes._replace(num_tokens=1), min(saved, sizes.num_columns)
+    saved_bytes = bytes_of_all(one._replace(num_columns=saved)) - sizes.hidden_bytes
+    available = max(workspace_bytes, LEAST_BYTES) - sizes.num_tokens * saved_bytes
+    rows = available * 13 // 16 // bytes_of_all(one._replace(num_columns=sizes.num_columns - saved))
     rows = max(1, rows // ROWS * ROWS or rows)
     return rows if rows >= min(sizes.num_tokens, LEAST_PAIR_ROWS) else 0
 
@@ -312,17 +311,35 @@ def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> in
     return min(sizes.num_tokens, max(ROWS, available // row_bytes // ROWS * ROWS))
 
 
-def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int) -> Chunks:
-    """Return the size of the dense backend's blocks of logits: LIVE_BLOCKS fp32 blocks fit in the budget."""
-    elements = max(workspace_bytes // (4 * LIVE_BLOCKS), BLOCK_N * BLOCK_V)
+def dense_block(num_tokens: int, num_columns: int, workspace_bytes: int, itemsize: int = 4) -> Chunks:
+    """Return the size of the dense backend's blocks of logits: LIVE_BLOCKS blocks of fp32 (or float64) fit in the budget."""
+    elements = max(workspace_bytes // (itemsize * LIVE_BLOCKS), BLOCK_N * BLOCK_V)
     rows = min(num_tokens, elements // BLOCK_V // BLOCK_N * BLOCK_N) or 1
     return Chunks(rows, min(num_columns, elements // rows // BLOCK_V * BLOCK_V) or 1)
+
+
+def dense_rows(num_columns: int, itemsize: int, workspace_bytes: int, uniform: bool) -> int:
+    """Return the most tokens whose logits the dense backend keeps until their gradients are done: 0 if less than a block.
+
+    Label smoothing (``uniform``) reads the logits once more, which takes a second block.
+    """
+    return workspace_bytes // (max(1, num_columns) * itemsize * (1 + uniform)) // BLOCK_N * BLOCK_N
+
+
+def dense_groups(sizes: Sizes, workspace_bytes: int, uniform: bool, *, holds_weight: bool = False) -> Groups | None:
+    """Return the groups of tokens of one pass of the dense backend, or None if no group fits. Sizes as in ``groups_of``."""
+    available = workspace_bytes - (sizes.num_columns * sizes.hidden_bytes if holds_weight else 0)
+    rows = dense_rows(sizes.num_columns, sizes.itemsize, available, uniform)
+    if rows <= 0 or sizes.num_tokens == 0 or sizes.num_columns == 0:
+        return None
+    even = cdiv(sizes.num_tokens, cdiv(sizes.num_tokens, rows))
+    return Groups(cdiv(even, BLOCK_N) * BLOCK_N)
 
 
 def piece_columns(num_columns: int, top_k: int) -> int:
     """Return the columns of a piece, a power of 2, so that about as many pieces as columns of pieces are sorted.
 
-    ``extras.largest`` sorts the maxima of all pieces, then the columns of the ``top_k`` best pieces. H200, 8,192 tokens: this
+    ``outputs.largest`` sorts the maxima of all pieces, then the columns of the ``top_k`` best pieces. H200, 8,192 tokens: this
     takes 3 to 11 ms for k up to 64 and 128,256 to 262,144 columns; torch.topk takes 12 to 23 ms.
     """
     return min(MOST_PIECE, 1 << math.isqrt(num_columns // top_k).bit_length())
@@ -332,7 +349,7 @@ def top_rows(sizes: Sizes, top_k: int, workspace_bytes: int) -> int:
     """Return the tokens per group whose hidden states, fp32 logits and sorts for the largest logits fit in the budget."""
     piece = piece_columns(sizes.num_columns, top_k)
     sorted_columns = min(sizes.num_columns, max(cdiv(sizes.num_columns, piece), piece * top_k))
-    num_copies = 1 if sizes.num_columns % piece == 0 else 2  # ``extras.largest`` pads logits to whole pieces
+    num_copies = 1 if sizes.num_columns % piece == 0 else 2  # ``outputs.largest`` pads logits to whole pieces
     row_bytes = sizes.hidden_bytes + 4 * sizes.num_columns * num_copies + SORT_BYTES * sorted_columns
     rows = max(1, max(workspace_bytes, LEAST_BYTES) // row_bytes)
     return min(sizes.num_tokens, rows // ROWS * ROWS if rows >= ROWS else rows)

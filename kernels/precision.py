@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -19,6 +16,7 @@ def widened(x: Tensor) -> Tensor:
     return x.to(accumulator(x.dtype))
 
 
+@torch.compiler.assume_constant_result
 def fp32_precision() -> str:
     """Return "ieee" or "tf32": how torch multiplies fp32 matrices on a GPU.
 
@@ -27,25 +25,3 @@ def fp32_precision() -> str:
     newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     is_tf32 = torch.get_float32_matmul_precision() != "highest" if newer is None else newer == "tf32"
     return "tf32" if is_tf32 else "ieee"
-
-
-@contextmanager
-def ieee_products() -> Iterator[None]:
-    """Have torch multiply fp32 matrices without rounding their elements."""
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        was = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(was)
-        return
-    settings = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    before = [setting.fp32_precision for setting in settings]
-    try:
-        for setting in settings:
-            setting.fp32_precision = "ieee"
-        yield
-    finally:
-        for setting, was in zip(settings, before, strict=True):
-            setting.fp32_precision = was

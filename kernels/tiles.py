@@ -1,16 +1,20 @@
-"""Tile sizes by device and dtype: a table with its provenance."""
+"""Tile sizes by device and dtype, and the GPU that a dry run (``dry_run.py``) chooses tiles for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 import triton
 
-from cce_dist.kernels.planned import planned_device
 from cce_dist.kernels.precision import fp32_precision
+
+_T = TypeVar("_T")
 
 
 class Tile(NamedTuple):
@@ -53,6 +57,36 @@ _TABLE = {
 }
 _FALLBACK = Tiles(*(Tile(64, 64, 16, 4, 2),) * 4, 8)  # ieee fp32, and devices that no row names
 _INTERPRETED = Tiles(*(Tile(16, 32, 16, 4, 1),) * 4, 2)  # small, so that small tests still cross tile edges
+
+
+class Planned(NamedTuple):
+    """An NVIDIA GPU for which the host code of a dry run chooses tiles."""
+
+    major: int  # Major number of the compute capability
+    num_programs: int  # Number of multiprocessors
+
+
+_PLANNED: ContextVar[Planned | None] = ContextVar("cce_dist_planned", default=None)
+
+
+def planned_device() -> Planned | None:
+    """Return the GPU of this thread's dry run, or None if it uses its own device."""
+    return _PLANNED.get()
+
+
+@contextmanager
+def planned(device: Planned | None) -> Iterator[None]:
+    """Let this thread's host code choose tiles for ``device``, or for its own if that is None. No kernel can be launched."""
+    token = _PLANNED.set(device)
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
+def thinned(items: list[_T]) -> list[_T]:
+    """Return the items to loop over: for a planned GPU the first two and the last, since others allocate alike; else all."""
+    return items if planned_device() is None or len(items) < 4 else [*items[:2], items[-1]]
 
 
 def interpreted() -> bool:

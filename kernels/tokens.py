@@ -4,8 +4,8 @@
 ``coefficients`` in plain torch.
 
 ``compact`` skips tokens without a label, although the host does not know how many there are. ``index_N`` lists labelled tokens
-first, in order, and ``num_kept`` is their number, on the device. Every later kernel stops after ``num_kept`` compact rows. So a
-batch with two thirds of its tokens ignored costs a third, wherever the ignored tokens are.
+first, in order, and ``num_labelled`` is their number, on the device. Every later kernel stops after ``num_labelled`` compact
+rows. So a batch with two thirds of its tokens ignored costs a third, wherever the ignored tokens are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import triton.language as tl
 
 from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Upstream
 from cce_dist.kernels.blocks import kernel, on_device, rows_with_zeros
-from cce_dist.kernels.planned import thinned
-from cce_dist.kernels.tiles import MAX_SIDE, num_programs
+from cce_dist.kernels.tiles import MAX_SIDE, num_programs, thinned
 from cce_dist.kernels.waves import cdiv
 
 _IGNORED, _OUTSIDE = tl.constexpr(IGNORED), tl.constexpr(OUTSIDE)
@@ -44,9 +43,9 @@ def ordered_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> t
 
 
 def compact(ids_N: torch.Tensor) -> list[torch.Tensor]:
-    """Return the compact order: index_N int32, the tokens with labelled ones first, and num_kept, [2] int32.
+    """Return the compact order: index_N int32, the tokens with labelled ones first, and num_labelled, [2] int32.
 
-    The second number of num_kept is 0. It counts the programs that have written their part of a mean (``losses.py``).
+    The second number of num_labelled is 0. It counts the programs that have written their part of a mean (``losses.py``).
     """
     order = _new_order(ids_N)
     _of_labels(ids_N, None, order, IGNORED, None)
@@ -63,29 +62,29 @@ def _of_labels(
 ) -> Any:
     """Fill ``ids_N`` and ``order`` unless they are None. Return ``ids_N``."""
     num_tokens = labels_N.shape[0]
-    index_N, num_kept = order or (None, None)
+    index_N, num_labelled = order or (None, None)
     if num_tokens or order is not None:
         # The order is computed by one program: 65,536 tokens take it eight steps, and no second launch is needed.
         block, warps = (_BLOCK, 4) if order is None else (8192, 16)
         with on_device(labels_N):
             _labels_kernel[(cdiv(num_tokens, block) if order is None else 1,)](
-                labels_N, ids_N, index_N, num_kept, ignore_index, vocab_size, num_tokens, BLOCK=block, num_warps=warps
+                labels_N, ids_N, index_N, num_labelled, ignore_index, vocab_size, num_tokens, BLOCK=block, num_warps=warps
             )
     return ids_N
 
 
-@kernel("ids_ptr", "index_ptr", "num_kept_ptr")
+@kernel("ids_ptr", "index_ptr", "num_labelled_ptr")
 def _labels_kernel(
     labels_ptr,  # in: [N] int64
     ids_ptr,  # out: [N] int64, or None if the labels are ids already
     index_ptr,  # out: [N] int32, or None
-    num_kept_ptr,  # out: [2] int32, or None
+    num_labelled_ptr,  # out: [2] int32, or None
     ignore_index,
     vocab_size,
     num_tokens,
     BLOCK: tl.constexpr,
 ):
-    num_kept = tl.zeros((), tl.int32)
+    num_labelled = tl.zeros((), tl.int32)
     # For each BLOCK of tokens: their ids, and their positions in the compact order by a prefix sum.
     for begin in range(tl.program_id(0) * BLOCK, num_tokens, tl.num_programs(0) * BLOCK):
         offs_n = begin + tl.arange(0, BLOCK)
@@ -98,23 +97,23 @@ def _labels_kernel(
         if index_ptr is not None:
             keep = ids >= 0
             kept = keep.to(tl.int32)
-            kept_before = num_kept + tl.cumsum(kept, 0) - kept
+            kept_before = num_labelled + tl.cumsum(kept, 0) - kept
             position = tl.where(keep, kept_before, num_tokens - 1 - (offs_n - kept_before))
             tl.store(index_ptr + position, offs_n, mask=in_n)
-            num_kept += tl.sum(kept, 0)
-    if num_kept_ptr is not None:
-        tl.store(num_kept_ptr, num_kept)
-        tl.store(num_kept_ptr + 1, 0)
+            num_labelled += tl.sum(kept, 0)
+    if num_labelled_ptr is not None:
+        tl.store(num_labelled_ptr, num_labelled)
+        tl.store(num_labelled_ptr + 1, 0)
 
 
 def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor]]:
     """Cut the compact order into groups of ``rows`` tokens. Return each group's index and number of labelled tokens."""
-    index_N, num_kept = order
+    index_N, num_labelled = order
     num_tokens = index_N.shape[0]
     if rows >= num_tokens:
         return [order]
     starts = torch.arange(0, num_tokens, rows, dtype=torch.int32, device=index_N.device)
-    kept_G = (num_kept[:1] - starts).clamp_(0, rows)
+    kept_G = (num_labelled[:1] - starts).clamp_(0, rows)
     return thinned([[index_N[i : i + rows], kept_G[g : g + 1]] for g, i in enumerate(range(0, num_tokens, rows))])
 
 
@@ -140,7 +139,7 @@ def gather_rows(hidden_ND: torch.Tensor, rows: Rows) -> None:
     num_rows, hidden_size = rows.hidden.shape
     grid = (cdiv(num_rows, 16), cdiv(hidden_size, 256))
     _gather_rows_kernel[grid](
-        hidden_ND, rows.index, rows.num_kept, rows.hidden,
+        hidden_ND, rows.index, rows.num_labelled, rows.hidden,
         num_rows, hidden_size,
         MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
     )
@@ -150,7 +149,7 @@ def gather_rows(hidden_ND: torch.Tensor, rows: Rows) -> None:
 def _gather_rows_kernel(
     hidden_ptr,  # in: [N, D]
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     rows_ptr,  # out: [R, D]
     num_rows,
     hidden_size,
@@ -158,13 +157,13 @@ def _gather_rows_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    num_kept = tl.load(num_kept_ptr)
-    if tl.program_id(0) * BLOCK_R < rows_with_zeros(num_kept, MAX_SIDE):
+    num_labelled = tl.load(num_labelled_ptr)
+    if tl.program_id(0) * BLOCK_R < rows_with_zeros(num_labelled, MAX_SIDE):
         offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
         offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         in_r = offs_r < num_rows
         in_d = (offs_d < hidden_size)[None, :]
-        live = offs_r < num_kept
+        live = offs_r < num_labelled
         token = tl.load(index_ptr + offs_r, mask=live, other=0).to(tl.int64)
         row = tl.load(hidden_ptr + token[:, None] * hidden_size + offs_d[None, :], mask=live[:, None] & in_d, other=0)
         where = rows_ptr + offs_r.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]

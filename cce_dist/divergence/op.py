@@ -161,7 +161,7 @@ _OPERATOR = Operator(
     "(Tensor, Tensor[])",
     DivergenceCall,
     num_outputs=1,
-    num_kept=7,
+    num_saved=7,
 )
 _OPERATOR.register(_forward_fake)
 

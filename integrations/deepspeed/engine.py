@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from cce_dist.integrations.patching import Place, say_once
 INITIALIZE = Place("deepspeed", "initialize")
 # Whether a call of deepspeed.initialize comes from ours, which has read the section.
 _section_is_read = contextvars.ContextVar("_section_is_read", default=False)
+_num_converted = 0
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple:
@@ -56,13 +56,9 @@ def install() -> None:
 
     @functools.wraps(original)
     def reads_the_section(*args: Any, **kwargs: Any) -> tuple:
-        result = _initialize(original, args, kwargs)
-        installed.cce_converted += hasattr(result[0], "cce_heads")
-        return result
+        return _initialize(original, args, kwargs)
 
-    installed: Any = reads_the_section
-    installed.cce_converted = num_converted()
-    INITIALIZE.put(installed)
+    INITIALIZE.put(reads_the_section)
 
 
 def uninstall() -> None:
@@ -71,7 +67,8 @@ def uninstall() -> None:
 
 
 def num_converted() -> int:
-    return getattr(sys.modules["deepspeed"].initialize, "cce_converted", 0)
+    """Return how many engines of this process were made with the section enabled."""
+    return _num_converted
 
 
 def _original() -> Callable:
@@ -108,6 +105,8 @@ def _initialize(original: Callable, args: tuple, kwargs: dict) -> tuple:
     finally:
         _section_is_read.reset(token)
     convert(result[0], options)
+    global _num_converted
+    _num_converted += 1
     return result
 
 

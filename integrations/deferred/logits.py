@@ -40,7 +40,9 @@ class DeferredLogits:
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> Any:
-        return self * (1 / divisor) if isinstance(divisor, (int, float)) else self * divisor
+        if not isinstance(divisor, (int, float)):
+            return self._other_use(f"division by a {type(divisor).__name__}", "__truediv__", divisor)
+        return self * (1 / divisor)
 
     def tanh(self) -> Any:
         if self._softcap is not None:

@@ -92,7 +92,7 @@ class Divergence(NamedTuple):
         return 1.0 - self.beta
 
     def can_keep(self, dtype: str) -> bool:
-        """Whether logits can be kept from forward to backward: only in bf16."""
+        """Whether logits can be saved from forward to backward: only in bf16."""
         return self.grad and dtype == "torch.bfloat16"
 
     @property

@@ -1,6 +1,6 @@
 """Divergence of two heads on Triton: write the logits of both heads, then compute statistics and gradients from the logits.
 
-Matrix products (``pair_logits.py``) write the logits of both heads: the first columns' into memory that is kept for
+Matrix products (``pair_logits.py``) write the logits of both heads: the first columns' into memory that is saved for
 backward, the others chunk by chunk. In forward, a pass over the logits sums up five numbers per token. A second pass reads the
 logits again before the next group of tokens overwrites them, or computes them again. In backward, a pass turns the student's
 logits into their gradient, in place, and the products of ``d_hidden.py`` and ``d_weight.py`` follow, as in ``exact.py``.
@@ -48,32 +48,32 @@ SUMS_WARPS, FEW_ROWS_WARPS = 1, 4
 BLOCK_N = 16  # rows per program of ``_pair_gradients_kernel``
 
 
-def columns_kept(x: Heads, spec: Divergence) -> int:
-    """Return how many of the shard's first columns are kept for backward: as many as fit in the budget."""
+def saved_columns(x: Heads, spec: Divergence) -> int:
+    """Return how many of the shard's first columns are saved for backward: as many as fit in the budget."""
     can_keep = spec.can_keep(str(x.student.hidden.dtype))
-    return memory.columns_kept(x.sizes, spec.workspace_bytes) if can_keep else 0
+    return memory.saved_columns(x.sizes, spec.workspace_bytes) if can_keep else 0
 
 
 def saved_like(x: Heads, spec: Divergence) -> list[torch.Tensor]:
-    return list(_new_kept(x, spec))
+    return list(_new_saved(x, spec))
 
 
-def _new_kept(x: Heads, spec: Divergence) -> PairLogits:
-    """Allocate the logits that are kept for backward. Their rows are the tokens that count, in order."""
-    hidden, columns = x.student.hidden, columns_kept(x, spec)
+def _new_saved(x: Heads, spec: Divergence) -> PairLogits:
+    """Allocate the logits that are saved for backward. Their rows are the tokens that count, in order."""
+    hidden, columns = x.student.hidden, saved_columns(x, spec)
     tile_cols = choose_tiles(hidden.dtype, hidden.device).lse.cols if columns else 1
     return new_pair_logits(x.student.num_tokens, columns, tile_cols, hidden, columns > 0)
 
 
 def statistics(x: Heads, spec: Divergence, merged: Merge, rows: int) -> Sums:
-    """Return the sums, and the kept ``PairLogits``. For a second pass, ranks merge each group of ``rows`` tokens."""
-    student, kept = x.student, _new_kept(x, spec)
+    """Return the sums, and the saved ``PairLogits``. For a second pass, ranks merge each group of ``rows`` tokens."""
+    student, saved = x.student, _new_saved(x, spec)
     stats_5N = student.hidden.new_zeros(5, student.num_tokens, dtype=torch.float32)
     stats_5N[::2][:2].fill_(float("-inf"))
     sums_2N = None if spec.empty_sum is None else stats_5N.new_full((2, student.num_tokens), spec.empty_sum)
     if student.num_tokens and (student.num_valid or sums_2N is not None):
-        _sweep(x, spec, kept, stats_5N, sums_2N, merged, rows)
-    return merged(stats_5N) if sums_2N is None else stats_5N, sums_2N, list(kept)
+        _sweep(x, spec, saved, stats_5N, sums_2N, merged, rows)
+    return merged(stats_5N) if sums_2N is None else stats_5N, sums_2N, list(saved)
 
 
 class _Work(NamedTuple):
@@ -81,7 +81,7 @@ class _Work(NamedTuple):
 
     at_once: int  # Tokens of a group
     hidden: tuple[torch.Tensor, torch.Tensor]  # Buffers for a group's hidden states, the student's and the teacher's
-    chunk: PairLogits  # Buffer for a chunk of both heads' logits; without columns if all columns are kept
+    chunk: PairLogits  # Buffer for a chunk of both heads' logits; without columns if all columns are saved
     tiles: Tiles  # Tiles of the device
 
     def chunks(self, first: int, last: int) -> list[tuple[int, int]]:
@@ -90,13 +90,13 @@ class _Work(NamedTuple):
         return [(col, min(col + cols, last)) for col in range(first, last, cols)]
 
 
-def _work(x: Heads, spec: Divergence, kept: PairLogits, rows: int = 0) -> _Work:
-    """Allocate buffers. With ``rows`` they hold all logits of so many tokens that are not kept."""
+def _work(x: Heads, spec: Divergence, saved: PairLogits, rows: int = 0) -> _Work:
+    """Allocate buffers. With ``rows`` they hold all logits of so many tokens that are not saved."""
     (student, teacher), sizes = x, x.sizes
     tiles = choose_tiles(student.hidden.dtype, student.hidden.device)
-    left = sizes._replace(num_columns=max(0, sizes.num_columns - kept.columns))
+    left = sizes._replace(num_columns=max(0, sizes.num_columns - saved.columns))
     at_once, cols = memory.exact_chunks(
-        left, spec.workspace_bytes, kept.z_2RC.nbytes + kept.top_2BR.nbytes, tiles, num_programs(student.hidden.device)
+        left, spec.workspace_bytes, saved.z_2RC.nbytes + saved.top_2BR.nbytes, tiles, num_programs(student.hidden.device)
     )
     if rows:
         at_once, cols = rows, cdiv(left.num_columns, tiles.lse.cols) * tiles.lse.cols
@@ -120,23 +120,24 @@ def _fill(
 
 
 def _sweep(
-    x: Heads, spec: Divergence, kept: PairLogits, stats_5N: torch.Tensor, sums_2N: torch.Tensor | None, merged: Merge, rows: int
+    x: Heads, spec: Divergence, saved: PairLogits, stats_5N: torch.Tensor, sums_2N: torch.Tensor | None, merged: Merge,
+    rows: int,
 ) -> None:
-    """Write the kept logits and each token's statistics; with ``sums_2N``, merge these and write the sums of a second pass.
+    """Write the saved logits and each token's statistics; with ``sums_2N``, merge these and write the sums of a second pass.
 
     The second pass reads the logits of each group of ``rows`` tokens before the next group overwrites them. With 0 rows it
-    follows the first pass, and computes the logits that are not kept again.
+    follows the first pass, and computes the logits that are not saved again.
     """
     with on_device(x.student.hidden):
-        work, num_valid = _work(x, spec, kept, rows), x.student.num_valid
-        last_kept = min(kept.columns, num_valid)
+        work, num_valid = _work(x, spec, saved, rows), x.student.num_valid
+        last_saved = min(saved.columns, num_valid)
         groups = list(enumerate(token_groups(compact(x.student.ids), work.at_once)))
 
         def one_pass(number: int, both: tuple[Rows, Rows], pair: Pair | None, sums_KN: torch.Tensor, fill_from: int) -> None:
             own = slice(number * work.at_once, (number + 1) * work.at_once)
-            of_group = kept._replace(z_2RC=kept.z_2RC[:, own], top_2BR=kept.top_2BR[:, :, own])
-            parts = [(of_group, 0, last_kept)] if last_kept else []
-            parts += [(work.chunk, *chunk) for chunk in work.chunks(last_kept, num_valid)]
+            of_group = saved._replace(z_2RC=saved.z_2RC[:, own], top_2BR=saved.top_2BR[:, :, own])
+            parts = [(of_group, 0, last_saved)] if last_saved else []
+            parts += [(work.chunk, *chunk) for chunk in work.chunks(last_saved, num_valid)]
             for logits, first, last in parts:
                 if first >= fill_from:
                     _fill(x, enumerate(both), logits, first, last, work.tiles)
@@ -152,7 +153,7 @@ def _sweep(
             stats_5N.copy_(merged(stats_5N))
             pair = pair_of(stats_5N, spec)
             for number, order in groups:
-                one_pass(number, _gather(x, order, work), pair, sums_2N, last_kept)
+                one_pass(number, _gather(x, order, work), pair, sums_2N, last_saved)
 
 
 @triton.jit
@@ -226,7 +227,7 @@ def _add_up(
     num_warps = SUMS_WARPS if spec.empty_sum is None else FEW_ROWS_WARPS
     _pair_sums_kernel[(num_rows,)](
         # in
-        z_2RC[0], z_2RC[1], top_2BR[0], top_2BR[1], rows.index, rows.num_kept,
+        z_2RC[0], z_2RC[1], top_2BR[0], top_2BR[1], rows.index, rows.num_labelled,
         *((None,) * 4 if pair is None else pair[:4]),
         # in and out
         sums_KN,
@@ -248,7 +249,7 @@ def _pair_sums_kernel(
     top_s_ptr,  # in: [B, R] fp32
     top_t_ptr,  # in: [B, R] fp32
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     max_s_ptr,  # in: [N] fp32, for a second pass, else None
     log_sum_s_ptr,  # in: [N] fp32, for a second pass, else None
     max_t_ptr,  # in: [N] fp32, for a second pass, else None
@@ -268,9 +269,9 @@ def _pair_sums_kernel(
     BLOCK_V: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    num_kept = tl.load(num_kept_ptr)
+    num_labelled = tl.load(num_labelled_ptr)
     row = tl.program_id(0)
-    if row >= num_kept:
+    if row >= num_labelled:
         return
     token = tl.load(index_ptr + row)
     sums = sums_ptr + token
@@ -365,10 +366,10 @@ def _pair_sums_kernel(
 
 
 def gradients(
-    x: Heads, pair: Pair, coef_N: torch.Tensor, saved: list[torch.Tensor], grads: Grads, spec: Divergence
+    x: Heads, pair: Pair, coef_N: torch.Tensor, saved_of_forward: list[torch.Tensor], grads: Grads, spec: Divergence
 ) -> Gradients:
     """Return d_hidden, d_weight and d_bias of the student; ``coef_N`` is the gradient of each token's divergence."""
-    student, kept = x.student, PairLogits(*saved)
+    student, saved = x.student, PairLogits(*saved_of_forward)
     d_hidden, d_weight, d_bias = new_gradients(student, grads)
     returned = (d_hidden, None if grads.weight_out is not None else d_weight, d_bias)
     if student.num_tokens == 0 or student.num_valid == 0:
@@ -377,32 +378,32 @@ def gradients(
         return returned
     with on_device(student.hidden):
         coef_N, gain = normalised(coef_N, student.hidden.dtype)
-        work, dtype = _work(x, spec, kept), student.hidden.dtype
-        last_kept = min(kept.columns, student.num_valid)
-        chunks = work.chunks(last_kept, student.num_valid)
-        several = len(chunks) + (last_kept > 0) > 1
+        work, dtype = _work(x, spec, saved), student.hidden.dtype
+        last_saved = min(saved.columns, student.num_valid)
+        chunks = work.chunks(last_saved, student.num_valid)
+        several = len(chunks) + (last_saved > 0) > 1
         low_RD = remainder(student.hidden, work.at_once) if several and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
         out = Output(total, d_weight, d_bias, gain, grads.hidden_ready, False)
-        ready_rows = None if last_kept else grads.ready_rows
+        ready_rows = None if last_saved else grads.ready_rows
         groups = finished_groups(student.ids, compact(student.ids), work.at_once, ready_rows)
         for group, (*order, num_final) in enumerate(groups):
             both = _gather(x, order, work)
             add = partial(
                 add_chunks, out, student, both[0], tiles=work.tiles, add=grads.weight_out is not None or group > 0
             )
-            if last_kept:
-                # Compute the student's logits again if an earlier backward has overwritten them. Otherwise num_kept is 0.
-                again = both[0]._replace(num_kept=both[0].num_kept * kept.overwritten)
+            if last_saved:
+                # Compute the student's logits again if an earlier backward has overwritten them. Otherwise num_labelled is 0.
+                again = both[0]._replace(num_labelled=both[0].num_labelled * saved.overwritten)
                 # Through .data, as kernels write: autograd would refuse a saved tensor whose version has changed.
-                kept.overwritten.data.fill_(1)
-                fill = partial(_write_gradients, x, [(0, again)], both[0], kept, pair, coef_N, spec, work.tiles)
+                saved.overwritten.data.fill_(1)
+                fill = partial(_write_gradients, x, [(0, again)], both[0], saved, pair, coef_N, spec, work.tiles)
                 final = 0 if chunks else num_final
-                add([(0, last_kept)], kept.gradient(dtype), fill, num_final=final)
+                add([(0, last_saved)], saved.gradient(dtype), fill, num_final=final)
             if chunks:
                 made = [*enumerate(both)]
                 fill = partial(_write_gradients, x, made, both[0], work.chunk, pair, coef_N, spec, work.tiles)
-                add(chunks, work.chunk.gradient(dtype), fill, num_final=num_final, sets_hidden=not last_kept)
+                add(chunks, work.chunk.gradient(dtype), fill, num_final=num_final, sets_hidden=not last_saved)
     return returned
 
 
@@ -416,7 +417,7 @@ def _write_gradients(
     _fill(x, made, logits, first, first + num_cols, tiles)
     _pair_gradients_kernel[(cdiv(num_cols, tiles.lse.cols), cdiv(num_rows, BLOCK_N))](
         # in
-        z_2RC[0], z_2RC[1], top_2BR[0], top_2BR[1], student.head, rows.index, rows.num_kept, *pair, coef_N,
+        z_2RC[0], z_2RC[1], top_2BR[0], top_2BR[1], student.head, rows.index, rows.num_labelled, *pair, coef_N,
         # out
         grads_RV,
         # sizes
@@ -436,7 +437,7 @@ def _pair_gradients_kernel(
     top_t_ptr,  # in: [B, R] fp32
     head,  # in: Head of the student, without factors
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     max_s_ptr,  # in: [N] fp32
     log_sum_s_ptr,  # in: [N] fp32
     max_t_ptr,  # in: [N] fp32
@@ -460,12 +461,12 @@ def _pair_gradients_kernel(
     # Compute the gradient of a tile [BLOCK_N, BLOCK_V] of logits. Programs that run together read contiguous memory.
     tile = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_N
-    num_kept = tl.load(num_kept_ptr)
+    num_labelled = tl.load(num_labelled_ptr)
     # The products read whole tiles of rows.
-    if row >= tl.cdiv(num_kept, MAX_SIDE) * MAX_SIDE:
+    if row >= tl.cdiv(num_labelled, MAX_SIDE) * MAX_SIDE:
         return
     offs_n = row + tl.arange(0, BLOCK_N)
-    live = offs_n < num_kept
+    live = offs_n < num_labelled
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
     tops = tile * top_stride.to(tl.int64) + offs_n
     top_s = _shift_of(tl.load(top_s_ptr + tops, mask=live, other=0))
@@ -478,7 +479,7 @@ def _pair_gradients_kernel(
     coef = tl.load(coef_ptr + token, mask=live, other=0) * before
 
     cells = offs_n.to(tl.int64)[:, None] * z_stride + tile * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-    # Rows past num_kept get logits of -inf, so all of their p and t are 0.
+    # Rows past num_labelled get logits of -inf, so all of their p and t are 0.
     z_s = tl.load(z_s_ptr + cells, mask=live[:, None], other=float("-inf")).to(tl.float32)
     z_t = tl.load(z_t_ptr + cells, mask=live[:, None], other=float("-inf")).to(tl.float32)
     log_p = z_s + one_s[:, None]

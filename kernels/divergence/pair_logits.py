@@ -41,13 +41,13 @@ class PairLogits(NamedTuple):
         return self.z_2RC.shape[2]
 
 
-def new_pair_logits(num_rows: int, columns: int, tile_cols: int, like: torch.Tensor, kept: bool = False) -> PairLogits:
+def new_pair_logits(num_rows: int, columns: int, tile_cols: int, like: torch.Tensor, saved: bool = False) -> PairLogits:
     """Allocate the logits of ``columns``, a multiple of ``tile_cols``. ``like`` has the hidden states' dtype and device."""
     dtype = torch.float16 if like.dtype == torch.bfloat16 else torch.float32
     return PairLogits(
         like.new_empty(2, num_rows, columns, dtype=dtype),
         like.new_empty(2, columns // tile_cols, num_rows, dtype=torch.float32),
-        like.new_zeros(int(kept), dtype=torch.int32),
+        like.new_zeros(int(saved), dtype=torch.int32),
     )
 
 

@@ -244,7 +244,7 @@ def _log_sum_exp(
 def gradients(
     x: Operands, softmax: Softmax, upstream: Upstream, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
-    """Return the filtered d_hidden and d_weight, and None; see ``Backend.gradients``. ``decide`` has excluded a bias.
+    """Return the filtered d_hidden and d_weight, and None; see ``Backend.gradients``. A call with a bias is exact.
 
     An element is kept if ``|P p| >= eps |LABEL|`` (``eps |P|`` if LABEL is 0), if it is the label's, if its column is frequent,
     or if the token's list is short. All gradients are exact if the entropy is differentiated, which has no control variate.
@@ -253,7 +253,7 @@ def gradients(
     coef_4N = coefficients(upstream, x.ids, spec.vocab_size)
 
     def exactly(wanted: Grads) -> Gradients:
-        return exact.gradients_by(x, softmax, coef_4N, exact.new_kept(x, exact.order_of(x)), wanted, spec)
+        return exact.gradients_by(x, softmax, coef_4N, exact.new_saved(x, exact.order_of(x)), wanted, spec)
 
     if x.num_tokens == 0 or x.num_valid == 0 or softmax.entropy is not None:
         return exactly(grads)
@@ -327,7 +327,7 @@ def _filtered_gradients(
         how = decide(x, softmax, coef_4N, lists, frequent.slot_V, spec.filter.eps)
         # First set the exact gradients, of all tokens or of those that fall back. Then add the filtered ones.
         d_hidden, d_weight, _ = exact.gradients_by(
-            x._replace(ids=how.exact_labels), softmax, coef_4N, exact.new_kept(x, how.exact_order),
+            x._replace(ids=how.exact_labels), softmax, coef_4N, exact.new_saved(x, how.exact_order),
             grads._replace(hidden_ready=None, ready_rows=None, often_empty=True), spec,
         )
         target = None

@@ -106,7 +106,7 @@ def sampled_sums(
     _sampled_sums_kernel[(cdiv(num_rows, tile.rows) * sums_3PN.shape[1],)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(sampled.weight, tile.cols, tile.inner, tma), sampled.head,
-        ids_S, sampled.ids, rows.index, rows.num_kept,
+        ids_S, sampled.ids, rows.index, rows.num_labelled,
         # out
         sums_3PN,
         # sizes
@@ -124,7 +124,7 @@ def _sampled_sums_kernel(
     ids_ptr,  # in: [S] int32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     sums_ptr,  # out: [3, P, N] fp32
     num_rows,
     hidden_size,
@@ -140,12 +140,12 @@ def _sampled_sums_kernel(
     BLOCK_V: tl.constexpr = TILE.cols
     part = tl.program_id(0) % num_parts
     row = tl.program_id(0) // num_parts * BLOCK_N
-    num_kept = tl.load(num_kept_ptr)
-    if row >= num_kept:
+    num_labelled = tl.load(num_labelled_ptr)
+    if row >= num_labelled:
         return
     acc = tile_of_products(hidden, weight, row, part * BLOCK_V, num_rows, size, hidden_size, TILE, TMA, PRECISION)
     offs_n = row + tl.arange(0, BLOCK_N)
-    live = offs_n < num_kept
+    live = offs_n < num_labelled
     offs_s = part * BLOCK_V + tl.arange(0, BLOCK_V)
     z = logits_of(acc, offs_s, offs_s < size, head, token_factors(head, offs_n, live), True)
     token = tl.load(index_ptr + offs_n, mask=live, other=0).to(tl.int64)

@@ -48,7 +48,7 @@ def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: in
     """
     rates, num_columns = H200[sizes.itemsize], sizes.num_columns
     product = product_seconds(sizes, rates)
-    kept = memory.columns_kept(sizes, workspace_bytes or memory.default_workspace(sizes, keeps)) if keeps else 0
+    kept = memory.saved_columns(sizes, workspace_bytes or memory.default_workspace(sizes, keeps)) if keeps else 0
     recomputed = RECOMPUTED * (1 - min(1.0, kept / max(1, num_columns)))
     exact = (EXACT_PRODUCTS + recomputed) * product
     more = filter_seconds(sizes, workspace_bytes or LEAST_DEFAULT, rates, memory.frequent_columns(num_columns, 0.0))

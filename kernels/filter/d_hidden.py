@@ -65,7 +65,7 @@ def add_products(
         *pair(*frequent), *([None, None] if sampled is None else pair(*sampled)),
         *([None, None] if covariance_DD is None else pair(rows.hidden, covariance_DD)),
         None if factors is None else factors.values_4,
-        rows.index, rows.num_kept, factor_N, shared_D, later[0].count_N,
+        rows.index, rows.num_labelled, factor_N, shared_D, later[0].count_N,
         # in, out
         total.high_ND, total.low_RD,
         # sizes
@@ -93,7 +93,7 @@ def _hidden_products_kernel(
     covariance,  # in: [D, D] descriptor or pointer, with HAS_COVARIANCE
     factors_ptr,  # in: [4] fp32, as in ``Factors``; with HAS_SAMPLED or HAS_COVARIANCE
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     factor_ptr,  # in: [N] fp32
     shared_ptr,  # in: [D] fp32
     count_ptr,  # in: [N] int32
@@ -117,14 +117,14 @@ def _hidden_products_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_kept = tl.load(num_kept_ptr)
+    num_labelled = tl.load(num_labelled_ptr)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     row = tl.program_id(0) // num_col_blocks * BLOCK_N
     col = tl.program_id(0) % num_col_blocks * BLOCK_D
-    if row >= num_kept:
+    if row >= num_labelled:
         return
     offs_n = row + tl.arange(0, BLOCK_N)
-    live = offs_n < num_kept
+    live = offs_n < num_labelled
     token = tl.load(index_ptr + offs_n, mask=live, other=0).to(tl.int64)
     mass = tl.load(factor_ptr + token, mask=live, other=0)
 

@@ -35,7 +35,7 @@ def add_listed_hidden(
     """Add the listed columns' part to d_hidden for the group's tokens whose lists are longer than ``longer_than``."""
     num_rows, hidden_size = rows.index.shape[0], x.weight.shape[1]
     _filtered_hidden_kernel[(num_rows, cdiv(hidden_size, 1024))](
-        x.weight, rows.index, rows.num_kept, lists.count_N, how.ends_2N, entries.column, entries.grad,
+        x.weight, rows.index, rows.num_labelled, lists.count_N, how.ends_2N, entries.column, entries.grad,
         total.low_RD,
         total.high_ND,
         hidden_size, x.num_valid, longer_than,
@@ -47,7 +47,7 @@ def add_listed_hidden(
 def _filtered_hidden_kernel(
     weight_ptr,  # in: [V, D]
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     count_ptr,  # in: [N] int32
     end_ptr,  # in: [N] int32: end of the token's entries
     entry_column_ptr,  # in: [M] int32
@@ -63,7 +63,7 @@ def _filtered_hidden_kernel(
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if row >= tl.load(num_kept_ptr):
+    if row >= tl.load(num_labelled_ptr):
         return
     token = tl.load(index_ptr + row).to(tl.int64)
     count = tl.load(count_ptr + token)
@@ -318,7 +318,7 @@ def compensated_weight(
     _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(centered_SD.device)),)](
         # in
         operand(parts_SV, tile.inner, tile.rows, tma), operand(centered_SD, tile.inner, tile.cols, tma),
-        tokens.rows.num_kept, factors.values_4,
+        tokens.rows.num_labelled, factors.values_4,
         tokens.reweighting_2V, slot_V, frequent_FD, share_V, shared_D, how.num_exact, how.num_fallback,
         # in, out
         d_weight_VD,

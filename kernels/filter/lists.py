@@ -74,7 +74,7 @@ def list_columns(
     num_rows, num_words = words_RW.shape
     aligned = min(16, num_words & -num_words)
     _list_columns_kernel[(num_rows,)](
-        words_RW, frequent.slot_V, x.ids, rows.index, rows.num_kept, taken,
+        words_RW, frequent.slot_V, x.ids, rows.index, rows.num_labelled, taken,
         lists.columns_M, lists.begin_N, lists.count_N,
         num_words // aligned, lists.columns_M.shape[0], x.start, x.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
@@ -107,7 +107,7 @@ def _list_columns_kernel(
     slot_ptr,  # in: [33 W] int32, as in ``Frequent``; the words are read
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     taken_ptr,  # in, out: [1] int64
     columns_ptr,  # out: [M] int32
     begin_ptr,  # out: [N] int32
@@ -121,7 +121,7 @@ def _list_columns_kernel(
 ):
     row = tl.program_id(0)
     token = tl.load(index_ptr + row).to(tl.int64)
-    if row >= tl.load(num_kept_ptr):
+    if row >= tl.load(num_labelled_ptr):
         tl.store(begin_ptr + token, 0)
         tl.store(count_ptr + token, 0)
         return

@@ -96,7 +96,7 @@ class OfCovariance(NamedTuple):
 
 
 def sample_columns(dropped: Dropped, size: int, x: Operands) -> SampledColumns:
-    """Sample columns by share, as ``compensation.sample`` does, and copy their rows of the weight."""
+    """Sample columns by share, by systematic sampling (Madow, 1949), and copy their rows of the weight."""
     dtype, device, hidden_size = x.weight.dtype, x.weight.device, x.weight.shape[1]
     column_K = torch.empty(size, dtype=torch.int64, device=device)
     numbers_2K = torch.empty(2, size, dtype=torch.float32, device=device)
@@ -571,7 +571,7 @@ def _total(parts_ptr, num_parts, BLOCK_P: tl.constexpr):
 def _linear_factors(
     squares_ptr, num_parts, noise_part, least, least_signal, LINEAR_FACTORS: tl.constexpr, BLOCK_P: tl.constexpr
 ):
-    """Return both factors of ``compensation.linear`` from partial sums; NaN becomes 0."""
+    """Return the factors on linear correction and samples (``compensation.py``) from partial sums; NaN becomes 0."""
     number = tl.arange(0, LINEAR_FACTORS)
     linear = number.to(tl.float32) / (LINEAR_FACTORS - 1)
     signal = _total(squares_ptr, num_parts, BLOCK_P)
@@ -594,7 +594,7 @@ def _linear_factors(
 
 @triton.jit
 def _signal_share(squares_ptr, num_parts, least_signal, BLOCK_P: tl.constexpr):
-    """Return ``compensation.signal_share`` from partial sums."""
+    """Return ``signal_share`` of ``compensation.py`` from partial sums."""
     signal = _total(squares_ptr, num_parts, BLOCK_P)
     factor = 1 - _total(squares_ptr + num_parts, num_parts, BLOCK_P) / tl.where(signal > 0, signal, float("inf"))
     return tl.where((factor > least_signal) & (signal > 0), factor, 0.0)  # NaN becomes 0
@@ -606,7 +606,7 @@ def sampled_gradients(
 ) -> None:
     """Write g of the group's tokens to grads_RK. With ``factors`` g is multiplied by COLUMNS; if that is 0 nothing is written.
 
-    Rows at or past ``num_kept`` are 0 up to the end of their tile, and unwritten after it.
+    Rows at or past ``num_labelled`` are 0 up to the end of their tile, and unwritten after it.
     """
     tile, x = tiles.dlogits, sampled.x
     num_rows, hidden_size = rows.hidden.shape
@@ -615,7 +615,7 @@ def sampled_gradients(
     _sampled_gradients_kernel[(cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.cols),)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
-        sampled.column_K, sampled.numbers_2K, x.ids, rows.index, rows.num_kept, numbers_3N, softmax.max,
+        sampled.column_K, sampled.numbers_2K, x.ids, rows.index, rows.num_labelled, numbers_3N, softmax.max,
         softmax.log_sum, coef_4N, None if factors is None else factors.values_4,
         # out
         operand(grads_RK, tile.rows, tile.cols // 2, tma),
@@ -637,7 +637,7 @@ def _sampled_gradients_kernel(
     inverse_share_ptr,  # in: [K] fp32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     threshold_ptr,  # in: [N] fp32
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
@@ -659,15 +659,15 @@ def _sampled_gradients_kernel(
     num_col_blocks = tl.cdiv(num_columns, BLOCK_V)
     row = tl.program_id(0) // num_col_blocks * BLOCK_N
     col = tl.program_id(0) % num_col_blocks * BLOCK_V
-    num_kept = tl.load(num_kept_ptr)
-    if row >= num_kept:
+    num_labelled = tl.load(num_labelled_ptr)
+    if row >= num_labelled:
         return
     unused = (tl.load(factors_ptr + COLUMNS) == 0) if factors_ptr is not None else False
     if unused:
         return
     acc = tile_of_products(hidden, weight, row, col, num_rows, num_columns, hidden_size, TILE, TMA, PRECISION)
     offs_n = row + tl.arange(0, BLOCK_N)
-    live = offs_n < num_kept
+    live = offs_n < num_labelled
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
     offs_k = col + tl.arange(0, BLOCK_V)
     in_k = offs_k < num_columns

@@ -297,6 +297,7 @@ def check_what_is_refused() -> None:
     for given in beside:
         with pytest.raises(ValueError, match=f"shard_over goes without .*{next(iter(given))}"):
             VocabParallelHead(16, VOCAB, shard_over=mesh, **given)
+    VocabParallelHead(16, VOCAB, shard_over=mesh, sequence_parallel=False)
     with pytest.raises(ValueError, match="one dimension, or replicas and shards"):
         VocabParallelHead(16, VOCAB, shard_over=cube)
     model = cce_dist.convert(tiny_model(tie_word_embeddings=True), shard_over=mesh)
@@ -306,7 +307,8 @@ def check_what_is_refused() -> None:
     with pytest.raises(IndexError, match=f"id {VOCAB} is outside"):  # on every rank
         model(torch.tensor([[5, VOCAB if dist.get_rank() else 6]]))
     with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"):
-        promised = cce_dist.convert(tiny_model(), shard_over=mesh, equal_tokens=True)
+        promised = cce_dist.convert(tiny_model(), shard_over=mesh)
+        cce_dist.convert(promised, shard_over=mesh, equal_tokens=True)
         with pytest.raises(ValueError, match=rf"from {2 * LENGTH - 2} to {2 * LENGTH} tokens"):
             promised(**batch(Case()))
 

@@ -217,15 +217,11 @@ def test_a_look_after_train_draws_no_dropout() -> None:
 
 @pytest.mark.parametrize(("trains", "products"), [(True, 3), (False, 2)])
 def test_a_frozen_head_saves_the_product_of_dc(trains: bool, products: int) -> None:
-    """Catches a dC that is made and thrown away: backward makes the logits anew, dE, and dC."""
+    """Catches a dC that is made and thrown away. There is one block: of logits, dE, and dC."""
     hidden, weight = torch.randn(40, HIDDEN, requires_grad=True), torch.randn(VOCAB, HIDDEN, requires_grad=trains)
-    loss = linear_cross_entropy(hidden, weight, torch.randint(VOCAB, (40,)), backend="torch")
-    with profile(with_flops=True) as run:
-        loss.backward()
-    assert (
-        sum(event.flops for event in run.events() or () if event.name == "aten::mm")
-        == products * 2 * 40 * HIDDEN * VOCAB
-    )
+    with profile() as run:
+        linear_cross_entropy(hidden, weight, torch.randint(VOCAB, (40,)), backend="torch").backward()
+    assert sum(event.name in ("aten::mm", "aten::addmm_") for event in run.events() or ()) == products
     assert (weight.grad is not None) == trains
 
 

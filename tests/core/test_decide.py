@@ -32,6 +32,7 @@ def way(
     return found._replace(workspace_bytes=-(-found.workspace_bytes // MIB))
 
 
+IN_FP32 = {"backend": "torch", "dtype": "torch.float32"}
 GEMMA, LLAMA, PHI = (8192, 1152, 262_144), (16384, 4096, 128_256), (8192, 3072, 32_064)
 NO_UPSTREAM = "one pass would have to know the upstream gradient in forward"
 
@@ -52,6 +53,14 @@ NO_UPSTREAM = "one pass would have to know the upstream gradient in forward"
         pytest.param((GEMMA, {"dtype": "torch.float32"}), ("exact", "two", (0, False), 256, 0), id="fp32"),
         pytest.param((GEMMA, {"dtype": "torch.float16"}), ("exact", "two", (0, False), 256, 0), id="fp16"),
         pytest.param((GEMMA, {"backend": "torch"}), ("dense", "two", (0, False), 256, 0), id="torch"),
+        pytest.param((GEMMA, IN_FP32), ("dense", "one", (256, False), 256, 0), id="torch-fp32"),
+        pytest.param(
+            (GEMMA, IN_FP32, {"want": Want(uniform=True)}), ("dense", "one", (128, False), 256, 0), id="torch-smoothing"
+        ),
+        pytest.param(
+            (GEMMA, IN_FP32 | {"has_buffer": True}), ("dense", "two", (0, False), 256, 0), id="torch-buffer-beyond-budget"
+        ),
+        pytest.param((GEMMA, IN_FP32, SMOOTH), ("dense", "two", (0, False), 256, 0), id="torch-softcap"),
         pytest.param((GEMMA, {}, {"want": Want(grad=False)}), ("exact", "two", (0, False), 256, 0), id="no-grad"),
         pytest.param((GEMMA, {}, SMOOTH), ("exact", "two", (0, False), 256, 0), id="smoothing-under-a-softcap"),
         pytest.param((GEMMA, {}, {"invariant": True}), ("exact", "two", (0, False), 256, 0), id="batch-invariant"),
@@ -183,9 +192,25 @@ def test_explain() -> None:
         linear_cross_entropy(*meta(8, 8, 8))
 
 
+def test_fp32_is_multiplied_by_cublas() -> None:
+    """Catches: our fp32 kernels, a third as fast as cuBLAS, where no option needs them; cuBLAS where one does, or with TF32."""
+    fp32, filtered = meta(*GEMMA, torch.float32), GradFilter(always=True)
+    assert explain(*fp32) == "plain torch, one pass in 32 groups of 256 tokens, 256 MiB"
+    assert explain(*fp32, return_aux=True) == explain(*fp32, softcap=30.0) == "plain torch, two passes, 256 MiB"
+    assert explain(*fp32, grad_filter=filtered).startswith("filtered")
+    assert explain(*fp32, backend="triton").startswith("exact")
+    assert decide.choose_backend("auto", "auto", "meta", torch.float32, needs_kernels=True) == "triton"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        assert explain(*fp32).startswith("exact")
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_explain_on_a_cpu() -> None:
     hidden, weight, labels = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8), torch.zeros(4).long()
     shard = VocabShard(0, 16, 16)
-    assert explain(hidden, weight, labels, shard=shard) == "plain torch, two passes, 256 MiB"
+    assert explain(hidden, weight, labels, shard=shard) == "plain torch, one pass, 256 MiB"
     assert explain(hidden, weight, labels, grad_filter=GradFilter()) == "plain torch, filtered, two passes, 256 MiB"
+    assert explain(hidden, weight, labels, workspace_bytes=1 << 20, return_aux=True) == "plain torch, two passes, 1 MiB"
     assert Way().groups == Groups(0)

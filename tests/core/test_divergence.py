@@ -177,7 +177,7 @@ def test_kept_exponentials_match_dense(
     """Catches: a tile's exponentials relative to another's, the smaller of p and t taken for the larger, padding that is no
     number, the recomputed part's first column, a slope left out, a chunk that starts where another did, a group's kept logits
     in another group's rows, sums that stay relative to a smaller logit, what is kept overwritten by its gradients."""
-    monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(kept))
+    monkeypatch.setattr(divergence, "saved_columns", lambda *_: kept_columns(kept))
     if case.options.get("workspace_bytes"):
         monkeypatch.setattr(memory, "LEAST_BYTES", 43000)  # 15 tokens
         monkeypatch.setattr(memory, "LEAST_PAIR_ROWS", UNCUT if "again" in case.name else 1)
@@ -226,10 +226,10 @@ def test_what_is_kept_within_the_budget() -> None:
     logits = ShardLogits(0, 32768)
     head = Operands.of(operands, torch.empty(0, 512), torch.zeros(8192), logits)
     x, spec = Heads(head, head), Divergence(logits, logits, workspace_bytes=1 << 40)
-    assert divergence.columns_kept(x, spec) == 32768
-    assert divergence.columns_kept(x, spec._replace(grad=False)) == 0
+    assert divergence.saved_columns(x, spec) == 32768
+    assert divergence.saved_columns(x, spec._replace(grad=False)) == 0
     half = head._replace(hidden=operands.half())
-    assert divergence.columns_kept(Heads(half, half), spec) == 0
+    assert divergence.saved_columns(Heads(half, half), spec) == 0
     heads_of = {"torch.bfloat16": x, "torch.float16": Heads(half, half)}
     chosen, of_half = (
         decide_heads(heads.sizes, spec._replace(workspace_bytes=0), Where("triton", dtype)).workspace_bytes
@@ -237,9 +237,9 @@ def test_what_is_kept_within_the_budget() -> None:
     )
     assert of_half == 256 << 20
     assert 4 * 8192 * 32768 < chosen < 5.5 * 8192 * 32768
-    assert divergence.columns_kept(x, spec._replace(workspace_bytes=chosen)) == 32768
+    assert divergence.saved_columns(x, spec._replace(workspace_bytes=chosen)) == 32768
     for mib in (256, 512, 1024, chosen >> 20):
-        columns = divergence.columns_kept(x, spec._replace(workspace_bytes=mib << 20))
+        columns = divergence.saved_columns(x, spec._replace(workspace_bytes=mib << 20))
         assert 4 * 8192 * columns < mib << 20 and (columns > 0) == (mib > 256), mib
 
 
@@ -353,7 +353,7 @@ def test_a_second_pass_reads_the_logits(kept: int, again: bool, kind: str, monke
     """One merge for each group of tokens, and both heads' logits once in forward; or one merge, and the logits that are not
     kept twice. Catches: logits computed for each pass."""
     monkeypatch.setattr(memory, "LEAST_PAIR_ROWS", UNCUT if again else 1)
-    monkeypatch.setattr(divergence, "columns_kept", lambda *_: kept_columns(kept))
+    monkeypatch.setattr(divergence, "saved_columns", lambda *_: kept_columns(kept))
     monkeypatch.setattr(memory, "LEAST_BYTES", 43000)
     filled, merged = [], []
     monkeypatch.setattr(divergence, "fill_logits", lambda *given: filled.append(given[5]) or fill_logits(*given))

@@ -64,7 +64,7 @@ def step(shard: Shard) -> tuple[Tensor, list[Tensor], list[Tensor]]:
 
 def without_filter(shard: Shard) -> list[Tensor]:
     """What is saved where nothing is kept for backward."""
-    return list(exact.new_kept(shard.x, exact.compact(shard.x.ids)))
+    return list(exact.new_saved(shard.x, exact.compact(shard.x.ids)))
 
 
 def gradients(shard: Shard, saved: list[Tensor]) -> list[Tensor]:

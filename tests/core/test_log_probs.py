@@ -15,7 +15,7 @@ from support.refused import assert_changes_refused
 from torch import Tensor
 
 from cce_dist import LogProbs, VocabShard, linear_log_probs, merge, reference
-from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Softmax, Spec, exact, extras, memory
+from cce_dist.kernels import IGNORED, OUTSIDE, Operands, ShardLogits, Softmax, Spec, exact, memory, outputs
 from cce_dist.kernels.tiles import choose_tiles, interpreted
 from cce_dist.tools.verify.cases import KEPT_CASES, LOG_PROB_CASES, LogProbCase
 from cce_dist.tools.verify.check import assert_no_worse, run_case
@@ -65,7 +65,7 @@ def test_kept_exponentials_match_dense(name: str, columns: int, differentiated: 
         case = replace(case, options={})
     tile_cols = choose_tiles(torch.float32, torch.device(DEVICE)).lse.cols
     whole_tiles = -(-columns // tile_cols) * tile_cols
-    with mock.patch.object(exact, "columns_kept", lambda *_: whole_tiles):
+    with mock.patch.object(exact, "saved_columns", lambda *_: whole_tiles):
         check(case, DEVICE, "triton")
 
 
@@ -78,7 +78,7 @@ def test_kept_cells_beside_no_probability() -> None:
     expected = torch.autograd.grad(
         reference.linear_log_probs(hidden, weight, ids).log_probs, (hidden, weight), upstream
     )
-    with mock.patch.object(exact, "columns_kept", lambda *_: 64):
+    with mock.patch.object(exact, "saved_columns", lambda *_: 64):
         out = linear_log_probs(hidden, weight, ids, backend="triton")
         found = [torch.autograd.grad(out.log_probs, (hidden, weight), upstream, retain_graph=True) for _ in range(2)]
     torch.testing.assert_close(found[0], expected)
@@ -90,7 +90,7 @@ def test_a_second_backward_has_the_same_bits() -> None:
     hidden, weight, ids = (x.to(DEVICE) for x in data())
     ids = torch.stack((ids, ids.flip(0), ids), 1)
     for backend, columns in (("torch", 0), ("triton", 0), ("triton", 64)):
-        with mock.patch.object(exact, "columns_kept", lambda *_, columns=columns: columns):
+        with mock.patch.object(exact, "saved_columns", lambda *_, columns=columns: columns):
             out = linear_log_probs(hidden, weight, ids, entropy=True, backend=backend)
             upstream = torch.randn(ids.shape, device=DEVICE)
             objectives = [(factor * upstream * out.log_probs).sum() for factor in (1, -3)]
@@ -128,7 +128,7 @@ def test_outputs_do_not_depend_on_other_tokens() -> None:
                 hidden[rows].requires_grad_(grad), weight, ids[rows], temperature=own[rows], entropy=True, sum_p_squared=True,
                 argmax=True, top_k=4, backend="triton", batch_invariant=batch_invariant,
             )  # fmt: skip
-        return [x.detach()[-1] for x in outputs(out)]
+        return [x.detach()[-1] for x in listed(out)]
 
     last = torch.tensor([num_tokens - 1], device=DEVICE)
     counts = (0, num_tokens // 2, num_tokens - 1)
@@ -144,22 +144,22 @@ def test_nothing_that_depends_on_other_tokens_is_kept() -> None:
     operands = torch.empty(64, 64, dtype=torch.bfloat16)
     logits = ShardLogits(0, 64)
     x, spec = Operands.of(operands, operands, torch.zeros(64), logits), Spec(logits, 64, workspace_bytes=1 << 30)
-    assert exact.columns_kept(x, spec) > 0 == exact.columns_kept(x, spec._replace(invariant=True))
+    assert exact.saved_columns(x, spec) > 0 == exact.saved_columns(x, spec._replace(invariant=True))
 
 
 def test_an_id_outside_is_nan_alone() -> None:
     """As on a GPU, where ids are not read. Catches: a gradient that goes to another id, a row that is lost with its entry."""
     ids = torch.tensor([[3, OUTSIDE, 3], [IGNORED, OUTSIDE, IGNORED], [IGNORED, IGNORED, IGNORED]])
-    of_tokens = extras.any_id(ids)
+    of_tokens = outputs.any_id(ids)
     assert of_tokens.tolist() == [3, OUTSIDE, IGNORED]
     spec = Spec(ShardLogits(0, V), V, num_ids=3)
-    nll, _ = extras.merge_cells(torch.ones(1, 6, 3), Softmax(*torch.zeros(2, 3)), ids, spec)
+    nll, _ = outputs.merge_cells(torch.ones(1, 6, 3), Softmax(*torch.zeros(2, 3)), ids, spec)
     assert nll.tolist()[0][::2] == [-1, -1] and nll.isnan().tolist() == [
         [False, True, False],
         [False, True, False],
         [False] * 3,
     ]
-    cells, total = extras.cell_gradients(torch.ones(3, 3), torch.zeros(3, 3), ids)
+    cells, total = outputs.cell_gradients(torch.ones(3, 3), torch.zeros(3, 3), ids)
     assert total.tolist() == [2, 0, 0]
     assert cells.grad_NI is not None and cells.grad_NI[cells.ids_NI >= 0].tolist() == [-2]
 
@@ -169,7 +169,7 @@ def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(V, (N,))
 
 
-def outputs(out: LogProbs) -> list[Tensor]:
+def listed(out: LogProbs) -> list[Tensor]:
     return [x for x in out if x is not None]
 
 
@@ -234,7 +234,7 @@ def test_a_token_without_an_id_may_hold_anything(backend: str) -> None:
         )
         assert out.entropy is not None
         objective = out.log_probs.sum() + out.lse.sum() + out.entropy.sum()
-        results.append((*outputs(out), *torch.autograd.grad(objective, (h, weight))))
+        results.append((*listed(out), *torch.autograd.grad(objective, (h, weight))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     *values, best, _, top_ids, d_hidden, _ = results[1]
     assert all((x[3] == 0).all() for x in (*values, d_hidden))
@@ -279,7 +279,7 @@ def test_compiles_as_one_graph() -> None:
             hidden, weight, ids, temperature=own, entropy=True, sum_p_squared=True, argmax=True, top_k=3, softcap=5.0
         )
         assert out.entropy is not None
-        return (out.log_probs.sum() + out.entropy.sum(), *outputs(out))
+        return (out.log_probs.sum() + out.entropy.sum(), *listed(out))
 
     results = []
     for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):

@@ -10,9 +10,8 @@ from shards import DEVICE, GPU
 from torch import Tensor
 
 from cce_dist import linear_log_probs
-from cce_dist.kernels import Operands, ShardLogits, Spec, Want, dry_run, exact, extras, memory
-from cce_dist.kernels.planned import Planned
-from cce_dist.kernels.tiles import choose_tiles
+from cce_dist.kernels import Operands, ShardLogits, Spec, Want, dry_run, exact, memory, outputs
+from cce_dist.kernels.tiles import Planned, choose_tiles
 
 V = 20_000 if GPU else 330
 K = 5
@@ -65,7 +64,7 @@ def found(z: Tensor, top_k: int) -> list[Tensor]:
 def test_rows_that_mislead_pieces(size: int, top_k: int) -> None:
     """Bit for bit. Catches: torch.topk in place of a stable sort, pieces out of order, padding of 0."""
     z = torch.stack(list(misleading(size, top_k).values())).to(DEVICE)
-    for ours, expected in zip(extras.largest(z, top_k), largest(z, top_k), strict=True):
+    for ours, expected in zip(outputs.largest(z, top_k), largest(z, top_k), strict=True):
         assert torch.equal(ours, expected)
 
 
@@ -110,7 +109,7 @@ def test_two_shards() -> None:
         x = Operands.of(hidden, weight[rows], labels, logits, bias=bias[rows])
         spec = Spec(logits, V, want=Want(grad=False, top_k=K), workspace_bytes=256 << 20)
         stats.append(exact.statistics(x, spec)[0])
-    z, ids = extras.merge_top(torch.stack(stats), spec)
+    z, ids = outputs.merge_top(torch.stack(stats), spec)
     values, expected = largest(hidden @ weight.t() + bias, K)
     assert torch.equal(ids[labels >= 0], expected[labels >= 0])
     torch.testing.assert_close(z[labels >= 0], values[labels >= 0])
@@ -134,17 +133,17 @@ def test_beside_kept_exponentials() -> None:
     """Catches: other gradients, largest logits of the kept columns alone, logits of another group of tokens."""
     hidden, weight = torch.randn(6, 16), torch.randn(V, 16)
     ids = torch.randint(V, (6,), device=DEVICE)
-    outputs = []
+    found = []
     tile_cols = choose_tiles(torch.float32, torch.device(DEVICE)).lse.cols
     for top_k, rows in ((0, 2048), (K, 2048), (K, 4)):
         h, w = (x.to(DEVICE).requires_grad_() for x in (hidden, weight))
-        columns = mock.patch.object(exact, "columns_kept", lambda *_: 4 * tile_cols)
+        columns = mock.patch.object(exact, "saved_columns", lambda *_: 4 * tile_cols)
         groups = mock.patch.object(memory, "forward_rows", lambda *_, rows=rows: rows)
         with columns, groups:
             out = linear_log_probs(h, w, ids, top_k=top_k, backend="triton")
-            outputs.append((out, *torch.autograd.grad(out.log_probs.sum(), (h, w))))
-    without, *grads = outputs[0]
-    for out, *others in outputs[1:]:
+            found.append((out, *torch.autograd.grad(out.log_probs.sum(), (h, w))))
+    without, *grads = found[0]
+    for out, *others in found[1:]:
         assert torch.equal(out.log_probs, without.log_probs)
         assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
         assert torch.equal(out.top_ids.cpu(), largest(hidden @ weight.t(), K)[1])

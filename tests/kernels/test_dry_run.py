@@ -27,8 +27,7 @@ from cce_dist.kernels.direct import launching
 from cce_dist.kernels.dry_run import Live, Peak
 from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.memory import Sizes
-from cce_dist.kernels.planned import Planned, planned, planned_device
-from cce_dist.kernels.tiles import table_tiles
+from cce_dist.kernels.tiles import Planned, planned, planned_device, table_tiles
 
 MIB, H200 = 1 << 20, Planned(9, 132)
 
@@ -93,8 +92,8 @@ def test_collectives_find_multiprocessors(num_ranks: int, monkeypatch: pytest.Mo
         return torch.empty(rows, cols, dtype=torch.bfloat16, device="meta")
 
     hidden_RD, weight_VD, logits_RV = matrix(1024, 768), matrix(50_304, 768), matrix(1024, 50_304)
-    index, num_kept = (torch.empty(size, dtype=torch.int32, device="meta") for size in (1024, 1))
-    rows, x = Rows(index, num_kept, hidden_RD), Operands(hidden_RD, weight_VD, Head(), index.long(), 0, 50_304)
+    index, num_labelled = (torch.empty(size, dtype=torch.int32, device="meta") for size in (1024, 1))
+    rows, x = Rows(index, num_labelled, hidden_RD), Operands(hidden_RD, weight_VD, Head(), index.long(), 0, 50_304)
     tiles, grids = table_tiles(9, 16), list[int]()
     with planned(H200), launching(lambda kernel, args, grid, options: grids.append(grid[0])):
         logits_chunk(x, rows, 0, logits_RV, tiles)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu, upstream_of
+from support import corrections
 from torch import Tensor
 
 from cce_dist import GradFilter, VocabShard, linear_cross_entropy
@@ -524,7 +525,7 @@ def test_sampled_tokens_correct_d_weight(dtype: torch.dtype, limits, monkeypatch
         assert abs((added * expected).sum() / expected.square().sum() - 1) < 0.1
     else:
         assert (added - expected).abs().max() < 2e-3 * expected.abs().max()
-    assert tokens.rows.num_kept.item() == size
+    assert tokens.rows.num_labelled.item() == size
 
 
 def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -556,7 +557,7 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     strength = mass * (p.hidden.double() - sample.means_2D[0].double())
     terms = part[:, column] / (len(column) * share[column].double()) - mass / len(column)
     lines = strength @ centered.T / len(column)
-    apart = p.weight[compensation.sample(share, num_covariance).place].double() - center
+    apart = p.weight[corrections.sample(share, num_covariance).place].double() - center
 
     # A sampled token stands for as many as have its mass together.
     token = sample.token_S.long()
@@ -567,7 +568,7 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     coef = p.coef[0, token].double() * p.logits.logit_scale
     usual = (coef.square()[:, None] * weight.square()).sum() * centered.square().sum(1).mean()
-    fitted = compensation.linear(
+    fitted = corrections.linear(
         some @ centered, straight @ centered, torch.stack(noises), len(column) / num_covariance, usual
     )
     for ours, theirs in zip(factors, fitted, strict=True):
@@ -596,7 +597,7 @@ def test_one_side_stays_exact(side: str) -> None:
     grads = gradients(p, one, d, saved)
     x, spec = operands(p), spec_of(p, case)
     softmax = Softmax(d.maximum.float(), d.log_sum.float())
-    unfiltered = list(exact.new_kept(x, exact.compact(p.labels)))
+    unfiltered = list(exact.new_saved(x, exact.compact(p.labels)))
     upstream = upstream_of(p.coef, spec.vocab_size)
     plain: Any = exact.gradients(x, softmax, upstream, unfiltered, Grads(want_bias=False), spec)
     expected = (plain[0], both[1]) if side == "hidden" else (both[0], plain[1])

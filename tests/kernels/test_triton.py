@@ -201,7 +201,7 @@ def spec_of(p: Problem, case: Case) -> Spec:
 
 def local_stats(p: Problem, case: Case) -> tuple[Tensor, ...]:
     """The statistics, and what is saved; ``case`` says how many columns keep their exponentials, in any dtype."""
-    with mock.patch.object(exact, "columns_kept", lambda *_: case.cached):
+    with mock.patch.object(exact, "saved_columns", lambda *_: case.cached):
         stats, saved = exact.statistics(operands(p), spec_of(p, case))
     return stats, *saved
 
@@ -328,7 +328,7 @@ def test_second_backward_has_the_same_bits(cached: int, entropy: bool) -> None:
 def test_exponentials_of_groups_have_the_same_bits(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that has room for the hidden states of some tokens alone. Catches: exponentials or references of a group that
     are written where another's are, a group left out, or made anew in others than forward's."""
-    monkeypatch.setattr(memory, "KEPT_ROWS", 512 if GPU else 64)
+    monkeypatch.setattr(memory, "SAVED_ROWS", 512 if GPU else 64)
     whole = sized(num_tokens=100, cached=128, **options)
     p, groups = problem(whole, KEPT_IN), whole._replace(budget=1)
     seen = set()
@@ -473,10 +473,10 @@ def test_the_budget_that_is_chosen(num_tokens, num_columns):
     chosen = memory.default_workspace(sizes, True)
     assert 256 << 20 <= chosen <= 2100 << 20 and memory.default_workspace(sizes, False) == 256 << 20
     if memory.bytes_of_all(sizes) <= 2100 << 20:
-        assert memory.columns_kept(sizes, chosen) >= num_columns * (num_tokens > 0)
+        assert memory.saved_columns(sizes, chosen) >= num_columns * (num_tokens > 0)
     else:
         assert chosen == 2100 << 20
-    assert memory.columns_kept(sizes, chosen) >= memory.columns_kept(sizes, 256 << 20)
+    assert memory.saved_columns(sizes, chosen) >= memory.saved_columns(sizes, 256 << 20)
 
 
 @pytest.mark.parametrize(
@@ -495,13 +495,13 @@ def test_the_default_keeps_all_that_fits(num_tokens: int, hidden_size: int, num_
     and a default that counts on d_hidden's storage where ranks sum d_hidden."""
     sizes = memory.Sizes(num_tokens, hidden_size, num_columns, 2, alone=True)
     chosen = memory.default_workspace(sizes, True)
-    kept = memory.columns_kept(sizes, chosen)
+    kept = memory.saved_columns(sizes, chosen)
     assert (kept >= num_columns) == (rows is not None)
     if rows is not None:
         assert memory.forward_rows(sizes, chosen, kept) == rows
     summed = sizes._replace(alone=False)
     assert memory.default_workspace(summed, True) == chosen
-    of_part = memory.columns_kept(summed, chosen)
+    of_part = memory.saved_columns(summed, chosen)
     assert (of_part >= num_columns) == (memory.bytes_of_all(summed) <= 2100 << 20) == (rows == num_tokens)
     assert of_part == 0 or memory.forward_rows(summed, chosen, of_part) == num_tokens
 
@@ -512,7 +512,7 @@ def test_the_default_halves_8192_tokens_of_a_large_vocabulary(hidden_size: int, 
     """Gemma 3 and 3n have such heads. Catches a default that misses two even groups by a few MiB."""
     sizes = memory.Sizes(8192, hidden_size, num_columns, 2, alone=True)
     assert memory.groups_of(sizes, memory.default_workspace(sizes, True)) == (4096, False)
-    assert memory.columns_kept(sizes._replace(num_tokens=4096), 2100 << 20) >= num_columns
+    assert memory.saved_columns(sizes._replace(num_tokens=4096), 2100 << 20) >= num_columns
 
 
 def test_who_waits_for_d_hidden() -> None:
@@ -532,13 +532,13 @@ def test_where_exponentials_are_kept() -> None:
     rows = torch.zeros(8, 16, dtype=torch.bfloat16)
     logits = ShardLogits(0, 8)
     x, spec = Operands.of(rows, rows, torch.zeros(8), logits), Spec(logits, 8)
-    assert exact.columns_kept(x, spec) == 256
-    assert exact.columns_kept(x._replace(hidden=x.hidden.half()), spec) == 0
-    assert exact.columns_kept(x, spec._replace(want=Want(grad=False))) == 0
+    assert exact.saved_columns(x, spec) == 256
+    assert exact.saved_columns(x._replace(hidden=x.hidden.half()), spec) == 0
+    assert exact.saved_columns(x, spec._replace(want=Want(grad=False))) == 0
     for want in (Want(entropy=True), Want(uniform=True)):
-        assert exact.columns_kept(x, spec._replace(want=want)) == 256
-        assert exact.columns_kept(x, spec._replace(want=want, logits=ShardLogits(0, 8, softcap=30.0))) == 0
-    assert exact.columns_kept(x, Spec(logits._replace(tensors="factors"), 8, want=Want(uniform=True))) == 0
+        assert exact.saved_columns(x, spec._replace(want=want)) == 256
+        assert exact.saved_columns(x, spec._replace(want=want, logits=ShardLogits(0, 8, softcap=30.0))) == 0
+    assert exact.saved_columns(x, Spec(logits._replace(tensors="factors"), 8, want=Want(uniform=True))) == 0
 
 
 class Seen(NamedTuple):
@@ -635,8 +635,8 @@ def test_all_kept_in_the_least_budget(what: str, needs: tuple[bool, bool], monke
 def test_one_rank_finishes_in_one_launch(case: Case, further: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the statistics and of the losses that are merged from them. Catches: a label's logit that is read where
     it was not written, parts of a group's mean that overwrite another group's, rows that are not levelled."""
-    monkeypatch.setattr(memory, "KEPT_ROWS", memory.KEPT_ROWS if GPU else 48)
-    monkeypatch.setattr(exact, "columns_kept", lambda *_: case.cached)
+    monkeypatch.setattr(memory, "SAVED_ROWS", memory.SAVED_ROWS if GPU else 48)
+    monkeypatch.setattr(exact, "saved_columns", lambda *_: case.cached)
     p = problem(case, KEPT_IN)
     p.labels[1:2] = p.labels[5:7] = -100
     ids = tokens.label_ids(p.labels, -100, 1 << 20)
@@ -729,7 +729,7 @@ def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPa
         return record
 
     monkeypatch.setattr(direct.Kernel, "__getitem__", launch)
-    monkeypatch.setattr(exact, "columns_kept", lambda *_: 0)
+    monkeypatch.setattr(exact, "saved_columns", lambda *_: 0)
     for num_tokens in (1024, 1000, 30000):
         seen.append({})
         hidden = torch.zeros(num_tokens, 256, dtype=torch.bfloat16, device=DEVICE)

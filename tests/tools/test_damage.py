@@ -262,6 +262,19 @@ def test_metrics_that_find_the_disk_full_are_one_line(
     assert [record["step"] for record in log.read(tmp_path / "metrics.jsonl")] == [1, 2]  # 160 to 185 bytes each
 
 
+def test_a_reader_that_has_ended_stops_no_training(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in ``cce-dist pretrain | head -1``. Catches: a closed pipe that is taken for metrics that cannot be written."""
+    prepared(cache)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        assert pretrain(cache, tmp_path) == 0
+    assert len(log.read(tmp_path / "metrics.jsonl")) > 8
+
+
 def test_a_corpus_that_finds_the_disk_full_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with no_file_beyond(16 << 10):
         assert pretrain(tmp_path / "cache", tmp_path / "out") == exits.HOPELESS

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from cce_dist import reference
-from cce_dist.kernels import dense, extras
+from cce_dist.kernels import dense, outputs
 from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.token_loss import TokenLoss
 from cce_dist.tools import cli
@@ -64,7 +64,7 @@ def test_triton_of(function: str):
 
 
 def test_a_mutation_of_the_log_probs_is_seen(monkeypatch: pytest.MonkeyPatch):
-    off = lambda *args, merged=extras.merge_cells: (1.001 * merged(*args)[0], merged(*args)[1])  # noqa: E731
+    off = lambda *args, merged=outputs.merge_cells: (1.001 * merged(*args)[0], merged(*args)[1])  # noqa: E731
     monkeypatch.setattr("cce_dist.op.merge_cells", off)
     found = failures(Setting(1, backend="torch", function="log-probs"), 30)
     for said in ("verify --fuzz 1 --seed 1 --case", "--function log-probs", "log_probs: error"):
@@ -157,9 +157,9 @@ def test_oracle_agrees_with_the_reference(softcap):
     out = reference.linear_cross_entropy(
         inputs[0], inputs[1], problem.labels, linear_bias=inputs[2], logit_scale=scale, **options  # type: ignore[arg-type]
     )  # fmt: skip
-    outputs = {name: getattr(out, name) for name in ("loss", *PER_TOKEN)}
-    upstream = {name: torch.randn(x.shape, dtype=torch.float64) for name, x in outputs.items()}
-    gradients = torch.autograd.grad(list(outputs.values()), [*inputs, scale], list(upstream.values()))
+    results = {name: getattr(out, name) for name in ("loss", *PER_TOKEN)}
+    upstream = {name: torch.randn(x.shape, dtype=torch.float64) for name, x in results.items()}
+    gradients = torch.autograd.grad(list(results.values()), [*inputs, scale], list(upstream.values()))
     values = truth(problem, options | {"logit_scale": 0.7}, upstream).values
-    for name, right in [*outputs.items(), *zip(("dE", "dC", "dbias", "dscale"), gradients, strict=True)]:
+    for name, right in [*results.items(), *zip(("dE", "dC", "dbias", "dscale"), gradients, strict=True)]:
         assert_no_worse(values[name].float(), right.float(), right.detach(), quantity=name)

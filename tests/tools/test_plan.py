@@ -20,7 +20,14 @@ from support.plan_pairs import pairs
 from cce_dist.kernels import tiles
 from cce_dist.tools import cli
 from cce_dist.tools.plan import Layout, Model, devices, plan
-from cce_dist.tools.plan.cut import best_cut, deepspeed_weights, last_stage_layers, megatron_layout, timed
+from cce_dist.tools.plan.cut import (
+    best_cut,
+    deepspeed_weights,
+    last_stage_layers,
+    megatron_layout,
+    timed,
+    torchtitan_less_layers,
+)
 from cce_dist.tools.plan.devices import DEVICES
 from cce_dist.tools.plan.head import Head, cost, listed_seconds
 from cce_dist.tools.plan.planning import LOSSES
@@ -200,6 +207,17 @@ def test_deepspeeds_partition_is_the_cut() -> None:
         expected = list(cut.layers)
         expected[0], expected[-1] = expected[0] + 1, expected[-1] + 2
         assert [b - a for a, b in zip(module.parts, module.parts[1:], strict=False)] == expected
+
+
+def test_torchtitans_last_stage_is_the_cuts() -> None:
+    """Through torchtitan's own division of layers. Catches: a head's time in layers, which it refuses if it is large."""
+    torchtitan = pytest.importorskip("torchtitan.distributed.pipeline_parallel")
+    divide = torchtitan._generate_llm_fqn_per_model_part
+    for num_layers, pp, head in ((32, 4, 2.5), (32, 4, 20.0), (26, 4, 14.9), (26, 8, 3.5), (12, 2, 4.0), (12, 2, 0.0)):
+        cut = best_cut(num_layers, 1.0, head, Layout(pp=pp))
+        less = torchtitan_less_layers(cut.layers)
+        stages = divide(pp, num_layers, 0, less)
+        assert sum(name.startswith("layers.") for name in stages[-1]) == cut.layers[-1], (num_layers, pp, head)
 
 
 def test_parameters_are_as_published() -> None:

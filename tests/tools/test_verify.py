@@ -162,7 +162,7 @@ def _check_head():
 
 
 def _check_compiled():
-    """One graph with its collectives inside."""
+    """One graph with its collectives inside. It takes two passes, the eager call one, so the bits differ."""
     torch.manual_seed(0)
     head = VocabParallelHead(8, 50, group=dist.group.WORLD)
     hidden, labels = torch.randn(6, 8, requires_grad=True), torch.randint(50, (6,))
@@ -170,4 +170,5 @@ def _check_compiled():
     for function in (head, torch.compile(copy.copy(head), fullgraph=True, backend="aot_eager")):
         loss = function(hidden, labels)
         grads.append(torch.autograd.grad(loss, (hidden, head.weight)))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    for ours, compiled in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, compiled, rtol=1e-5, atol=1e-7)

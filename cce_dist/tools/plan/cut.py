@@ -85,6 +85,16 @@ def last_stage_layers(layers: list[int]) -> int | None:
     return last if others and last > 0 and len(set(others)) == 1 else None
 
 
+def torchtitan_less_layers(layers: list[int]) -> int:
+    """Return ``pipeline_parallel_last_stage_less_layers`` with which torchtitan's last stage has as many layers as the cut's.
+
+    torchtitan counts the option's number as layers of the last stage, gives every stage the same count, and first stages the
+    rest. The first stage's option is 0.
+    """
+    total, stages = sum(layers), len(layers)
+    return min(range(total + 1), key=lambda less: abs((total + less) // stages - less - layers[-1]))
+
+
 def deepspeed_weights(layers: list[int], before: int = 1, after: int = 1) -> list[int]:
     """Return weights of a PipelineModule's layers with which DeepSpeed's balanced partition is this cut.
 

@@ -14,9 +14,8 @@ from cce_dist.filter import GradFilter
 from cce_dist.kernels import Filter, ShardLogits, Spec, dry_run, memory, waves
 from cce_dist.kernels.filter import costs
 from cce_dist.kernels.memory import Sizes
-from cce_dist.kernels.planned import Planned
 from cce_dist.kernels.rates import Rates
-from cce_dist.kernels.tiles import Tiles, table_tiles
+from cce_dist.kernels.tiles import Planned, Tiles, table_tiles
 from cce_dist.kernels.waves import cdiv
 from cce_dist.tools.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Dense, Device
 
@@ -236,7 +235,7 @@ def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[f
     """Return the seconds of the exact backward, and of its last product, which runs behind the sum of d_hidden."""
     product = head.product / device.flops
     products = _gradient_products(head, device)
-    kept = memory.columns_kept(head.sizes, workspace_bytes)
+    kept = memory.saved_columns(head.sizes, workspace_bytes)
     recomputed = max(0, head.sizes.num_columns - kept) / max(1, head.sizes.num_columns)
     chunks, rows = _chunks(head, device, workspace_bytes, kept)
     seconds = products + recomputed * (COSTS.backward * product + _exponentials(head, device))
@@ -256,9 +255,9 @@ def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tupl
     left = max(0, sizes.num_columns - kept)
     if left == 0:
         return 0, sizes.num_tokens
-    some, kept_bytes = sizes._replace(num_columns=left), kept * sizes.num_tokens * sizes.itemsize
+    some, saved_bytes = sizes._replace(num_columns=left), kept * sizes.num_tokens * sizes.itemsize
     tiles = _tiles(device)
-    rows, cols = memory.exact_chunks(some, workspace_bytes, kept_bytes, tiles, device.multiprocessors)
+    rows, cols = memory.exact_chunks(some, workspace_bytes, saved_bytes, tiles, device.multiprocessors)
     return cdiv(sizes.num_tokens, rows) * cdiv(left, cols), rows
 
 

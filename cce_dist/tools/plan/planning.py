@@ -6,7 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from cce_dist.tools.plan.cut import Cut, best_cut, deepspeed_weights, even_cut, last_stage_layers, megatron_layout
+from cce_dist.tools.plan.cut import (
+    Cut,
+    best_cut,
+    deepspeed_weights,
+    even_cut,
+    last_stage_layers,
+    megatron_layout,
+    torchtitan_less_layers,
+)
 from cce_dist.tools.plan.devices import DEVICES, Device
 from cce_dist.tools.plan.head import Cost, Head, cost
 from cce_dist.tools.plan.layers import RANKS, RECOMPUTE, LayerTime, Layout, layer_time, stage_activations, state_bytes
@@ -49,8 +57,7 @@ class LossPlan:
         told["decoder_last_pipeline_num_layers"] = last_stage_layers(layers) if layout.vpp == 1 else None
         if layout.vpp == 1:
             told["deepspeed_weights"] = deepspeed_weights(layers)
-        # torchtitan's options are how many layers fewer the first and the last stage have, in whole numbers.
-        less = {"first": 0, "last": max(0, round(self.layers))}
+        less = {"first": 0, "last": torchtitan_less_layers(layers)}
         return told | {f"pipeline_parallel_{place}_stage_less_layers": count for place, count in less.items()}
 
 

@@ -71,9 +71,12 @@ class Log:
             self.note(f"step {self._step:>6} of {self._steps}{self._loss}")
 
     def note(self, line: str) -> None:
-        """Print a line above the bar."""
-        tqdm.write(line)
-        sys.stdout.flush()
+        """Print a line above the bar. Training goes on, in silence, if the reader of our output has ended."""
+        try:
+            tqdm.write(line)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         self._told = time.monotonic()
 
     def close(self) -> None:

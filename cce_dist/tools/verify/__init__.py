@@ -65,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
     if args.backend == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         print("cce-dist verify: --backend triton needs a GPU, or TRITON_INTERPRET=1", file=sys.stderr)
         return 2
+    if args.fuzz and args.only:
+        print("cce-dist verify: --only chooses from the table's cases: leave it out with --fuzz", file=sys.stderr)
+        return 2
     world = int(os.environ.get("WORLD_SIZE", "1"))
     here = ranks.own_device(device)
     if world > 1:
@@ -74,9 +77,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.fuzz:
             group = dist.group.WORLD if world > 1 else None
-            setting = Setting(args.seed, device, args.backend, group, args.alike, args.function or "loss")
-            report = partial(print, flush=True) if setting.rank == 0 else lambda line: None
-            failures = run_many(setting, args.case, args.fuzz, report)
+            failures = []
+            for function in FUNCTIONS if args.all else [args.function or "loss"]:
+                setting = Setting(args.seed, device, args.backend, group, args.alike, function)
+                report = partial(print, flush=True) if setting.rank == 0 else lambda line: None
+                failures += run_many(setting, args.case, args.fuzz, report)
         else:
             everything = args.all or bool(args.only and not args.function)
             lines = lines_of(FUNCTIONS if everything else [args.function or "loss"], args.only)

@@ -1,11 +1,11 @@
-"""Turn exponentials kept by forward (``lse.py``) into an operand of backward's matrix products.
+"""Turn exponentials saved by forward (``lse.py``) into an operand of backward's matrix products.
 
-With e = exp(z - reference) * slope kept for a row, the row's gradient is ``scale * e`` with one ``scale`` per row, apart from
+With e = exp(z - reference) * slope saved for a row, the row's gradient is ``scale * e`` with one ``scale`` per row, apart from
 the label's cell. So the exponentials are the operand. d_hidden is multiplied by the scale in the epilogue; d_weight takes
 scaled hidden states. The label's cell is written from the label's own logit, so a second backward gets the same bits.
 
 If the entropy is differentiated, the row's gradient is ``scale * e * (a + b log e)``, since log p is log e plus a number per
-row. Backward then overwrites the exponentials with ``e * (a + b log e)`` and sets ``Kept.overwritten``. A second backward
+row. Backward then overwrites the exponentials with ``e * (a + b log e)`` and sets ``SavedExp.overwritten``. A second backward
 computes the exponentials again, with the same bits. Rounding e to 16 bits changes log p by at most 2^-9 nats. That adds 2^-9 of
 ``h p`` to ``h p (log p + H)``, as much as rounding p adds to the gradient of a log-probability weighted by h.
 """
@@ -30,21 +30,21 @@ from cce_dist.kernels.waves import cdiv
 SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
 
 
-class Kept(NamedTuple):
+class SavedExp(NamedTuple):
     """Tensors that forward saves: the compact order of the tokens, and exponentials of the first columns in this order."""
 
     index_N: torch.Tensor  # int32, from ``tokens.compact``: labelled tokens first
-    num_kept: torch.Tensor  # [1] int32, from ``tokens.compact``: the number of labelled tokens
-    exp_NV: torch.Tensor  # [N, columns]; no columns if nothing is kept
-    reference_N: torch.Tensor  # fp32: the value that a row's exponentials are relative to; empty if nothing is kept
-    target_N: torch.Tensor  # fp32: the logit of each token's label, by token, not compact; empty if nothing is kept
+    num_labelled: torch.Tensor  # [2] int32, from ``tokens.compact``: number of labelled tokens, a counter (``losses.py``)
+    exp_NV: torch.Tensor  # [N, columns]; no columns if nothing is saved
+    reference_N: torch.Tensor  # fp32: the value that a row's exponentials are relative to; empty if nothing is saved
+    target_N: torch.Tensor  # fp32: the logit of each token's label, by token, not compact; empty if nothing is saved
     overwritten: torch.Tensor  # [1] int32: 1 once backward has overwritten the exponentials with gradients; [0] without entropy
 
     @property
     def order(self) -> list[torch.Tensor]:
-        return [self.index_N, self.num_kept]
+        return [self.index_N, self.num_labelled]
 
-    def of_group(self, number: int, rows: int) -> Kept:
+    def of_group(self, number: int, rows: int) -> SavedExp:
         """Return the exponentials of group ``number``, where each group has ``rows`` tokens; the last one may have fewer."""
         if rows >= self.index_N.shape[0]:
             return self
@@ -101,7 +101,7 @@ def leveled(
 
 
 def scaled_rows(
-    kept: Kept, x: Operands, rows: Rows, softmax: Softmax, upstream: Upstream, vocab_size: int, *, gather: bool
+    saved: SavedExp, x: Operands, rows: Rows, softmax: Softmax, upstream: Upstream, vocab_size: int, *, gather: bool
 ) -> torch.Tensor:
     """Return scale_R, and with ``gather`` copy hidden states times scale_R to ``rows.hidden``.
 
@@ -121,26 +121,26 @@ def scaled_rows(
     col_blocks = cdiv(hidden_size, 256) if gather and num_ids is None else 1
     _scaled_rows_kernel[(cdiv(num_rows, 16), col_blocks)](
         # in
-        x.hidden, kept.reference_N, kept.target_N, labels, x.head, rows.index, rows.num_kept, softmax, *upstream, grad_NI,
+        x.hidden, saved.reference_N, saved.target_N, labels, x.head, rows.index, rows.num_labelled, softmax, *upstream, grad_NI,
         # out
-        rows.hidden if gather else None, kept.exp_NV, scale_R, factor_2R,
+        rows.hidden if gather else None, saved.exp_NV, scale_R, factor_2R,
         # sizes and strides
-        num_rows, hidden_size, kept.exp_NV.shape[1], x.start, x.num_valid, num_ids, *strides_of(upstream),
+        num_rows, hidden_size, saved.exp_NV.shape[1], x.start, x.num_valid, num_ids, *strides_of(upstream),
         vocab_size,
         # tiles
         SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
     )
     if factor_2R is not None:
-        num_cols = kept.exp_NV.shape[1]
+        num_cols = saved.exp_NV.shape[1]
         _with_entropy_kernel[(num_rows * cdiv(num_cols, 2048),)](
-            kept.exp_NV, factor_2R, rows.num_kept, num_rows, num_cols, FAST=has_fast_math(), BLOCK_V=2048
+            saved.exp_NV, factor_2R, rows.num_labelled, num_rows, num_cols, FAST=has_fast_math(), BLOCK_V=2048
         )
     return scale_R
 
 
-def label_cells(kept: Kept, x: Operands, coef_4N: torch.Tensor) -> Cells:
+def label_cells(saved: SavedExp, x: Operands, coef_4N: torch.Tensor) -> Cells:
     """Return each token's label as ``Cells`` with one id."""
-    return Cells(x.ids[:, None], kept.target_N[:, None], coef_4N[1][:, None])
+    return Cells(x.ids[:, None], saved.target_N[:, None], coef_4N[1][:, None])
 
 
 @kernel("hidden_ptr", "rows_ptr", "exp_ptr", "scale_ptr", "hidden_size", "exp_cols")
@@ -151,7 +151,7 @@ def _scaled_rows_kernel(
     labels_ptr,  # in: [N] int64; [N, I] with SEVERAL
     head,  # in: Head
     index_ptr,  # in: [R] int32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     softmax,  # in: Softmax
     d_nll_ptr,  # in: this and the next six: ``Upstream``, see _coefficients_kernel
     d_lse_ptr,
@@ -182,12 +182,12 @@ def _scaled_rows_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    num_kept = tl.load(num_kept_ptr)
-    if tl.program_id(0) * BLOCK_R >= rows_with_zeros(num_kept, MAX_SIDE):
+    num_labelled = tl.load(num_labelled_ptr)
+    if tl.program_id(0) * BLOCK_R >= rows_with_zeros(num_labelled, MAX_SIDE):
         return
     offs_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     in_r = offs_r < num_rows
-    live = offs_r < num_kept
+    live = offs_r < num_labelled
     token = tl.load(index_ptr + offs_r, mask=live, other=0)
     reference = tl.load(reference_ptr + offs_r, mask=live, other=0)
     target = tl.load(target_ptr + token, mask=live, other=0)
@@ -214,7 +214,7 @@ def _scaled_rows_kernel(
     coef_label *= factor
 
     if softmax.entropy is not None:
-        log_p = (reference - row_max) - log_sum  # at a kept exponential of 1
+        log_p = (reference - row_max) - log_sum  # at a saved exponential of 1
         entropy = tl.load(softmax.entropy + token, mask=live, other=0)
         # Exponentials reach exp(HEADROOM), so no factor a + b log e exceeds this size. Divided by it, they are at most 1.
         size = tl.abs(coef_p) + tl.abs(coef_entropy) * (tl.abs(entropy) + tl.abs(log_p) + HEADROOM)
@@ -260,7 +260,7 @@ def _scaled_rows_kernel(
 def _with_entropy_kernel(
     exp_ptr,  # in, out: [R, B * BLOCK_V]
     row_factor_ptr,  # in: [2, R] fp32
-    num_kept_ptr,  # in: [1] int32
+    num_labelled_ptr,  # in: [1] int32
     num_rows,
     exp_cols,
     FAST: tl.constexpr,
@@ -269,7 +269,7 @@ def _with_entropy_kernel(
     # Multiply BLOCK_V exponentials of one row by a + b log2(e). Programs that run together read contiguous memory.
     num_blocks = tl.cdiv(exp_cols, BLOCK_V)
     row = tl.program_id(0) // num_blocks
-    if row >= tl.load(num_kept_ptr):
+    if row >= tl.load(num_labelled_ptr):
         return
     offs_v = tl.program_id(0) % num_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     a = tl.load(row_factor_ptr + row)
