@@ -363,7 +363,7 @@ def check_report(case: Pipe | Case) -> None:
 
 
 def check_filter(case: Pipe | Case) -> None:
-    """Catches: a filter that is lost on its way, or given other tokens than a microbatch's; a shard's part of d_hidden left out."""
+    """Catches: a filter that is lost on its way, or given other tokens than a microbatch's; a part of d_hidden left out."""
     torch.manual_seed(0)
     engine = pipeline(case, ours=True) if isinstance(case, Pipe) else engine_of(Model(linear), True, case)
     module, data = engine.module, batches(0, False, data_rank(engine, case))
