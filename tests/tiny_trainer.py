@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -195,6 +196,7 @@ def begin_deepspeed() -> None:
     """Have DeepSpeed take the default group, without the collective of its own that it compiles on a CPU."""
     import deepspeed
 
+    gc.freeze()  # it collects garbage around each engine: what is imported is then not looked through
     comm: Any = sys.modules["deepspeed.comm.torch"]
     comm.build_shm_op = lambda: None
     deepspeed.init_distributed(dist.get_backend())
