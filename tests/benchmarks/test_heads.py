@@ -161,18 +161,6 @@ def test_a_method_that_fails_says_why_and_the_rest_goes_on():
     assert floor.four.median > 0
 
 
-@pytest.mark.slow
-def test_every_method_that_needs_no_gpu_is_right_or_says_why():
-    available = methods.methods_of(workspace_mib=[1])
-    chosen = {name: m for name, m in available.items() if "compile" not in name}  # compiling takes a minute
-    rows, _, _ = measure(tiny_workload(), chosen, repeats=1)
-    by_name = {row.name: row for row in rows}
-    for name in ("cce-dist@1MiB", "cce-dist-cached", "cce-dist-filtered@1MiB", "torch"):
-        assert by_name[name].problem == ""
-    assert by_name["quack"].missing
-    assert by_name["torch-lce"].missing != hasattr(F, "linear_cross_entropy")
-
-
 class CountingClock(Clock):
     """Remembers what it was given; the third time that it is given "c" fails."""
 
