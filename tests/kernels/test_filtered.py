@@ -13,11 +13,13 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu, upstream_of
 from torch import Tensor
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from cce_dist import GradFilter, linear_cross_entropy
 from cce_dist.call import Call
@@ -250,6 +252,14 @@ def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> 
     grads = Grads(want_bias=False)._replace(**how)
     spec = spec_of(p, case)
     return list(filter.gradients(operands(p), merged, upstream_of(p.coef, spec.vocab_size), list(saved), grads, spec))
+
+
+def exact_gradients(p: Problem, case: Case, d: Dense) -> list[Any]:
+    """Those of a call that keeps nothing for backward."""
+    x, spec = operands(p), spec_of(p, case)
+    softmax = Softmax(d.maximum.float(), d.log_sum.float())
+    saved = list(exact.new_kept(x, exact.compact(p.labels)))
+    return list(exact.gradients(x, softmax, upstream_of(p.coef, spec.vocab_size), saved, Grads(want_bias=False), spec))
 
 
 @pytest.fixture(autouse=True)
@@ -592,15 +602,83 @@ def test_one_side_stays_exact(side: str) -> None:
     both = gradients(p, case, d, saved)
     one = case._replace(grad_filter=case.grad_filter._replace(**{side: False}))
     grads = gradients(p, one, d, saved)
-    x, spec = operands(p), spec_of(p, case)
-    softmax = Softmax(d.maximum.float(), d.log_sum.float())
-    unfiltered = list(exact.new_kept(x, exact.compact(p.labels)))
-    upstream = upstream_of(p.coef, spec.vocab_size)
-    plain: Any = exact.gradients(x, softmax, upstream, unfiltered, Grads(want_bias=False), spec)
+    plain = exact_gradients(p, case, d)
     expected = (plain[0], both[1]) if side == "hidden" else (both[0], plain[1])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, expected, strict=False))
     assert not torch.equal(both[0], plain[0])
     assert not torch.equal(both[1], plain[1])
+
+
+OVERFLOWING = Case(37, 16, 420, capacity=100) if not GPU else Case(num_rows=9000, capacity=100)
+
+
+@pytest.mark.slow
+def test_nothing_can_be_filtered(limits) -> None:
+    """Gradients are those without a filter, to the bit. Catches: lists that are trusted though they overflow, rows of other
+    tokens, and a second backward that differs from the first."""
+    limits(OVERFLOWING)
+    p = problem(OVERFLOWING)
+    d = dense(p)
+    _, *saved = local_stats(p, OVERFLOWING)
+    assert int(saved[3].sum()) > OVERFLOWING.capacity
+    ours, again = (gradients(p, OVERFLOWING, d, saved) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(ours[:2], exact_gradients(p, OVERFLOWING, d)[:2], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours[:2], again[:2], strict=True))
+    assert_saved_as_said(p, OVERFLOWING, saved)
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter counts")
+def test_nothing_is_computed_for_what_nobody_will_read(limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of backward are those of the exact path, and the filter's own kernels read no matrix. Catches: a
+    control variate, its squares or its sample where nothing is dropped."""
+    case = OVERFLOWING._replace(sampled=32)
+    limits(case)
+    for module in (memory, filter):
+        monkeypatch.setattr(module, "SAMPLE", 16)
+    p = problem(case)
+    d = dense(p)
+    _, *saved = local_stats(p, case)
+    read, products = count_work(monkeypatch)
+    exact_gradients(p, case, d)
+    expected, in_exact = Counter(products), set(read)
+    read.clear()
+    products.clear()
+    gradients(p, case, d, saved)
+    assert +products == expected
+    of_filter = {name: n for name, n in read.items() if name not in in_exact}
+    work = {"_squares_kernel", "_reweight_kernel", "_dropped_sums_kernel", "_compensated_weight_kernel"}
+    assert work <= of_filter.keys()
+    # Entries are sorted, columns sampled and the frequent columns' rows gathered, whatever there is.
+    always = {"_by_column_kernel", "_sample_columns_kernel", "_filtered_bias_kernel", "_gather_frequent_kernel"}
+    assert all(n < 3 * case.num_rows for name, n in of_filter.items() if name not in always), of_filter
+
+
+def count_work(monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], Counter[str]]:
+    """Elements that each kernel reads, and its products of tiles, from here on."""
+    read: Counter[str] = Counter()
+    products: Counter[str] = Counter()
+    name = ""
+    run, load, dot = (
+        GridExecutor.__call__, InterpreterBuilder.create_masked_load, InterpreterBuilder.create_dot
+    )  # fmt: skip
+
+    def running(executor: Any, *args: Any, **options: Any) -> None:
+        nonlocal name
+        name = executor.fn.__name__
+        run(executor, *args, **options)
+
+    def loading(builder: Any, pointers: Any, mask: Any, *args: Any, **options: Any) -> Any:
+        read[name] += int(np.sum(mask if isinstance(mask, np.ndarray) else mask.data))
+        return load(builder, pointers, mask, *args, **options)
+
+    def multiplying(builder: Any, *args: Any) -> Any:
+        products[name] += 1
+        return dot(builder, *args)
+
+    monkeypatch.setattr(GridExecutor, "__call__", running)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", loading)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", multiplying)
+    return read, products
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
