@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu, upstream_of
+from shards import DEVICE, GPU, Problem, captured, nan_memory, needs_gpu, upstream_of
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
@@ -874,17 +874,10 @@ def test_cuda_graph() -> None:
         return [stats, *(grad for grad in grads if grad is not None)]
 
     expected = step(other)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(p)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(p)
+    graph, found = captured(lambda: step(p))
     p.labels.copy_(other.labels)
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @needs_gpu
