@@ -71,19 +71,6 @@ def test_trainer(tmp_path: Path, name: str, more: dict, of_trainer: dict) -> Non
     assert computed == [wanted]
 
 
-def test_label_smoothing_is_an_option_of_the_conversion(tmp_path: Path) -> None:
-    with pytest.raises(AttributeError, match="label smoothing is an option of the conversion") as error:
-        trained(tmp_path, True, tiny_model(), {"label_smoothing_factor": 0.1}, {})
-    assert "\n" not in str(error.value)
-    forget()
-    model = cce_dist.convert(tiny_model(), label_smoothing=0.1)
-    ids = Sentences()[0]["input_ids"][None]
-    from transformers.trainer_pt_utils import LabelSmoother
-
-    expected = LabelSmoother(0.1)(tiny_model()(input_ids=ids), ids, shift_labels=True)
-    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
-
-
 def test_generate_in_training_mode_and_resized_embeddings() -> None:
     stock, ours = tiny_model(), cce_dist.convert(tiny_model())
     ids = Sentences()[0]["input_ids"][None]

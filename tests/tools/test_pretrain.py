@@ -29,7 +29,6 @@ from toy_runs import (
     records,
 )  # fmt: skip
 
-from cce_dist.tools import cli
 from cce_dist.tools.pretrain import corpus, data
 from cce_dist.tools.pretrain.engine import clip_gradients
 from cce_dist.tools.pretrain.launch import train_on
@@ -231,12 +230,3 @@ def test_an_out_that_cannot_be_made_is_one_line(cache: Path, capsys: pytest.Capt
         pretrain(cache, Path("o" * 300))
     [line] = capsys.readouterr().err.splitlines()
     assert "--out" in line and "more than 255 bytes" in line
-
-
-def test_plot_overlays_runs(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figure = tmp_path / "both.png"
-    assert cli.main(["plot", str(trained), str(trained / "metrics.jsonl"), "-o", str(figure)]) == 0
-    assert figure.read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "empty.jsonl").touch()
-    assert cli.main(["plot", str(tmp_path / "empty.jsonl"), "-o", str(figure)]) == 1
-    assert "no records" in capsys.readouterr().err
