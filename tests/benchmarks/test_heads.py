@@ -17,12 +17,11 @@ from torch._inductor import metrics
 import command
 import heads
 import methods
-import problem
 import report
 from cce_dist import VocabShard
-from loop import Clock, Job, Method, relative_error, time_in_turns
+from loop import Clock, Job, Method, time_in_turns
 from peers import dense
-from problem import loss_of, measure_problem, reference_of
+from problem import loss_of, measure_problem
 from records import Case, Collective, Results, Row, read_json, write_json
 from workload import IGNORE_INDEX, RUNGS, SHAPES, HeadShape, make_workload
 
@@ -89,18 +88,6 @@ def test_workload_is_reproducible_and_ignores_the_share_asked_for():
     kept = workload.labels[workload.labels != IGNORE_INDEX]
     assert 1 - len(kept) / 2000 == pytest.approx(0.667, abs=0.04)
     assert kept.min() >= 0 and kept.max() < TINY.vocab_size
-
-
-def test_reference_is_autograd_in_float64(monkeypatch):
-    workload = tiny_workload()
-    monkeypatch.setattr(problem, "REFERENCE_CHUNK_BYTES", 7 * TINY.vocab_size * 8)  # ragged last chunk
-    truth = reference_of(loss_of(*workload[:3]))
-    hidden, weight = workload.hidden.double().requires_grad_(), workload.weight.double().requires_grad_()
-    loss = F.cross_entropy(F.linear(hidden, weight), workload.labels)
-    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
-    assert truth.value.item() == pytest.approx(loss.item(), rel=1e-12)
-    assert relative_error([(truth.d_hidden, d_hidden)]) < 1e-12
-    assert relative_error([(truth.d_weight, d_weight)]) < 1e-12
 
 
 def planted(operand, scale):
