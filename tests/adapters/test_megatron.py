@@ -429,13 +429,15 @@ def a_filter_looks_at_each_microbatch(case: Case) -> None:
     with watched(model.decoder.final_layernorm) as (hidden, d_hidden):
         _, grads = trainer.step(0)
     tokens = [(labels.t(), mask.t() / (2 * mask.sum())) for _, labels, mask in microbatches(0, 2)]
+    replicas: Any = parallel_state.get_data_parallel_group()
+    tensor_parallel: Any = parallel_state.get_tensor_model_parallel_group()
     assert_filtered(
         (hidden, [each / scale for each in d_hidden]),
         (weight, grads["0.output_layer.weight"] / scale),
         tokens,
         grad_filter,
-        parallel_state.get_data_parallel_group(),
-        shard=VocabShard.even(VOCAB, parallel_state.get_tensor_model_parallel_group()),
+        replicas,
+        shard=VocabShard.even(VOCAB, tensor_parallel),
         sequence_parallel=case.sequence_parallel,
     )
 
