@@ -268,12 +268,6 @@ def test_what_is_no_sum_of_products_is_one_line(change: Callable, message: str) 
     assert "\n" not in str(error.value)
 
 
-def test_dora_is_refused() -> None:
-    model = cce_dist.convert(model_of("Llama", target_modules=["lm_head"], use_dora=True))
-    with pytest.raises(ValueError, match="a head with DoraLinearVariant"):
-        model(**batch())
-
-
 def test_a_head_without_peft_is_itself() -> None:
     head, hidden = nn.Linear(3, 5, bias=False), torch.ones(1, 3)
     assert peft.in_use(head) is head and peft.operands(head, hidden) == (hidden, head.weight, None)
