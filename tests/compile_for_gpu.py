@@ -162,7 +162,7 @@ def step(
     getattr(out, "loss", out).sum().backward()
 
 
-def divergence(kind: str, kept: bool = False, bias: bool = False, **options: Any) -> None:
+def divergence(kind: Any, kept: bool = False, bias: bool = False, **options: Any) -> None:
     from cce_dist import linear_kl_divergence
 
     if not begin(f"{kind} divergence{' with options' if bias else ''}{', kept' if kept else ''}"):

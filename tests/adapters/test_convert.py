@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -217,6 +218,20 @@ USES: dict[str, Callable] = {
 def test_other_uses_of_deferred_logits_raise(use: Callable) -> None:
     with pytest.raises((NotComputedError, ValueError)):
         use(pair()[1](batch())["logits"])
+
+
+def test_another_loss_is_told_what_computes_it() -> None:
+    """Catches: uses whose error names no function that serves them, a conversion by numpy that raises another error."""
+    logits = pair()[1](batch())["logits"]
+    assert repr(logits) == f"TensorLogits([{BATCH}, {LENGTH}, {VOCAB}], torch.float32, not computed)"
+    uses: list[Callable] = [
+        lambda x: x.log_softmax(-1), lambda x: torch.logsumexp(x, -1), lambda x: x.gather(-1, batch()[..., None]),
+        lambda x: x.topk(3), np.array,
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(NotComputedError, match=r"linear_log_probs, .*token_loss=.*z_loss_weight") as error:
+            use(logits)
+        assert "\n" not in str(error.value)
 
 
 def test_a_loss_that_would_have_no_gradient_or_other_smoothing_raises() -> None:
@@ -726,9 +741,21 @@ def replaced_forward() -> nn.Module:
 REFUSED: dict[str, tuple] = {
     "unknown": (Model(), {"fliter": "plain"}, 'cce_dist.convert has no key "fliter"'),
     "range": (Model(), {"filter_eps": 2}, "cce_dist.convert: filter_eps must be in"),
-    "name": (Model(), {"head": "output"}, "which Model does not have"),
+    "name": (Model(), {"head": "output"}, r'which Model does not have: name it by convert\(model, head="lm_head"\)'),
+    "module": (Model(), {"head": Model()}, "head must be a string, got Model"),
+    "filter": (
+        Model(),
+        {"filter": cce_dist.GradFilter()},
+        "filter must be a string, one of off, compensated, plain, got",
+    ),
     "class": (Model(), {"head": "embed"}, "a head that is a Embedding"),
-    "none": (nn.Sequential(nn.Linear(2, 2)), {}, 'found none: name it in "cce_dist.head"'),
+    "none": (nn.Sequential(nn.Linear(2, 2)), {}, r'found none: .*"cce_dist.head" .* has the Linear 0 \(2 rows\)'),
+    "other name": (
+        nn.ModuleDict({"embed": nn.Embedding(9, 4), "up": nn.Linear(4, 99), "output": nn.Linear(4, 9)}),
+        {},
+        r'convert\(model, head="output"\).* it has the Linear output \(9 rows\), up \(99 rows\)',
+    ),
+    "no linear": (nn.Embedding(9, 4), {}, "found none: it has no nn.Linear"),
     "two": (nn.ModuleDict({"lm_head": nn.Linear(4, 4), "embed_out": nn.Linear(4, 4)}), {}, "found lm_head, emb"),
     "forward": (replaced_forward(), {}, "somebody has replaced its forward"),
     "another head": (cce_dist.convert(Model(), head="lm_head"), {"head": "embed"}, "but lm_head is converted"),

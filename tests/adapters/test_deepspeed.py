@@ -526,7 +526,7 @@ def check_refusals() -> None:
         with pytest.raises(ValueError, match=message):
             cce.initialize(model=model, config=ds_config(True) | config)
 
-    refused(nn.Sequential(nn.Linear(4, 4)), 'found none: name it in "cce_dist.head"')
+    refused(nn.Sequential(nn.Linear(4, 4)), 'found none: .* or "cce_dist.head" in ds_config; it has the Linear 0')
     refused(Model(lambda: nn.Sequential(linear())), "cannot take over a head that is a Sequential")
     refused(Model(linear), "which Model does not have", cce_dist={"enabled": True, "head": "output"})
     refused(Model(linear), "vocab_parallel_lm_head", tensor_parallel={"autotp_size": 2})

@@ -268,6 +268,14 @@ def test_what_is_no_sum_of_products_is_one_line(change: Callable, message: str) 
     assert "\n" not in str(error.value)
 
 
+def test_dora_is_refused() -> None:
+    """Catches a variant that only the first loss finds."""
+    for variant in ({"use_dora": True}, {"use_rslora": True, "use_dora": True}):
+        model = model_of("Llama", target_modules=["lm_head"], **variant)
+        with pytest.raises(ValueError, match=r"a head with DoraLinearVariant.*modules_to_save.*A pull request"):
+            cce_dist.convert(model)
+
+
 def test_a_head_without_peft_is_itself() -> None:
     head, hidden = nn.Linear(3, 5, bias=False), torch.ones(1, 3)
     assert peft.in_use(head) is head and peft.operands(head, hidden) == (hidden, head.weight, None)

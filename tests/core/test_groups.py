@@ -68,7 +68,7 @@ def per_token(
     labels: Tensor,
     upstream: Tensor,
     fails: bool,
-    backend: str,
+    backend: Any,
     options: dict[str, Any],
     twice: bool = False,
 ) -> None:
@@ -144,7 +144,7 @@ def test_a_loss_for_each_token(
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_upstream_gradients_that_are_no_numbers(backend: str) -> None:
+def test_upstream_gradients_that_are_no_numbers(backend: Any) -> None:
     """Catches: a NaN that stands for all tokens, one of an ignored token that counts."""
     tensors, labels = operands()
     for place, fails in ((0, False), (1, True)):
@@ -170,7 +170,7 @@ def test_upstream_gradients_that_are_no_numbers(backend: str) -> None:
         ({"reduction": "sum", "num_tokens": None}, "triton", True),
     ],
 )
-def test_under_torch_compile(options: dict[str, Any], backend: str, grouped: bool) -> None:
+def test_under_torch_compile(options: dict[str, Any], backend: Any, grouped: bool) -> None:
     """One number's gradients are made in forward, in one graph. Catches: a factor of upstream's that is left out, a graph that
     ends, and gradients of what needs none."""
     tensors, labels = operands()
