@@ -6,10 +6,11 @@ their parameters. ``launch/rl_packages.sh`` runs this file with the packages the
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +110,18 @@ def allgather_cp_sharded_tensor(tensor, cp_group, seq_dim):
     return torch.cat([*pieces[::2], *pieces[1::2][::-1]], seq_dim)
 
 
+def get_next_token_logprobs_from_logits(input_ids, next_token_logits, sampling_params=None):
+    raise AssertionError("these are log-probabilities already")
+
+
+def forward_with_post_processing_fn(
+    data_iterator, model, post_processing_fn, sampling_params, use_fused_linear_logprobs
+):
+    """Passes a microbatch on as NeMo-RL's does."""
+    batch = next(data_iterator)
+    return model(labels=batch.input_ids_cp_sharded, packed_seq_params=batch.packed_seq_params)
+
+
 class LossPostProcessor:
     """The parameters of NeMo-RL's; its loss says whether it takes packed log-probabilities."""
 
@@ -153,11 +166,13 @@ def verls_mtp() -> tuple[Any, Any]:
 
 def nemo() -> Any:
     names = from_parallel_hidden_states_to_logprobs, _gpt_forward_with_linear_ce_fusion, allgather_cp_sharded_tensor
+    names += (get_next_token_logprobs_from_logits,)
     home = stand_in(cce_nemo_rl.PATCH.module, **{each.__name__: each for each in names})
     if hasattr(home, "__file__"):  # NeMo-RL itself
         use_stand_ins()
     else:
-        stand_in("nemo_rl.models.megatron.train", LossPostProcessor=LossPostProcessor)
+        step = {"forward_with_post_processing_fn": forward_with_post_processing_fn}
+        stand_in("nemo_rl.models.megatron.train", LossPostProcessor=LossPostProcessor, **step)
     return home
 
 
@@ -290,14 +305,40 @@ def test_nemo_rl_on_one_rank() -> None:
     assert not log_probs.requires_grad and log_probs.shape == (2, TOKENS - 1)
 
 
-def packed_by_nemo(group: Any) -> None:
-    """Catches a label of another sequence, rows in another's place, and what a slice of a sequence knows alone."""
+def nemos_step() -> Any:
+    return importlib.import_module("nemo_rl.models.megatron.train").forward_with_post_processing_fn
+
+
+def nemos_mask(tokens: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return NeMo-RL's fields of a sampling mask, aligned with tokens, and [B, S, VOCAB] bool. Prompts have two tokens."""
+    own, generator = pad_sequence([*tokens], batch_first=True)[..., None], torch.Generator().manual_seed(4)
+    likely = torch.rand(*own.shape[:2], VOCAB, generator=generator).scatter(2, own, 2.0)
+    ids, sizes = likely.topk(6).indices.int(), torch.randint(1, 7, own.shape[:2], generator=generator)
+    sizes[:, :2] = 0
+    sizes.masked_fill_(torch.arange(own.shape[1]) >= torch.tensor([*map(len, tokens)])[:, None], 0)
+    listed = torch.arange(6) < sizes[..., None]
+    kept = torch.zeros_like(likely).scatter_(2, ids.long(), listed.float()) > 0
+    return {"sampling_mask_token_ids": ids, "sampling_mask_sizes": sizes}, kept | (sizes[..., None] == 0)
+
+
+def packed_by_nemo(group: Any, replay: bool = False) -> None:
+    """Catches a label of another sequence, rows in another's place, and what a slice of a sequence knows alone.
+
+    With ``replay`` the microbatch has what the sampler kept, and the loss a reference policy. Catches a list of the token
+    before, or of another sequence, and lists in what is compared with the reference.
+    """
     lengths, size = [8, 0, 4, 8], group.size()
     packed, (hidden, weight, _) = packed_lengths(*lengths), operands(2)
     hidden = hidden.view(-1, 1, hidden.shape[-1])[: sum(lengths)]
     ids = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(3))
     pieces = torch.arange(sum(lengths)).split(lengths)
     mine = torch.cat([of_this_rank(each, group.rank(), size) for each in pieces]) if size > 1 else torch.cat(pieces)
+    mask, kept = nemos_mask(ids.split(lengths))
+    given = {
+        "sampling_params": SimpleNamespace(top_k=5 if replay else -1, top_p=1.0),
+        "use_fused_linear_logprobs": True,
+    }
+    loss = SimpleNamespace(loss_fn=SimpleNamespace(reference_policy_kl_penalty=0.1))
 
     def summed(grad: Tensor) -> Tensor:
         return sum(all_gather(grad, group=group)) if size > 1 else grad  # type: ignore[return-value]
@@ -306,15 +347,26 @@ def packed_by_nemo(group: Any) -> None:
         whole = weight.view_as(weight)
         whole.register_hook(summed)
         model = SimpleNamespace(weight=whole, tp_group=Alone(), cp_group=group)
-        forward = nemo()._gpt_forward_with_linear_ce_fusion
-        log_probs = forward(model, hidden, labels=ids[None, mine], packed_seq_params=packed)
+        forward = functools.partial(nemo()._gpt_forward_with_linear_ce_fusion, model, hidden)
+        batch = SimpleNamespace(data_dict=mask, input_ids_cp_sharded=ids[None, mine], packed_seq_params=packed)
+        log_probs = nemos_step()(iter([batch]), forward, loss, **given)
         log_probs.register_hook(lambda grad: grad / size)  # every rank has the whole loss
-        return log_probs, log_probs.new_zeros(())
+        if not replay:
+            return log_probs, log_probs.new_zeros(())
+        whole = nemo().get_next_token_logprobs_from_logits(ids, log_probs)
+        whole.register_hook(lambda grad: grad / size)
+        return log_probs, whole
 
     def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         rows = [next_ids(hidden[each], weight, ids[None, each])[0][0] for each in pieces]
         log_probs = pad_sequence(rows, batch_first=True)
-        return log_probs, log_probs.new_zeros(())
+        if not replay:
+            return log_probs, log_probs.new_zeros(())
+        logits = [(hidden[each, 0] @ weight.t())[:-1] for each in pieces]
+        masked = [z.masked_fill(~row[1 : len(z) + 1], -torch.inf) for z, row in zip(logits, kept, strict=True)]
+        rows = [dense_scores(z, ids[each[1:]])[0] for z, each in zip(masked, pieces, strict=True)]
+        sampled = mask["sampling_mask_sizes"][:, 1:] > 0
+        return torch.where(sampled, pad_sequence(rows, batch_first=True), 0.0), log_probs
 
     compare(ours, dense, hidden, weight, mine)
 
@@ -324,6 +376,11 @@ def test_packed_sequences_of_nemo_rl() -> None:
     """Log-probabilities that are unpacked already go around NeMo-RL's own unpacking, with its width."""
     cce_nemo_rl.install()
     packed_by_nemo(Alone())
+    packed_by_nemo(Alone(), replay=True)
+    given: dict[str, Any] = dict(sampling_params=SimpleNamespace(top_k=-1, top_p=0.9), use_fused_linear_logprobs=True)
+    batch = SimpleNamespace(data_dict={"sampling_mask_sizes": 1}, input_ids_cp_sharded=torch.zeros(1, 8).long())
+    with pytest.raises(ValueError, match="the microbatch has no sampling_mask_token_ids"):
+        nemos_step()(iter([batch]), None, None, **given)
     packed, scores = packed_lengths(4, 4), torch.ones(2, 3)
     for fused, wanted in ((True, None), (False, packed)):
         process = LossPostProcessor(SimpleNamespace(use_fused_linear_logprobs=fused))
@@ -386,6 +443,7 @@ def nemo_rl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) ->
         on_layout(Case(tp=2, sequence_parallel=sequence_parallel), through_nemos_forward)
     else:
         packed_by_nemo(dist.group.WORLD)
+        packed_by_nemo(dist.group.WORLD, replay=True)
 
 
 def through_nemos_forward(case: Any) -> None:
