@@ -153,7 +153,7 @@ def _step(_: ScoreOptions) -> Callable:
 
 def _unfiltered(_: ScoreOptions) -> Callable:
     def get_next_token_logprobs_from_logits(*args: Any, **given: Any) -> Tensor:
-        logits = given.get("next_token_logits", args[1] if len(args) > 1 else None)
+        logits: Any = given.get("next_token_logits", args[1] if len(args) > 1 else None)
         if hasattr(logits, "unfiltered"):
             return logits.unfiltered
         return get_next_token_logprobs_from_logits.cce_original(*args, **given)  # type: ignore[attr-defined]

@@ -125,7 +125,7 @@ class _Replay:
         return True
 
     @staticmethod
-    def numbers(ids: Tensor) -> Tensor:
+    def numbers(ids: Any) -> Tensor:
         """Return the tokens' numbers in a jagged tensor like ``ids``."""
         numbers = torch.arange(len(ids.values()), device=ids.device)
         return torch.nested.nested_tensor_from_jagged(numbers, ids.offsets())

@@ -10,7 +10,7 @@ import torch
 from cce_dist import KeptIds, linear_log_probs
 
 
-def prime_rl_head(self, hidden_states, labels=None, temperature=None, sampling_mask=None):
+def prime_rl_head(self, hidden_states, labels, temperature, sampling_mask=None):
     """prime-rl's ``FusedOutputLinear.forward``: labels and temperature [b, s], sampling_mask [b, s, K], padded with -1."""
     kept = None if sampling_mask is None else KeptIds.from_padded(sampling_mask)
     found = linear_log_probs(hidden_states, self.weight, labels, temperature=temperature, kept=kept, entropy=True)

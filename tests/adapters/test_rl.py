@@ -87,6 +87,8 @@ class Batch(dict):
 class FSDPEngineWithLMHead:
     """Packs, shifts and pads a microbatch as verl's does."""
 
+    _get_packed_pad_size: Any
+
     def prepare_model_inputs(self, micro_batch):
         labels = F.pad(micro_batch["input_ids"].values().roll(-1), (0, self._get_packed_pad_size(0)))[None]
         return ({"return_dict": True} | ({"shift_labels": labels} if micro_batch["use_remove_padding"] else {})), {}
@@ -287,7 +289,7 @@ def test_verl_replays_what_a_sampler_kept() -> None:
     ids, sampled = batch["input_ids"].values(), batch["loss_mask"].values()[1:] > 0
     given: Any = batch
     if hasattr(home, "__file__"):
-        from tensordict import TensorDict
+        TensorDict = importlib.import_module("tensordict").TensorDict
 
         given = TensorDict({name: x for name, x in batch.items() if isinstance(x, Tensor)}, batch_size=[3])
         for name in ("use_remove_padding", "temperature", "use_fused_kernels"):
@@ -307,6 +309,7 @@ def test_verl_replays_what_a_sampler_kept() -> None:
 
     cce_verl.install(sampling_mask="fsdp")
     compare(ours, dense, hidden, weight)
+    verl().linear_cross_entropy(hidden, weight, torch.full((1, len(ids) + 3), VOCAB - 1))  # no numbers, but labels
     if given is batch:
         with pytest.raises(ValueError, match="needs use_remove_padding=True"):
             home.FSDPEngineWithLMHead.prepare_model_inputs(engine, Batch(batch, use_remove_padding=False))
