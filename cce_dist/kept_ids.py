@@ -123,12 +123,9 @@ class KeptIds(NamedTuple):
         return KeptIds(*(None if x is None else x.to(device) for x in self))  # type: ignore[arg-type]
 
     def take(self, tokens: Tensor | slice) -> KeptIds:
-        """Return the lists of some tokens, in their order. Waits for the device.
+        """Return the lists of tokens by their numbers, of any shape, by a mask [N] or a slice. Waits for the device.
 
         To shard lists as context parallelism shards labels, shard ``torch.arange(N)`` as the labels, and pass the result.
-
-        Args:
-            tokens: Numbers of tokens, of any shape; or a mask [N] or a slice.
         """
         num_tokens, device = self.offsets.shape[0] - 1, self.offsets.device
         tokens = torch.arange(num_tokens, device=device)[tokens].flatten()
@@ -151,7 +148,15 @@ def _flattened(lists: Sequence[Any]) -> tuple[Any, Any]:
     import numpy as np
 
     counts: list[int] = []
-    chunks = []
+    chunks = [np.empty(0, np.int32)]
+
+    def add(ids: Any) -> int:
+        array = np.asarray(ids)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise TypeError(f"lists must have a list of integer ids for each token, got {array.dtype} {array.shape}")
+        chunks.append(array.astype(np.int32, copy=False))
+        return len(array)
+
     for entry in lists:
         rows = [entry]
         if isinstance(entry, Mapping):
@@ -159,24 +164,11 @@ def _flattened(lists: Sequence[Any]) -> tuple[Any, Any]:
         elif hasattr(entry, "token_ids"):
             rows = entry.token_ids  # a list for each token, unless there are offsets
             if hasattr(entry, "offsets"):
-                counts.extend(np.diff(entry.offsets).tolist())
-                chunks.append(_integers(rows))
+                add(rows)
+                counts += np.diff(entry.offsets).tolist()
                 continue
-        for row in rows:
-            counts.append(-1 if row is None else len(row))
-            if row is not None:
-                chunks.append(_integers(row))
-    ids = chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, np.int32), *chunks])
-    return np.asarray(counts, dtype=np.int64), ids
-
-
-def _integers(ids: Any) -> Any:
-    import numpy as np
-
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(f"lists must have a list of integer ids for each token, got {array.dtype} {array.shape}")
-    return array.astype(np.int32, copy=False)
+        counts += [-1 if row is None else add(row) for row in rows]
+    return np.asarray(counts, dtype=np.int64), chunks[1] if len(chunks) == 2 else np.concatenate(chunks)
 
 
 def _with_labels(counts: Any, ids: Any, labels: Any, places: Any, missing: str) -> tuple[Any, Any]:

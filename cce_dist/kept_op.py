@@ -77,15 +77,11 @@ def _run_forward(
         saved = []
         if whole.shape[0]:
             backend, x_whole, sweep = _sweep(x, whole, call)
-            stats_KW, saved = backend.statistics(x_whole, sweep, _no_bound)
+            stats_KW, saved = backend.statistics(x_whole, sweep, backend.merged_lse)
             stats_KN.index_copy_(1, whole, stats_KW.to(stats_KN.dtype))
         losses, softmax = dense.token_losses(ranks.gather(stats_KN), x, spec)
         merged = torch.stack([numbers_N for numbers_N in softmax if numbers_N is not None])
         return losses.nll, losses.lse, losses.entropy, [*Saved(merged, ids, whole, *lists, z_M), *saved]
-
-
-def _no_bound(_: Tensor) -> Tensor:
-    raise AssertionError("only a filter asks for a bound, and log-probabilities have none")
 
 
 def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -> Tensor:

@@ -22,10 +22,11 @@ Letters: B sequences, S tokens of a sequence, T tokens of all packed sequences, 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,7 @@ def _scores(options: ScoreOptions) -> Callable:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
             log_probs = score(None if replay is None else _kept(replay, target, packed, cp_group))
             if replay is not None and replay.has_reference:
-                log_probs.unfiltered = score(None)  # type: ignore[attr-defined]
+                replay.unfiltered = score(None)
             return log_probs
 
     return from_parallel_hidden_states_to_logprobs
@@ -113,26 +114,18 @@ def _loss(_: ScoreOptions) -> Callable:
         if not unpacked:
             return compute
         length = data_dict["input_ids"].shape[1] - 1
-
-        def padded(log_probs: Tensor) -> Tensor:
-            return F.pad(log_probs, (0, length - log_probs.shape[1]))
-
-        def compute_padded(log_probs: Tensor) -> Any:
-            rows = padded(log_probs)
-            if hasattr(log_probs, "unfiltered"):
-                rows.unfiltered = padded(log_probs.unfiltered)  # type: ignore[attr-defined]
-            return compute(rows)
-
-        return compute_padded
+        return lambda log_probs: compute(F.pad(log_probs, (0, length - log_probs.shape[1])))
 
     return __call__
 
 
-class Replay(NamedTuple):
-    """What a sampler kept of a microbatch."""
+@dataclasses.dataclass
+class Replay:
+    """What a sampler kept of a microbatch, an attribute of its ids."""
 
     ids: Tensor  # [B, S, K], padded with -1: the ids that the token at this place was sampled from
-    has_reference: bool  # whether the loss compares log-probabilities over the whole vocabulary with a reference policy's
+    has_reference: bool = False  # whether the loss compares ``unfiltered`` with a reference policy's
+    unfiltered: Tensor | None = None  # [B, S - 1] log-probabilities over the whole vocabulary
 
 
 def _step(_: ScoreOptions) -> Callable:
@@ -144,19 +137,19 @@ def _step(_: ScoreOptions) -> Callable:
             return theirs(data_iterator, model, post_processing_fn, **given)
         batch = next(data_iterator)
         loss = getattr(post_processing_fn, "loss_fn", None)
-        has_reference = getattr(loss, "reference_policy_kl_penalty", 0) != 0
-        batch.input_ids_cp_sharded.replay = Replay(_sampled_from(batch.data_dict), has_reference)
+        replay = Replay(_sampled_from(batch.data_dict), getattr(loss, "reference_policy_kl_penalty", 0) != 0)
+        batch.input_ids_cp_sharded.replay = batch.data_dict["input_ids"].replay = replay
         return theirs(iter([batch]), model, post_processing_fn, **given)
 
     return forward_with_post_processing_fn
 
 
 def _unfiltered(_: ScoreOptions) -> Callable:
-    def get_next_token_logprobs_from_logits(*args: Any, **given: Any) -> Tensor:
-        logits: Any = given.get("next_token_logits", args[1] if len(args) > 1 else None)
-        if hasattr(logits, "unfiltered"):
-            return logits.unfiltered
-        return get_next_token_logprobs_from_logits.cce_original(*args, **given)  # type: ignore[attr-defined]
+    def get_next_token_logprobs_from_logits(input_ids: Tensor, *args: Any, **given: Any) -> Tensor:
+        replay = getattr(input_ids, "replay", None)
+        if replay is not None:
+            return F.pad(replay.unfiltered, (0, input_ids.shape[1] - 1 - replay.unfiltered.shape[1]))
+        return get_next_token_logprobs_from_logits.cce_original(input_ids, *args, **given)  # type: ignore[attr-defined]
 
     return get_next_token_logprobs_from_logits
 

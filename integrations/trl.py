@@ -90,26 +90,21 @@ def _refuse_others(_: ScoreOptions) -> Callable:
 
 
 _sampling_mask: Tensor | None = None  # of the loss under way
-# What TRL has computed over the whole vocabulary before there is a mask, and how to do without it.
-NO_PLACE = {
-    "importance_sampling_ratio": "set vllm_importance_sampling_correction=False",
-    "ref_per_token_logps": "set beta=0",
-}
+# Computed over the whole vocabulary before there is a mask.
+WHOLE = ("importance_sampling_ratio", "ref_per_token_logps", "old_per_token_logps", "old_logps")
 
 
 def _replaying(_: ScoreOptions) -> Callable:
     def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
         global _sampling_mask
-        mask = inputs.get("sampling_mask")
-        if mask is not None:
-            for name, cure in NO_PLACE.items():
-                if name in inputs:
-                    raise ValueError(f"cce_dist: {name} is over the whole vocabulary, and sampling_mask is given: {cure}")
-            old, sampled = (inputs.get(f"{name}_per_token_logps") for name in ("old", "sampling"))
-            if old is not None and (sampled is None or not torch.equal(old, sampled)):
+        mask, sampled = inputs.get("sampling_mask"), inputs.get("sampling_per_token_logps")
+        for name in WHOLE if mask is not None else ():
+            given = inputs.get(name)
+            if given is not None and (sampled is None or not torch.equal(given, sampled)):
                 raise ValueError(
-                    "cce_dist: old_per_token_logps is over the whole vocabulary, and sampling_mask is given: replace it by "
-                    "sampling_per_token_logps, the sampler's own"
+                    f"cce_dist: {name} is over the whole vocabulary, and the inputs have sampling_mask: set beta=0 and "
+                    "vllm_importance_sampling_correction=False, and replace old_per_token_logps by sampling_per_token_logps "
+                    "(RLOOTrainer has no place for lists)"
                 )
         _sampling_mask = mask
         try:
@@ -120,18 +115,9 @@ def _replaying(_: ScoreOptions) -> Callable:
     return _compute_loss
 
 
-def _refuse_mask(_: ScoreOptions) -> Callable:
-    def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
-        if "sampling_mask" in inputs:
-            raise ValueError("cce_dist: RLOOTrainer has no place for sampling_mask: GRPOTrainer takes it")
-        return _compute_loss.cce_original(self, model, inputs)  # type: ignore[attr-defined]
-
-    return _compute_loss
-
-
 PATCHES = (
     Patch("trl.trainer.grpo_trainer", "GRPOTrainer._compute_loss", "TRL 1.16", _replaying),
-    Patch("trl.trainer.rloo_trainer", "RLOOTrainer._compute_loss", "TRL 1.16", _refuse_mask),
+    Patch("trl.trainer.rloo_trainer", "RLOOTrainer._compute_loss", "TRL 1.16", _replaying),
     trl_distillation.PATCH,
     PATCH,
     Patch("trl.trainer.sft_trainer", "SFTTrainer.__init__", "TRL 1.16", _refuse_others),

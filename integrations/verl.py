@@ -108,38 +108,34 @@ class _Replay:
 
     lists: KeptIds | None = None
     labels: Any = None
+    numbers: Any = None  # for Megatron: the jagged numbers of the tokens
 
-    @classmethod
-    def begin(cls, batch: Any) -> bool:
-        """Take the lists of a microbatch. Return whether it has any."""
-        mask, labels, sampled = (batch.get(name, None) for name in ("sampling_mask", "input_ids", "loss_mask"))
-        cls.lists = None
-        if mask is None:
-            return False
-        rows, labels = mask.values(), labels.values()
-        if len(rows) != len(labels):
-            raise ValueError(f"cce_dist: sampling_mask has {len(rows)} rows, input_ids {len(labels)} tokens")
-        if sampled is not None:
-            labels = labels.masked_fill((rows < 0).all(-1) & (sampled.values() == 0), -100)
-        cls.lists, cls.labels = KeptIds.from_padded(rows), labels
-        return True
 
-    @staticmethod
-    def numbers(ids: Any) -> Tensor:
-        """Return the tokens' numbers in a jagged tensor like ``ids``."""
-        numbers = torch.arange(len(ids.values()), device=ids.device)
-        return torch.nested.nested_tensor_from_jagged(numbers, ids.offsets())
+def _begin(batch: Any) -> Any:
+    """Take the lists of a microbatch. Return the jagged numbers of its tokens, or None if it has no lists."""
+    mask, ids, sampled = (batch.get(name, None) for name in ("sampling_mask", "input_ids", "loss_mask"))
+    _Replay.lists = None
+    if mask is None:
+        return None
+    rows, labels = mask.values(), ids.values()
+    if len(rows) != len(labels):
+        raise ValueError(f"cce_dist: sampling_mask has {len(rows)} rows, input_ids {len(labels)} tokens")
+    if sampled is not None:
+        labels = labels.masked_fill((rows < 0).all(-1) & (sampled.values() == 0), -100)
+    _Replay.lists, _Replay.labels = KeptIds.from_padded(rows), labels
+    return torch.nested.nested_tensor_from_jagged(torch.arange(len(labels), device=labels.device), ids.offsets())
 
 
 def _fsdp_inputs(_: ScoreOptions) -> Callable:
     def prepare_model_inputs(self: Any, micro_batch: Any) -> tuple[dict, dict]:
         theirs = prepare_model_inputs.cce_original  # type: ignore[attr-defined]
         inputs, outputs = theirs(self, micro_batch)
-        if "return_dict" in inputs and _Replay.begin(micro_batch):  # fused kernels are on
+        numbers = _begin(micro_batch) if "return_dict" in inputs else None  # else fused kernels are off
+        if numbers is not None:
             if "shift_labels" not in inputs:
                 raise ValueError("cce_dist: a batch with sampling_mask needs use_remove_padding=True")
             numbered = micro_batch.clone(recurse=False)
-            numbered["input_ids"] = _Replay.numbers(micro_batch["input_ids"])
+            numbered["input_ids"] = numbers
             inputs["shift_labels"] = theirs(self, numbered)[0]["shift_labels"]
         return inputs, outputs
 
@@ -148,7 +144,7 @@ def _fsdp_inputs(_: ScoreOptions) -> Callable:
 
 def _megatron_inputs(_: ScoreOptions) -> Callable:
     def prepare_model_inputs(self: Any, batch: Any) -> dict:
-        _Replay.begin(batch)
+        _Replay.numbers = _begin(batch)
         return prepare_model_inputs.cce_original(self, batch)  # type: ignore[attr-defined]
 
     return prepare_model_inputs
@@ -159,7 +155,7 @@ def _megatron_forward(_: ScoreOptions) -> Callable:
         theirs = get_mcore_forward_fused_model_engine_fn.cce_original(hf_config)  # type: ignore[attr-defined]
         if _Replay.lists is None:
             return theirs
-        return lambda labels, **given: theirs(labels=_Replay.numbers(labels), **given)
+        return lambda labels, **given: theirs(labels=_Replay.numbers, **given)
 
     return get_mcore_forward_fused_model_engine_fn
 
@@ -176,16 +172,15 @@ MTP = (
     Patch(ENGINE, "MegatronEngine._maybe_enable_fused_kernels", "verl 0.9", _fused_kernels),
     Patch("verl.models.mcore.mtp_patch", POSTPROCESS, "verl 0.9", _postprocess, {POSTPROCESS: ()}),
 )
+NEWEST = "verl 0.9"
 REPLAY = {
     "": (),
     "fsdp": (
-        Patch(
-            "verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead.prepare_model_inputs", "verl 0.9", _fsdp_inputs
-        ),
+        Patch("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead.prepare_model_inputs", NEWEST, _fsdp_inputs),
     ),
     "megatron": (
-        Patch(ENGINE, "MegatronEngineWithLMHead.prepare_model_inputs", "verl 0.9", _megatron_inputs),
-        Patch("verl.models.mcore.registry", "get_mcore_forward_fused_model_engine_fn", "verl 0.9", _megatron_forward),
+        Patch(ENGINE, "MegatronEngineWithLMHead.prepare_model_inputs", NEWEST, _megatron_inputs),
+        Patch("verl.models.mcore.registry", "get_mcore_forward_fused_model_engine_fn", NEWEST, _megatron_forward),
     ),
 }
 

@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+
+pytest.importorskip("megatron.core")
+
+import test_rl
 from torch import Tensor, nn
 
 from cce_dist import KeptIds, linear_log_probs
@@ -22,6 +26,7 @@ from cce_dist.integrations.options import ScoreOptions
 
 VOCAB, SIZE, PROMPT, LENGTH, BATCH, STEPS, TOP_P = 50, 16, 3, 9, 4, 30, 0.8
 RESPONSE = LENGTH - PROMPT
+_their_own_again = test_rl._their_own_again  # a fixture
 EXAMPLE: Any = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "examples" / "replay.py"))
 
 
@@ -110,51 +115,100 @@ def skyrl(policy: Policy, drawn: Rollout) -> Tensor:
     return EXAMPLE["skyrl_log_probs"](policy(drawn.ids), policy.head.weight, drawn.ids, RESPONSE, drawn.mask)
 
 
-def verl(policy: Policy, drawn: Rollout) -> Tensor:
-    score, offsets = cce_verl._make(ScoreOptions.read({}, spell=str)), LENGTH * torch.arange(BATCH + 1)
-    mask = torch.cat((torch.full((BATCH, PROMPT, VOCAB), -1), drawn.mask), 1).flatten(0, 1)
-    jagged = torch.nested.nested_tensor_from_jagged
-    cce_verl._Replay.begin({"input_ids": jagged(drawn.ids.flatten(), offsets), "sampling_mask": jagged(mask, offsets)})
-    numbers = torch.arange(BATCH * LENGTH).roll(-1)[None]
-    found = score(policy(drawn.ids).reshape(1, -1, SIZE), policy.head.weight, numbers)[0]
-    return found.view(BATCH, LENGTH)[:, PROMPT - 1 : -1]
+class Batch(dict):
+    """As much of verl's TensorDict as its engines read."""
+
+    def clone(self, recurse: bool) -> Batch:
+        return Batch(self)
+
+
+class FSDPEngineWithLMHead:
+    """Packs, shifts and pads a microbatch as verl's does."""
+
+    def prepare_model_inputs(self: Any, micro_batch):
+        labels = nn.functional.pad(micro_batch["input_ids"].values().roll(-1), (0, self._get_packed_pad_size(0)))[None]
+        return {"return_dict": True} | ({"shift_labels": labels} if micro_batch["use_remove_padding"] else {}), {}
+
+
+class MegatronEngineWithLMHead:
+    def prepare_model_inputs(self, batch):
+        return {"input_ids": batch["input_ids"]}
+
+
+def get_mcore_forward_fused_model_engine_fn(hf_config):
+    return lambda model, labels: model(
+        torch.cat([nn.functional.pad(row.roll(-1), (0, 2)) for row in labels.unbind()])[None]
+    )
+
+
+def verls_batch(drawn: Rollout) -> Batch:
+    offsets = LENGTH * torch.arange(BATCH + 1)
+    mask = torch.cat((torch.full((BATCH, PROMPT, VOCAB), -1), drawn.mask), 1)
+    sampled = (torch.arange(LENGTH) >= PROMPT).int().expand(BATCH, -1)
+    values = {"input_ids": drawn.ids, "sampling_mask": mask, "loss_mask": sampled, "position_ids": drawn.ids}
+    values = {name: torch.nested.nested_tensor_from_jagged(x.flatten(0, 1), offsets) for name, x in values.items()}
+    return Batch(values, use_remove_padding=True, temperature=1.0, use_fused_kernels=True)
+
+
+def verl_fsdp(policy: Policy, drawn: Rollout) -> Tensor:
+    """Three tokens of padding come behind the batch."""
+    kernel = test_rl.verl()
+    kind = test_rl.stand_in(
+        cce_verl.REPLAY["fsdp"][0].module, FSDPEngineWithLMHead=FSDPEngineWithLMHead
+    ).FSDPEngineWithLMHead
+    cce_verl.install(sampling_mask="fsdp")
+    engine = SimpleNamespace(pad_to_length=False, use_ulysses_sp=False, _get_packed_pad_size=lambda n: 3)
+    inputs, _ = kind.prepare_model_inputs(engine, verls_batch(drawn))
+    hidden = nn.functional.pad(policy(drawn.ids).reshape(1, -1, SIZE), (0, 0, 0, 3))
+    found = kernel.linear_cross_entropy(hidden, policy.head.weight, inputs["shift_labels"], 1.0, "none")[0]
+    assert cce_verl._Replay.lists is None  # labels are labels again
+    if kind is FSDPEngineWithLMHead:
+        with pytest.raises(ValueError, match="needs use_remove_padding=True"):
+            kind.prepare_model_inputs(engine, Batch(verls_batch(drawn), use_remove_padding=False))
+        cce_verl._Replay.lists = None
+    return found[:-3].view(BATCH, LENGTH)[:, PROMPT - 1 : -1]
+
+
+def verl_megatron(policy: Policy, drawn: Rollout) -> Tensor:
+    """Two tokens of padding come behind each sequence. test_rl.py has verl's own packing."""
+    kernel, names = test_rl.verl(), (MegatronEngineWithLMHead, test_rl.MegatronEngine)
+    if test_rl.verl_is_here():
+        pytest.skip("packed_by_verl has verl's own")
+    inputs, forward = cce_verl.REPLAY["megatron"]
+    kind = test_rl.stand_in(inputs.module, **{each.__name__: each for each in names}).MegatronEngineWithLMHead
+    home = test_rl.stand_in(forward.module, **{forward.name: get_mcore_forward_fused_model_engine_fn})
+    cce_verl.install(sampling_mask="megatron")
+    kind().prepare_model_inputs(verls_batch(drawn))
+    hidden = nn.functional.pad(policy(drawn.ids), (0, 0, 0, 2)).reshape(1, -1, SIZE)
+    labels = torch.nested.nested_tensor_from_jagged(drawn.ids.flatten(), LENGTH * torch.arange(BATCH + 1))
+    found = home.get_mcore_forward_fused_model_engine_fn(None)(
+        model=lambda labels: kernel.linear_cross_entropy(hidden, policy.head.weight, labels)[0], labels=labels
+    )
+    return found.view(BATCH, -1)[:, PROMPT - 1 : LENGTH - 1]
 
 
 def nemo_rl(policy: Policy, drawn: Rollout) -> Tensor:
-    pytest.importorskip("megatron.core")
     score, ids = cce_nemo_rl._scores(ScoreOptions.read({}, spell=str)), drawn.ids.clone()
     rows = torch.cat((torch.full((BATCH, PROMPT, VOCAB), -1), drawn.mask), 1)
     rows[-1] = torch.arange(VOCAB)  # NeMo-RL has no token whose sampler cut nothing
-    ids.replay = cce_nemo_rl.Replay(rows, False)  # type: ignore[attr-defined]
+    ids.replay = cce_nemo_rl.Replay(rows)  # type: ignore[attr-defined]
     alone: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     found = score(policy(drawn.ids).transpose(0, 1), policy.head.weight, None, ids, 0, VOCAB, alone)
     return found[:, PROMPT - 1 :]
 
 
-def clipped(log_probs: Tensor, drawn: Rollout) -> Tensor:
-    """The clipped loss of NeMo-RL, verl, miles and SkyRL."""
-    ratio = (log_probs - drawn.log_probs).exp()
-    return -torch.minimum(ratio * drawn.advantages, ratio.clamp(0.8, 1.2) * drawn.advantages).mean()
-
-
-def trusted(log_probs: Tensor, drawn: Rollout) -> Tensor:
-    """prime-rl's: no gradient where a probability has moved far, and a square of the logarithm of the ratio."""
-    log_ratio = log_probs - drawn.log_probs
-    near = (log_probs.exp() - drawn.log_probs.exp()).abs() <= 0.2
-    return (-drawn.advantages * log_ratio.exp() * near + 1e-3 * log_ratio.square()).mean()
-
-
 Scores = Callable[[Policy, Rollout], Tensor]
 
 
-def curve(scores: Scores, loss_of: Callable[[Tensor, Rollout], Tensor]) -> Tensor:
+def curve(scores: Scores) -> Tensor:
     """Train a policy on one rollout, and return the losses. The first ratios are 1."""
     policy, losses = Policy(), []
     drawn = roll_out(policy)
     torch.testing.assert_close(scores(policy, drawn), drawn.log_probs, atol=2e-6, rtol=0)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     for _ in range(STEPS):
-        loss = loss_of(scores(policy, drawn), drawn)
+        ratio = (scores(policy, drawn) - drawn.log_probs).exp()
+        loss = -torch.minimum(ratio * drawn.advantages, ratio.clamp(0.8, 1.2) * drawn.advantages).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -162,16 +216,9 @@ def curve(scores: Scores, loss_of: Callable[[Tensor, Rollout], Tensor]) -> Tenso
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "loss_of"),
-    [
-        (own_loop, masked, clipped), (prime_rl, gathered, trusted), (miles, masked, clipped), (skyrl, masked, clipped),
-        (verl, masked, clipped), (nemo_rl, masked, clipped),
-    ],
-)  # fmt: skip
-def test_curves(ours: Scores, theirs: Scores, loss_of: Callable) -> None:
+@pytest.mark.parametrize("ours", [own_loop, prime_rl, miles, skyrl, verl_fsdp, verl_megatron, nemo_rl])
+def test_curves(ours: Scores) -> None:
     """Catches a list of another token, a softmax over the whole vocabulary, and a gradient that misses one of its terms."""
-    expected = curve(theirs, loss_of)
-    found = curve(ours, loss_of)
+    expected, found = curve(gathered if ours is prime_rl else masked), curve(ours)
     size = expected.abs().max()
     assert (found - expected).abs().max() <= 1e-6 * size and (expected[-1] - expected[0]).abs() > 0.1 * size

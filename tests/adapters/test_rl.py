@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 from torch.nn.utils.rnn import pad_sequence
@@ -75,40 +74,6 @@ class MegatronEngine:
     def _maybe_enable_fused_kernels(self):
         if self.model_config.mtp.enable:
             self.engine_config.use_fused_kernels = False
-
-
-class Batch(dict):
-    """As much of a TensorDict as an engine reads."""
-
-    def clone(self, recurse: bool) -> Batch:
-        return Batch(self)
-
-
-class FSDPEngineWithLMHead:
-    """Packs, shifts and pads a microbatch as verl's does."""
-
-    _get_packed_pad_size: Any
-
-    def prepare_model_inputs(self, micro_batch):
-        labels = F.pad(micro_batch["input_ids"].values().roll(-1), (0, self._get_packed_pad_size(0)))[None]
-        return ({"return_dict": True} | ({"shift_labels": labels} if micro_batch["use_remove_padding"] else {})), {}
-
-
-class MegatronEngineWithLMHead:
-    def prepare_model_inputs(self, batch):
-        return {"input_ids": batch["input_ids"]}
-
-
-def get_mcore_forward_fused_model_engine_fn(hf_config):
-    """Packs each sequence by itself, as verl's does, and calls the head."""
-
-    def forward(model, input_ids, labels):
-        packed = [F.pad(row.roll(-1), (0, -len(row) % 4)) for row in labels.unbind()]
-        log_probs = model(torch.cat(packed)[None]).split([*map(len, packed)])
-        ends = [row[: len(each)] for row, each in zip(log_probs, input_ids.unbind(), strict=True)]
-        return {"log_probs": ends}
-
-    return forward
 
 
 def _megatron_gptmodel_postprocess(self, hidden_states, output_processor=None, output_processor_context=None):
@@ -255,7 +220,7 @@ def test_verl_with_the_whole_vocabulary(temperature: Any) -> None:
     compare(lambda *x: verl().linear_cross_entropy(*x, labels, temperature, "none"), dense, hidden, weight)
 
 
-def verls_batch() -> tuple[Batch, Tensor]:
+def verls_batch() -> tuple[dict[str, Tensor], Tensor]:
     """Return a microbatch with ``sampling_mask``, and [T, VOCAB] bool, the lists. A sequence's sampler cut nothing."""
     generator = torch.Generator().manual_seed(6)
     lengths = [5, 3, 4]
@@ -271,50 +236,8 @@ def verls_batch() -> tuple[Batch, Tensor]:
     def jagged(values: Tensor) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(values, offsets)
 
-    batch = Batch(input_ids=jagged(ids), sampling_mask=jagged(mask), loss_mask=jagged((~prompt).int()))
-    batch |= {"position_ids": jagged(torch.arange(len(ids))), "use_remove_padding": True, "temperature": 0.7}
-    return Batch(batch, use_fused_kernels=True), kept | ~kept.any(1, keepdim=True)
-
-
-def verls_engine(module: str, **names: Any) -> Any:
-    verl()
-    return stand_in(module, **names)
-
-
-def test_verl_replays_what_a_sampler_kept() -> None:
-    """FSDP's engine. Catches a list of the token before, lists of another microbatch, and padding that is read."""
-    patch = cce_verl.REPLAY["fsdp"][0]
-    home = verls_engine(patch.module, FSDPEngineWithLMHead=FSDPEngineWithLMHead)
-    batch, kept = verls_batch()
-    ids, sampled = batch["input_ids"].values(), batch["loss_mask"].values()[1:] > 0
-    given: Any = batch
-    if hasattr(home, "__file__"):
-        TensorDict = importlib.import_module("tensordict").TensorDict
-
-        given = TensorDict({name: x for name, x in batch.items() if isinstance(x, Tensor)}, batch_size=[3])
-        for name in ("use_remove_padding", "temperature", "use_fused_kernels"):
-            given.set_non_tensor(name, batch[name])
-    engine = SimpleNamespace(pad_to_length=False, use_ulysses_sp=False, _get_packed_pad_size=lambda n: 3)
-    hidden, weight, _ = operands(2)
-    hidden = hidden.view(1, -1, hidden.shape[-1])[:, : len(ids) + 3]
-
-    def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        inputs, _ = home.FSDPEngineWithLMHead.prepare_model_inputs(engine, given)
-        found = verl().linear_cross_entropy(hidden, weight, inputs["shift_labels"], 0.7, "none")
-        return tuple(x[: len(ids) - 1][sampled] for x in found)  # type: ignore[return-value]
-
-    def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        logits = (hidden[0, : len(ids) - 1] @ weight.t()).masked_fill(~kept[1:], -1e30)
-        return tuple(x[sampled] for x in dense_scores(logits, ids[1:], 0.7))  # type: ignore[return-value]
-
-    cce_verl.install(sampling_mask="fsdp")
-    compare(ours, dense, hidden, weight)
-    verl().linear_cross_entropy(hidden, weight, torch.full((1, len(ids) + 3), VOCAB - 1))  # no numbers, but labels
-    if given is batch:
-        with pytest.raises(ValueError, match="needs use_remove_padding=True"):
-            home.FSDPEngineWithLMHead.prepare_model_inputs(engine, Batch(batch, use_remove_padding=False))
-    with pytest.raises(ValueError, match="sampling_mask must be one of"):
-        cce_verl.install(sampling_mask="veomni")
+    batch = {"input_ids": jagged(ids), "sampling_mask": jagged(mask), "loss_mask": jagged((~prompt).int())}
+    return batch, kept | ~kept.any(1, keepdim=True)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -364,7 +287,7 @@ def packed_by_verl(case: Any, replay: bool = False) -> None:
             patched.patch_postprocess(model)
         if ours:
             verl().patch_fused_forward(model)
-            given = Batch(batch, **({} if replay else {"sampling_mask": None}))
+            given = batch if replay else {**batch, "sampling_mask": None}
             engine.MegatronEngineWithLMHead.prepare_model_inputs(SimpleNamespace(), given)
             fused = registry.get_mcore_forward_fused_model_engine_fn(
                 SimpleNamespace(architectures=["LlamaForCausalLM"])
@@ -372,46 +295,11 @@ def packed_by_verl(case: Any, replay: bool = False) -> None:
             how = {"temperature": 0.7, "calculate_entropy": True, "pad_token_id": 0, "multi_modal_inputs": {}}
             out = fused(model=model, input_ids=ids, labels=ids.clone(), **how)
         else:
-            numbers = cce_verl._Replay.numbers(ids)
+            numbers = torch.nested.nested_tensor_from_jagged(torch.arange(len(ids.values())), ids.offsets())
             out = on_logits(model, ids, {}, logits_processor=score, logits_processor_args={"label": numbers})
         return model, out["log_probs"].values() * sampled, out["entropy"].values() * sampled
 
     compare_models(f"verl's packing, {case}, {replay=}", run)  # which finds no gradient of the second prediction
-
-
-def test_verls_megatron_engine_replays() -> None:
-    """A stand-in's. Catches labels that are taken for numbers in the next microbatch, which has no lists."""
-    registry, engine = (patch.module for patch in cce_verl.REPLAY["megatron"][::-1])
-    engines = {"MegatronEngineWithLMHead": MegatronEngineWithLMHead, "MegatronEngine": MegatronEngine}
-    engine = verls_engine(engine, **engines)
-    forward = {"get_mcore_forward_fused_model_engine_fn": get_mcore_forward_fused_model_engine_fn}
-    registry = stand_in(registry, **forward)
-    if hasattr(registry, "__file__"):
-        pytest.skip("packed_by_verl has verl's own")
-    batch, kept = verls_batch()
-    ids = batch["input_ids"]
-    hidden, weight, _ = operands(2)
-    cce_verl.install(sampling_mask="megatron")
-
-    def scores(given: Batch, kept: Tensor) -> None:
-        def model(labels: Tensor) -> Tensor:
-            return verl().linear_cross_entropy(
-                hidden.view(1, -1, hidden.shape[-1])[:, : labels.numel()], weight, labels
-            )[0]
-
-        engine.MegatronEngineWithLMHead().prepare_model_inputs(given)
-        found = registry.get_mcore_forward_fused_model_engine_fn(None)(model=model, input_ids=ids, labels=ids)[
-            "log_probs"
-        ]
-        for number, row in enumerate(found):
-            own, at = ids.unbind()[number], slice(ids.offsets()[number], ids.offsets()[number + 1])
-            start = 8 * (number > 0) + 4 * (number > 1)  # sequences of 5, 3 and 4 tokens
-            logits = hidden.view(-1, hidden.shape[-1])[start : start + len(own) - 1] @ weight.t()
-            expected, _ = dense_scores(logits.masked_fill(~kept[at][1:], -1e30), own[1:])
-            torch.testing.assert_close(row[1:-1], expected[1:])
-
-    scores(batch, kept)
-    scores(Batch(batch, sampling_mask=None), torch.ones_like(kept))
 
 
 class Alone:
@@ -491,12 +379,13 @@ def packed_by_nemo(group: Any, replay: bool = False) -> None:
         whole.register_hook(summed)
         model = SimpleNamespace(weight=whole, tp_group=Alone(), cp_group=group)
         forward = functools.partial(nemo()._gpt_forward_with_linear_ce_fusion, model, hidden)
-        batch = SimpleNamespace(data_dict=mask, input_ids_cp_sharded=ids[None, mine], packed_seq_params=packed)
+        data = mask | {"input_ids": pad_sequence([*ids.split(lengths)], batch_first=True)}
+        batch = SimpleNamespace(data_dict=data, input_ids_cp_sharded=ids[None, mine], packed_seq_params=packed)
         log_probs = nemos_step()(iter([batch]), forward, loss, **given)
         log_probs.register_hook(lambda grad: grad / size)  # every rank has the whole loss
         if not replay:
             return log_probs, log_probs.new_zeros(())
-        whole = nemo().get_next_token_logprobs_from_logits(ids, log_probs)
+        whole = nemo().get_next_token_logprobs_from_logits(data["input_ids"], log_probs)
         whole.register_hook(lambda grad: grad / size)
         return log_probs, whole
 

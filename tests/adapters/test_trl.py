@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -341,7 +340,7 @@ def test_the_objectives_are_trls(loss_type: str) -> None:
 
 def test_grpo_replays_what_a_sampler_kept() -> None:
     """30 steps of GRPOTrainer's own loss, beside whole logits that are masked. Catches a list of the token before."""
-    from trl import GRPOTrainer
+    from trl import GRPOTrainer, RLOOTrainer
 
     draw, size, length = torch.Generator().manual_seed(0), 3, 5
     prompts, completions = (torch.randint(2, VOCAB, (size, n), generator=draw) for n in (4, length))
@@ -387,13 +386,9 @@ def test_grpo_replays_what_a_sampler_kept() -> None:
     cce_trl.install()
     found = losses(True)
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max() < (expected[0] - expected[-1]).abs()
-    for name in cce_trl.NO_PLACE:
-        with pytest.raises(ValueError, match=f"{name} is over the whole vocabulary"):
-            GRPOTrainer._compute_loss(stub("dapo", 0.2, None), None, inputs | {name: old})
-    with pytest.raises(ValueError, match="replace it by sampling_per_token_logps"):
-        GRPOTrainer._compute_loss(stub("dapo", 0.2, None), None, inputs | {"old_per_token_logps": old + 1})
-    with pytest.raises(ValueError, match="RLOOTrainer has no place for sampling_mask"):
-        importlib.import_module("trl").RLOOTrainer._compute_loss(None, None, inputs)
+    for trainer, name in zip((GRPOTrainer,) * 3 + (RLOOTrainer,), cce_trl.WHOLE, strict=True):
+        with pytest.raises(ValueError, match=f"{name} is over the whole vocabulary, and the inputs have sampling_mask"):
+            trainer._compute_loss(cast(Any, None), None, inputs | {name: old + 1})
 
 
 def test_dft_is_trls() -> None:

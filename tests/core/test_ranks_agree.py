@@ -130,6 +130,7 @@ def _bad_arguments() -> list[str]:
     of_ids = dict(ids=torch.arange(N), temperature=torch.ones(N))
     of_lists = of_ids | dict(kept=KeptIds(torch.arange(N + 1), torch.arange(N)))
     other_lists = KeptIds(torch.arange(N + 1), torch.arange(N).flip(0))
+    others_whole = of_lists["kept"]._replace(whole=torch.tensor([0]))
     rows: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type, str]] = [
         (linear_cross_entropy, dict(target=torch.arange(N)), dict(softcap=-1.0), ValueError, "softcap"),
         (linear_cross_entropy, dict(target=torch.arange(N)), dict(target=torch.arange(N - 1)), ValueError, "target"),
@@ -144,6 +145,7 @@ def _bad_arguments() -> list[str]:
         (linear_log_probs, of_ids, dict(ids=torch.full((N,), V)), IndexError, r"rank [01] of the group: ids\[0\]"),
         (linear_log_probs, of_lists, dict(top_k=2), ValueError, "top_k"),
         (linear_log_probs, of_lists, dict(kept=other_lists), RuntimeError, r"disagree on kept\.ids"),
+        (linear_log_probs, of_lists, dict(kept=others_whole), RuntimeError, r"disagree on kept\.whole"),
         (linear_kl_divergence, of_teacher, dict(kind="backward"), ValueError, "kind"),
         (linear_kl_divergence, of_teacher, dict(kind="reverse"), RuntimeError, "kl_divergence: .* disagree on kind"),
         (linear_kl_divergence, of_teacher, dict(teacher_input=_hidden()[1:]), ValueError, "teacher_input"),
