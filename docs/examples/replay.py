@@ -1,6 +1,7 @@
 """Sampling replay in prime-rl, miles and SkyRL: what to put where each computes log-probabilities from logits.
 
-The shapes are those of prime-rl and miles in September 2026, and of SkyRL's pull request 883. Entropies are over the lists.
+The shapes are those of September 2026: prime-rl's pull request 3431, miles' 2595, and the rows of SkyRL's 2237, whose trainer has
+no replay yet, as a padded batch. Entropies are over the lists.
 """
 
 from types import SimpleNamespace
@@ -29,8 +30,8 @@ def miles_log_probs(hidden, weight, batch, temperature=1.0, shard=None):
     return found.log_probs[labels != -100].split(batch["response_lengths"])
 
 
-def skyrl_log_probs(hidden, weight, sequences, num_actions, sampling_mask, temperature=1.0):
-    """SkyRL's ``action_log_probs`` [B, num_actions]: hidden [B, S, D], sampling_mask [B, num_actions, K], padded with -1."""
+def skyrl_log_probs(hidden, weight, sequences, num_actions, support, temperature=1.0):
+    """SkyRL's ``action_log_probs`` [B, num_actions]: hidden [B, S, D], support [B, num_actions, K], padded with -1."""
     hidden, labels = hidden[:, -num_actions - 1 : -1], sequences[:, -num_actions:]
-    kept = KeptIds.from_padded(sampling_mask)
+    kept = KeptIds.from_padded(support)
     return linear_log_probs(hidden, weight, labels, temperature=temperature, kept=kept).log_probs
