@@ -15,10 +15,9 @@ verl turns ``use_fused_kernels`` off in a Megatron model that predicts several t
 use the predictions. ``install(mtp=True)`` leaves it on unless they are trained (``mtp.enable_train``): their loss needs a mask
 that verl's fused forward does not get.
 
-``install(sampling_mask="fsdp")`` or ``"megatron"`` takes softmaxes over what the sampler kept of each token, if a batch has
-``sampling_mask``: a jagged tensor [B, j, K] of integers with the rows of ``input_ids`` and -1 as padding. A row without ids is a
-token whose sampler cut nothing. Numbers of tokens then go through verl's packing, padding and slicing in place of the labels, so
-that the head finds lists and labels by them.
+``install(sampling_mask="fsdp")`` or ``"megatron"`` takes softmaxes over what the sampler kept if a batch has ``sampling_mask``,
+a jagged tensor [B, j, K] of integers like ``input_ids``, padded with -1. A row without ids is a token whose sampler cut nothing.
+Numbers of tokens then go through verl's packing, padding and slicing in place of the labels, and the head finds both by them.
 
 Letters: N tokens, D hidden size, V_r the rows of the vocabulary on this rank.
 """
@@ -176,7 +175,12 @@ NEWEST = "verl 0.9"
 REPLAY = {
     "": (),
     "fsdp": (
-        Patch("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead.prepare_model_inputs", NEWEST, _fsdp_inputs),
+        Patch(
+            "verl.workers.engine.fsdp.transformer_impl",
+            "FSDPEngineWithLMHead.prepare_model_inputs",
+            NEWEST,
+            _fsdp_inputs,
+        ),
     ),
     "megatron": (
         Patch(ENGINE, "MegatronEngineWithLMHead.prepare_model_inputs", NEWEST, _megatron_inputs),

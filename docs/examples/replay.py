@@ -1,7 +1,7 @@
 """Sampling replay in prime-rl, miles and SkyRL: what to put where each computes log-probabilities from logits.
 
-The shapes are those of September 2026: prime-rl's pull request 3431, miles' 2595, and the rows of SkyRL's 2237, whose trainer has
-no replay yet, as a padded batch. Entropies are over the lists.
+The shapes are those of prime-rl's pull request 3431, miles' 2595, and SkyRL's 2237, whose rows are padded to a batch here (its
+trainer has no replay yet). Entropies are over the lists.
 """
 
 from types import SimpleNamespace

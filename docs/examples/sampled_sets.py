@@ -52,8 +52,7 @@ for step in range(30):
         loss.backward()
         optimizer.step()
     if step % 29 == 0:
+        off, mean = (replayed - 1).abs().max(), whole.mean()
         print(
-            f"step {step}: share of even ids {reward.mean():.2f}, ratios off 1 by {(replayed - 1).abs().max():.1e}",
-            end=", ",
+            f"step {step}: share of even ids {reward.mean():.2f}, ratios off 1 by {off:.1e}, of whole softmaxes {mean:.2f}"
         )
-        print(f"over the whole vocabulary {whole.mean():.2f} in the mean")

@@ -220,7 +220,7 @@ def test_verl_with_the_whole_vocabulary(temperature: Any) -> None:
     compare(lambda *x: verl().linear_cross_entropy(*x, labels, temperature, "none"), dense, hidden, weight)
 
 
-def verls_batch() -> tuple[dict[str, Tensor], Tensor]:
+def verls_batch() -> tuple[dict[str, Any], Tensor]:
     """Return a microbatch with ``sampling_mask``, and [T, VOCAB] bool, the lists. A sequence's sampler cut nothing."""
     generator = torch.Generator().manual_seed(6)
     lengths = [5, 3, 4]

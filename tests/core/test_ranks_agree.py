@@ -128,9 +128,10 @@ def _bad_arguments() -> list[str]:
     of_teacher = dict(teacher_input=_hidden(), teacher_weight=weight)
     of_some = dict(teacher_ids=torch.arange(3).expand(N, -1), teacher_log_probs=torch.full((N, 3), -2.0))
     of_ids = dict(ids=torch.arange(N), temperature=torch.ones(N))
-    of_lists = of_ids | dict(kept=KeptIds(torch.arange(N + 1), torch.arange(N)))
+    some_lists = KeptIds(torch.arange(N + 1), torch.arange(N))
+    of_lists = of_ids | dict(kept=some_lists)
     other_lists = KeptIds(torch.arange(N + 1), torch.arange(N).flip(0))
-    others_whole = of_lists["kept"]._replace(whole=torch.tensor([0]))
+    others_whole = some_lists._replace(whole=torch.tensor([0]))
     rows: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type, str]] = [
         (linear_cross_entropy, dict(target=torch.arange(N)), dict(softcap=-1.0), ValueError, "softcap"),
         (linear_cross_entropy, dict(target=torch.arange(N)), dict(target=torch.arange(N - 1)), ValueError, "target"),
