@@ -16,7 +16,7 @@ use the predictions. ``install(mtp=True)`` leaves it on unless they are trained 
 that verl's fused forward does not get.
 
 ``install(sampling_mask="fsdp")`` or ``"megatron"`` takes softmaxes over what the sampler kept if a batch has ``sampling_mask``,
-a jagged tensor [B, j, K] of integers like ``input_ids``, padded with -1. A row without ids is a token whose sampler cut nothing.
+a jagged tensor [B, j, K] of integers like ``input_ids``, padded with -1. A row without ids: the sampler cut nothing.
 Numbers of tokens then go through verl's packing, padding and slicing in place of the labels, and the head finds both by them.
 
 Letters: N tokens, D hidden size, V_r the rows of the vocabulary on this rank.
