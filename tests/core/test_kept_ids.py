@@ -115,7 +115,9 @@ def test_what_is_not_read_may_be_nan(backend: str, kept: KeptIds) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_the_weights_gradient_is_added_to_a_buffer(backend: str, kept: KeptIds) -> None:
+    """Of lists, and of a token that takes the whole vocabulary."""
     hidden, weight, ids = draw()
+    kept = kept._replace(whole=torch.tensor([1]))
     buffer, unused = torch.full((V, D), 2.0), torch.zeros(V, requires_grad=True)
     expected = torch.autograd.grad(any_call(hidden, weight, ids, kept=kept, backend=backend).log_probs.sum(), weight)[0]
     out = any_call(hidden, weight, ids, kept=kept, backend=backend, grad_weight_out=buffer, linear_bias=unused)
