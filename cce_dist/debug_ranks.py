@@ -94,7 +94,7 @@ _outermost: ContextVar[_Call | None] = ContextVar("outermost", default=None)
 
 def _facts(name: str, value: Any, parts: tuple[str, ...], ignored: Tensor | None) -> dict[str, Any]:
     """Return what ranks must share of an argument. Tensors of a tuple are arguments of their own."""
-    if isinstance(value, (tuple, list)) and all(isinstance(each, Tensor) for each in value):
+    if isinstance(value, (tuple, list)) and all(each is None or isinstance(each, Tensor) for each in value):
         fields = getattr(value, "_fields", None)
         facts = {name: len(value)}
         for i, each in enumerate(value):

@@ -129,6 +129,7 @@ def values_of(function: Callable[..., Any]) -> Values:
     if function is linear_log_probs:
         del values["reduction"]
         lists, other = (dict(kept=KeptIds(torch.arange(N + 1), entries)) for entries in (ids, ids.flip(0)))
+        mixed = dict(kept=KeptIds(torch.arange(N + 1), ids, torch.tensor([0])))
         return values | {
             "ids": [ids, ids.flip(0), some, ids + V, ids.int()],
             "temperature": [1.0, 2.0, 2 * ones, torch.tensor(2.0), 0.0, 0 * ones],
@@ -136,7 +137,7 @@ def values_of(function: Callable[..., Any]) -> Values:
             "sum_p_squared": [False, True],
             "argmax": [False, True],
             "top_k": [0, 1, 2, V + 1],
-            "kept": [None, lists, other, lists | dict(top_k=1)],
+            "kept": [None, lists, other, mixed, lists | dict(top_k=1)],
             "kept_mass": [False, lists | dict(kept_mass=True), lists, dict(kept_mass=True)],
             "batch_invariant": [False, True],
         }

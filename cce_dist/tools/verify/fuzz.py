@@ -282,8 +282,9 @@ def draw_log_probs(setting: Setting, number: int) -> cases.LogProbCase:
 def draw_kept(setting: Setting, number: int) -> cases.LogProbCase:
     """Draw a call of ``linear_log_probs`` over lists of ids."""
     case = draw_log_probs(setting, number)
-    longest = _randoms(setting, number)[1].choice((1, 4, 20, 100, 1000))
-    return replace(case, name=f"kept {number}", num_ids=0, change=None, kept=longest)
+    r = _randoms(setting, number)[1]
+    longest, whole = r.choice((1, 4, 20, 100, 1000)), r.choice((0, 0, 1, 3))
+    return replace(case, name=f"kept {number}", num_ids=0, change=None, kept=longest, whole=whole)
 
 
 def draw_divergence(setting: Setting, number: int) -> cases.DivergenceCase:
