@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from cce_dist.integrations.on_import import on_import
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
+    from cce_dist import objectives as objectives
     from cce_dist.divergence import linear_kl_divergence
     from cce_dist.divergence.topk import topk_kl_divergence
     from cce_dist.filter import GradFilter
@@ -73,7 +74,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__")), "objectives"])
 
 
 def _watch(_: Any) -> None:

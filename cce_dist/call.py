@@ -5,9 +5,9 @@ A ``Call`` consists of plain values (numbers, strings, bools), so that an operat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from cce_dist.shard import VocabShard
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_TOP_K = 1024
 AUX = ("nll", "lse", "target_logit", "entropy", "z_loss", "max_logit", "label_is_max")
+Reduction = Literal["none", "mean", "sum"]
+InputGrad = Literal["summed", "partial"]
+Backend = Literal["auto", "triton", "torch"]
 
 
 class LossOptions(TypedDict, total=False):
@@ -30,7 +33,7 @@ class LossOptions(TypedDict, total=False):
     linear_bias: Tensor | None
     weight: Tensor | None
     ignore_index: int | None
-    reduction: str
+    reduction: Reduction
     label_smoothing: float
     logit_scale: float | Tensor
     softcap: float | None
@@ -38,14 +41,22 @@ class LossOptions(TypedDict, total=False):
     num_tokens: int | Tensor | None
     shard: VocabShard | None
     sequence_parallel: bool
-    input_grad: str
+    input_grad: InputGrad
     reduce_dtype: torch.dtype | None
     grad_filter: GradFilter | None
-    backend: str
+    backend: Backend
     workspace_bytes: int | None
     expected_weights: Tensor | bool
     grad_weight_out: Tensor | None
     options: None
+
+
+class ExplainOptions(LossOptions, total=False):
+    """All keyword arguments of ``linear_cross_entropy``."""
+
+    return_aux: bool | Collection[str]
+    token_loss: Callable[..., Any] | None
+    token_inputs: Sequence[Tensor]
 
 
 def is_symbol(value: Any) -> bool:
@@ -174,14 +185,14 @@ class Options(NamedTuple):
     function, labels = "linear_cross_entropy", "target"  # names of the function and its labels in messages
 
     ignore_index: Annotated[int, _ignore_index] = -100
-    reduction: Annotated[str, _one_of("none", "mean", "sum")] = "mean"
+    reduction: Annotated[str, _one_of(*get_args(Reduction))] = "mean"
     label_smoothing: Annotated[float, _smoothing] = 0.0
     logit_scale: Annotated[float, _scale] = 1.0
     softcap: Annotated[float | None, _softcap] = None
     z_loss_weight: Annotated[float | Tensor, _z_loss_weight] = 0.0
     num_tokens: Annotated[float | Tensor | None, checked_num_tokens] = None
     sequence_parallel: Annotated[bool, boolean] = False
-    input_grad: Annotated[str, _one_of("summed", "partial")] = "summed"
+    input_grad: Annotated[str, _one_of(*get_args(InputGrad))] = "summed"
     reduce_dtype: Annotated[torch.dtype | None, _reduce_dtype] = None
     grad_filter: Annotated[GradFilter | None, _filter] = None
     return_aux: Annotated[tuple[str, ...], _return_aux] = ()
@@ -208,7 +219,7 @@ class LogProbOptions(NamedTuple):
     top_k: Annotated[int, _top_k] = 0
     kept_mass: Annotated[bool, boolean] = False
     sequence_parallel: Annotated[bool, boolean] = False
-    input_grad: Annotated[str, _one_of("summed", "partial")] = "summed"
+    input_grad: Annotated[str, _one_of(*get_args(InputGrad))] = "summed"
     reduce_dtype: Annotated[torch.dtype | None, _reduce_dtype] = None
     backend: Annotated[str, _one_of(*BACKENDS)] = "auto"
     workspace_bytes: Annotated[int, _workspace] = 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import checks, debug_ranks, kept_ids, kept_op, op, operands, terms
-from cce_dist.call import Call, LogProbOptions, checked, is_symbol, numbers_of
+from cce_dist.call import Backend, Call, InputGrad, LogProbOptions, checked, is_symbol, numbers_of
 from cce_dist.kept_ids import KeptIds
 from cce_dist.kernels import Operands, ShardLogits, Spec, Want
 from cce_dist.kernels.kept_ids import rising
@@ -70,9 +70,9 @@ def linear_log_probs(
     kept_mass: bool = False,
     shard: VocabShard | None = None,
     sequence_parallel: bool = False,
-    input_grad: str = "summed",
+    input_grad: InputGrad = "summed",
     reduce_dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     workspace_bytes: int | None = None,
     grad_weight_out: Tensor | None = None,
     batch_invariant: bool = False,

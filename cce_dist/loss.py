@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Concatenate, Literal, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from cce_dist import debug_ranks, decide, groups, op
-from cce_dist.call import LossOptions
+from cce_dist.call import Backend, ExplainOptions, InputGrad, LossOptions, Reduction
 from cce_dist.filter import GradFilter
 from cce_dist.given import LinearCrossEntropyOutput, check_all, checked_call
 from cce_dist.shard import VocabShard
@@ -34,7 +34,7 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     return_aux: Literal[False] = False,
-    token_loss: Callable[..., Any] | None = None,
+    token_loss: Callable[Concatenate[Tensor, Any, ...], Any] | None = None,
     token_inputs: Sequence[Tensor] = (),
     **options: Unpack[LossOptions],
 ) -> Tensor: ...
@@ -47,7 +47,7 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     return_aux: Literal[True],
-    token_loss: Callable[..., Any],
+    token_loss: Callable[Concatenate[Tensor, Any, ...], Any],
     token_inputs: Sequence[Tensor] = (),
     **options: Unpack[LossOptions],
 ) -> TokenLossOutput: ...
@@ -73,7 +73,7 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     ignore_index: int | None = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     logit_scale: float | Tensor = 1.0,
     softcap: float | None = None,
@@ -81,15 +81,15 @@ def linear_cross_entropy(
     num_tokens: int | Tensor | None = None,
     shard: VocabShard | None = None,
     sequence_parallel: bool = False,
-    input_grad: str = "summed",
+    input_grad: InputGrad = "summed",
     reduce_dtype: torch.dtype | None = None,
     grad_filter: GradFilter | None = None,
     return_aux: bool | Collection[str] = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
     workspace_bytes: int | None = None,
     expected_weights: Tensor | bool = True,
     grad_weight_out: Tensor | None = None,
-    token_loss: Callable[..., Any] | None = None,
+    token_loss: Callable[Concatenate[Tensor, Any, ...], Any] | None = None,
     token_inputs: Sequence[Tensor] = (),
     options: Any = None,
 ) -> Tensor | LinearCrossEntropyOutput | TokenLossOutput:
@@ -209,7 +209,7 @@ def linear_cross_entropy(
     return given.shaped(found)
 
 
-def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> str:
+def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Unpack[ExplainOptions]) -> str:
     """Describe in one sentence how ``linear_cross_entropy`` would compute a call with these arguments.
 
     Nothing is computed or communicated. Tensors may be on "meta", which stands for a GPU. ``requires_grad`` of the tensors

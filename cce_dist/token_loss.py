@@ -6,6 +6,7 @@ gradients by these derivatives. In two passes the function is a part of the call
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import keystr, tree_map, tree_map_with_path
 
 from cce_dist import checks, merge
 from cce_dist.autograd import leaves_of
@@ -76,8 +77,9 @@ class TokenLoss(NamedTuple):
         log_probs_N = log_probs_N.detach()
         losses_N = torch.where(counts_N, losses_N.to(log_probs_N.dtype), log_probs_N)
         if self.outputs is not None:
-            outputs = (log_probs_N, entropy_N, losses_N, metrics)
-            self.outputs.append(tree_map(lambda values: _masked(values, counts_N), outputs))
+            outputs = [_masked(values, counts_N) for values in (log_probs_N, entropy_N, losses_N)]
+            metrics = tree_map_with_path(lambda path, x: _masked(x, counts_N, f"metrics{keystr(path)}"), metrics)
+            self.outputs.append((*outputs, metrics))
         return losses_N
 
     def _check_ranks(self, group: ProcessGroup, nll_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor) -> None:
@@ -128,12 +130,28 @@ class TokenLoss(NamedTuple):
         """Call the function, and return its losses and metrics. Raise unless the losses are fp32 or float64."""
         # The function may change copies in place. log_probs_N and entropy_N are outputs too.
         copies = (None if numbers is None else numbers.clone() for numbers in (log_probs_N, entropy_N))
-        result = self.function(*copies, *self.inputs)
+        try:
+            result = self.function(*copies, *self.inputs)
+        except TypeError as error:
+            raise self._explained(error) from error
         losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         losses_N = _checked_output(losses, log_probs_N)
         if losses_N.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"token_loss must return float32 or float64 losses, got {losses_N.dtype}")
         return losses_N, metrics
+
+    def _explained(self, error: TypeError) -> TypeError:
+        """Return an error that says what the function is called with, if that is what the error is about."""
+        how = f"token_loss is called with log_probs, entropy and {len(self.inputs)} token_inputs"
+        try:
+            inspect.signature(self.function).bind(None, None, *self.inputs)
+        except TypeError as wrong:
+            return TypeError(f"{how}: {wrong}")
+        except ValueError:  # a built-in function without a signature
+            return TypeError(f"{how}: {error}")
+        if "NoneType" in str(error) and not self.needs_entropy:
+            return TypeError(f"{how}; entropy is None unless token_loss.needs_entropy is True: {error}")
+        return TypeError(f"token_loss: {error}")
 
     def _call_of_counted(self, log_probs_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor) -> tuple[Tensor, Any]:
         """Call the function with the first counted token's values in place of those of tokens that do not count.
@@ -168,11 +186,18 @@ def checked_token_loss(
     ``excluded``: arguments that cannot be combined with a ``token_loss``, and whether the call gives them.
     """
     if not isinstance(inputs, (tuple, list)) or not (callable(function) or function is None):
-        raise TypeError("token_loss must be a function, and token_inputs a tuple of tensors")
+        raise TypeError(
+            "token_loss must be a function, and token_inputs a tuple of tensors, got "
+            f"{type(function).__name__} and {type(inputs).__name__}"
+        )
     if function is None:
         if inputs:
             raise ValueError("token_inputs are given, but no token_loss")
         return None
+    if getattr(function, "__module__", "") == "cce_dist.objectives" and "." not in function.__qualname__:
+        raise TypeError(
+            f"token_loss is objectives.{function.__name__} itself: call it, objectives.{function.__name__}()"
+        )
     names = [name for name, is_given in excluded.items() if is_given]
     if names:
         raise ValueError(f"token_loss cannot be combined with {', '.join(names)}")
@@ -207,14 +232,16 @@ def _check_leaves(losses_N: Tensor, arguments: tuple[Tensor | None, ...]) -> Non
             raise ValueError(f"token_loss uses a tensor {list(leaf.shape)} that requires a gradient: it would get none")
 
 
-def _checked_output(values: Any, like_N: Tensor) -> Tensor:
+def _checked_output(values: Any, like_N: Tensor, name: str = "losses") -> Tensor:
+    wanted = f"token_loss must return tensors with one number per token, {list(like_N.shape)}, got {name}"
     if not isinstance(values, Tensor):
-        raise TypeError(f"token_loss must return tensors, got {type(values).__name__}")
+        raise TypeError(f"{wanted} of type {type(values).__name__}")
     if values.shape != like_N.shape:
-        raise ValueError(f"token_loss must return one number per token, {list(like_N.shape)}, got {list(values.shape)}")
+        advice = "" if name == "losses" else ": take means of what the call returns"
+        raise ValueError(f"{wanted} {list(values.shape)}{advice}")
     return values
 
 
-def _masked(values: Any, counts_N: Tensor) -> Tensor | None:
+def _masked(values: Any, counts_N: Tensor, name: str = "losses") -> Tensor | None:
     """Return an output without gradient, and with 0 for tokens that do not count."""
-    return None if values is None else _checked_output(values, counts_N).detach().masked_fill(~counts_N, 0)
+    return None if values is None else _checked_output(values, counts_N, name).detach().masked_fill(~counts_N, 0)

@@ -8,20 +8,30 @@ DeepSpeed and of Megatron have their own ``convert``, which also knows layers th
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from cce_dist.integrations import fsdp, peft, transformers
 from cce_dist.integrations.deferred.find_head import find_head, innermost
 from cce_dist.integrations.deferred.subclass import Head, Watched, give_back, take, watch
-from cce_dist.integrations.options import SECTION, ModelOptions
+from cce_dist.integrations.options import SECTION, ConvertOptions, ModelOptions
 from cce_dist.shard import VocabShard
 
+_Model = TypeVar("_Model", bound=Callable[..., Any])  # to a type checker torch.compile(model) is no nn.Module
 
-def convert(model: Any, *, shard_over: DeviceMesh | None = None, equal_tokens: bool = False, **options: Any) -> Any:
+
+def convert(
+    model: _Model,
+    *,
+    shard_over: DeviceMesh | None = None,
+    equal_tokens: bool = False,
+    **options: Unpack[ConvertOptions],
+) -> _Model:
     """Have a model compute its loss from hidden states, without logits, and return the model.
 
     The model's own loss code finds deferred logits where it found logits. Its call of ``F.cross_entropy`` computes the loss.
@@ -112,7 +122,7 @@ def _shard_over(model: nn.Module, head: Any, mesh: DeviceMesh | None, equal_toke
         raise ValueError("equal_tokens is a promise for shard_over: give the mesh, too")
 
 
-def revert(model: Any) -> Any:
+def revert(model: _Model) -> _Model:
     """Undo ``convert``, and return the model.
 
     Args:
@@ -133,11 +143,11 @@ def revert(model: Any) -> Any:
     return model
 
 
-def require(model: Any) -> None:
+def require(model: Callable[..., Any]) -> None:
     """Raise unless this model's loss comes from hidden states.
 
-    Before the first forward in training this can tell only whether a head was converted, after one whether the head was asked
-    for its loss, too.
+    Call it after a step. Before the first forward in training it raises only if no head is converted: whether the head will be
+    asked for its loss is not known yet.
 
     Args:
         model: The model. It may be wrapped by DDP, FSDP, DeepSpeed or PEFT.

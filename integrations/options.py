@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import torch
 
-from cce_dist.call import BACKENDS
+from cce_dist.call import BACKENDS, Backend
 from cce_dist.filter import GradFilter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 SECTION = "cce_dist"  # of ds_config
-FILTERS = ("off", "compensated", "plain")
+Filter = Literal["off", "compensated", "plain"]
+FILTERS: tuple[str, ...] = get_args(Filter)
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,6 +51,22 @@ KEYS: dict[str, tuple] = {  # the kind of a key's values, then which of them are
     "shard_over": (SWITCH,),
     "vocab_size": (WHOLE, lambda x: x > 0, "positive"),
 }
+
+
+class ConvertOptions(TypedDict, total=False):
+    """The options of ``cce_dist.convert``, which documents them."""
+
+    filter: Filter
+    filter_eps: float
+    filter_hidden: bool
+    filter_weight: bool
+    filter_always: bool
+    label_smoothing: float
+    z_loss_weight: float
+    backend: Backend
+    workspace_bytes: int | None
+    reduce_dtype: Literal["float32", "bfloat16", "float16"]
+    head: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +110,9 @@ class Options:
                 raise ValueError(f'{what} has no key "{key}"; it has {", ".join(cls.known())}')
             kind, *range_ = KEYS[key]
             if not _is(kind, value):
-                raise ValueError(f"{spell(key)} must be {kind}, got {value!r}")
+                choices = f", {range_[1]}" if range_ and kind == TEXT else ""
+                got = type(value).__name__ if isinstance(value, torch.nn.Module) else repr(value)
+                raise ValueError(f"{spell(key)} must be {kind}{choices}, got {got}")
             if range_ and not range_[0](value):
                 raise ValueError(f"{spell(key)} must be {range_[1]}, got {value!r}")
         lost = [key for key in values if key.startswith("filter_")] if "filter" not in values else []

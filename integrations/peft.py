@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+INSTEAD = 'modules_to_save=["lm_head"] of the PEFT configuration in place of target_modules'
+
 
 def in_use(head: Any) -> Any:
     """Return the module inside PEFT's wrappers that multiplies with the head's weight.
@@ -129,15 +131,27 @@ def sum_of_biases(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one if other is None else other if one is None else one + other
 
 
-def _check(head: Any, base: Any) -> None:
-    """Raise unless the LoRA layer adds ``s B A`` to the whole weight of an ``nn.Linear``."""
+def check_kind(head: Any) -> None:
+    """Raise ValueError if a head has LoRA that adds anything but ``s B A``, or has it on a layer that is no ``nn.Linear``."""
+    if not is_lora(type(head)):
+        return
+    base = head.base_layer
     if type(base).forward is not nn.Linear.forward:
         raise ValueError(
             f"cce_dist cannot take over LoRA on a head that is a {type(base).__name__}: it must be nn.Linear"
         )
     variants = [type(v).__name__ for name, v in head.lora_variant.items() if name in head.active_adapters]
     if variants:
-        raise ValueError(f"cce_dist cannot take over a head with {variants[0]}: only plain LoRA is a sum of products")
+        raise ValueError(
+            f"cce_dist cannot take over a head with {variants[0]}: only plain LoRA is a sum of matmuls; train the head itself "
+            f"({INSTEAD}). A pull request that returns the variant's factors from operands() in integrations/peft.py would "
+            "serve it"
+        )
+
+
+def _check(head: Any, base: Any) -> None:
+    """Raise unless the LoRA layer adds ``s B A`` to the whole weight of an ``nn.Linear``."""
+    check_kind(head)
     if base.weight.dim() != 2 or base.weight.numel() == 0:
         raise ValueError(
             f"cce_dist: the weight under LoRA on the head is a piece {tuple(base.weight.shape)} here: ZeRO-3 gathers it in "

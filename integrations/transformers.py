@@ -36,7 +36,13 @@ class Task(task.Task):
 
     def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         args, kwargs = super().enter(model, args, kwargs)
-        if kwargs.get(FUSED) and _serves(model):
+        if kwargs.get(FUSED) and not _serves(model):
+            if model.training and torch.is_grad_enabled():
+                raise ValueError(
+                    "cce_dist: this model is converted, and TRL's DPO, GRPO, KTO and RLOO need what its head does not return: "
+                    "revert the model, and call cce_dist.integrations.trl.install() alone, before the trainer is made"
+                )
+        elif kwargs.get(FUSED):
             options = self.options
             if model.training and (options.z_loss_weight or options.label_smoothing):
                 raise ValueError(

@@ -64,7 +64,7 @@ def _divergence(given: Arguments, how: dict[str, Any]) -> tuple[Tensor, Tensor, 
         for softcap in (given.student_final_logit_softcapping, given.teacher_final_logit_softcapping)
     )
     scale, beta = given.student_logit_scale / temperature, float(given.beta)
-    kind = {0.0: "forward", 1.0: "reverse"}.get(beta, "jsd")
+    kind: Any = {0.0: "forward", 1.0: "reverse"}.get(beta, "jsd")
     loss = linear_kl_divergence(
         hidden,
         weight,

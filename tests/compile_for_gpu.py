@@ -94,7 +94,7 @@ def is_whole() -> bool:
     The end tells whether the device's assembler takes a kernel, and what it spills. Kernels with options and the filter's may
     spill, so they are only laid out. So are most kernels for devices whose tiles were not tuned.
     """
-    if CAPABILITY not in (90, 100):
+    if CAPABILITY != 90:
         return Step.name in ("exact", "kept")
     return "options" not in Step.name and Step.name != "filtered"
 
@@ -162,7 +162,7 @@ def step(
     getattr(out, "loss", out).sum().backward()
 
 
-def divergence(kind: str, kept: bool = False, bias: bool = False, **options: Any) -> None:
+def divergence(kind: Any, kept: bool = False, bias: bool = False, **options: Any) -> None:
     from cce_dist import linear_kl_divergence
 
     if not begin(f"{kind} divergence{' with options' if bias else ''}{', kept' if kept else ''}"):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import checks, debug_ranks, merge
-from cce_dist.call import Options, checked, concrete, layout_of, numbers_of
+from cce_dist.call import Backend, InputGrad, Options, Reduction, checked, concrete, layout_of, numbers_of
 from cce_dist.decide import choose_backend
 from cce_dist.divergence import op as divergence_op
 from cce_dist.divergence.op import PUBLIC_NAME, DivergenceCall
@@ -36,7 +36,7 @@ def linear_kl_divergence(
     teacher_input: Tensor,
     teacher_weight: Tensor,
     *,
-    kind: str = "forward",
+    kind: Literal["forward", "reverse", "jsd", "tv", "lk"] = "forward",
     beta: float = 0.5,
     logit_scale: float | Tensor = 1.0,
     teacher_logit_scale: float | Tensor = 1.0,
@@ -45,14 +45,14 @@ def linear_kl_divergence(
     linear_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     mask: Tensor | None = None,
-    reduction: str = "none",
+    reduction: Reduction = "none",
     shard: VocabShard | None = None,
     teacher_shard: VocabShard | None = None,
     teacher_ids: Tensor | None = None,
     sequence_parallel: bool = False,
-    input_grad: str = "summed",
+    input_grad: InputGrad = "summed",
     reduce_dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     workspace_bytes: int | None = None,
     grad_weight_out: Tensor | None = None,
 ) -> Tensor:
@@ -155,7 +155,8 @@ def linear_kl_divergence(
         backend=backend,
         workspace_bytes=workspace_bytes,
     )
-    kind, beta = checks.choice("kind", kind, KINDS), _beta(beta)
+    checks.choice("kind", kind, KINDS)
+    beta = _beta(beta)
     forced_backend, debug = environment()
     student, teacher = _heads(
         (input, linear_weight, linear_bias, shard),

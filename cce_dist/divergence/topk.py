@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cce_dist import checks, debug_ranks
-from cce_dist.call import DTYPES
+from cce_dist.call import DTYPES, Backend, InputGrad, Reduction
 from cce_dist.log_probs import linear_log_probs
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
@@ -25,20 +26,20 @@ def topk_kl_divergence(
     teacher_ids: Tensor,
     teacher_log_probs: Tensor,
     *,
-    kind: str = "forward",
-    outside: str = "renormalise",
+    kind: Literal["forward", "reverse"] = "forward",
+    outside: Literal["renormalise", "tail", "drop"] = "renormalise",
     linear_bias: Tensor | None = None,
     ignore_index: int | None = -100,
     logit_scale: float | Tensor = 1.0,
     softcap: float | None = None,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
-    reduction: str = "none",
+    reduction: Reduction = "none",
     shard: VocabShard | None = None,
     sequence_parallel: bool = False,
-    input_grad: str = "summed",
+    input_grad: InputGrad = "summed",
     reduce_dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     workspace_bytes: int | None = None,
     grad_weight_out: Tensor | None = None,
 ) -> Tensor:

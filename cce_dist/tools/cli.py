@@ -9,10 +9,13 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import cce_dist
@@ -49,7 +52,7 @@ COMMANDS = {
     ),
 }
 
-OPTIONAL = ("tokenizers", "filelock", "numpy", "matplotlib", "tqdm")  # packages of the extra "train"
+OPTIONAL = ("tokenizers", "filelock", "matplotlib", "tqdm")  # packages of the extra "train"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,12 +117,24 @@ class _Version(argparse.Action):
     """Prints the versions that a report needs. Torch is not imported."""
 
     def __call__(self, *_: object) -> NoReturn:
-        found = {"cce-dist": cce_dist.__version__, "python": platform.python_version()}
+        found = {"cce-dist": cce_dist.__version__ + _commit(), "python": platform.python_version()}
         for package in ("torch", "triton"):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 found[package] = importlib.metadata.version(package)
         print(", ".join(f"{name} {version}" for name, version in found.items()))
         raise SystemExit(0)
+
+
+def _commit() -> str:
+    """Return the commit of the checkout that runs, or the one that pip installed from a repository, for a version; else ""."""
+    checkout = Path(cce_dist.__file__).resolve().parents[1]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError, importlib.metadata.PackageNotFoundError, KeyError):
+        if (checkout / ".git").exists():
+            command = ["git", "-C", checkout, "describe", "--always", "--dirty", "--exclude", "*", "--abbrev=10"]
+            return f" (commit {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()})"
+        source = importlib.metadata.distribution("cce-dist").read_text("direct_url.json")
+        return f" (commit {json.loads(source or '{}')['vcs_info']['commit_id'][:10]})"
+    return ""
 
 
 def _top_level_parser() -> argparse.ArgumentParser:

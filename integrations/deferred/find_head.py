@@ -26,7 +26,7 @@ def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[s
     modules = dict(model.named_modules())
     kind = type(model).__name__
     if name and name not in modules:
-        raise ValueError(f'"cce_dist.head" is "{name}", which {kind} does not have')
+        raise ValueError(f'"cce_dist.head" is "{name}", which {kind} does not have: {_advice(modules, own)}')
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if name:
         found = [name]
@@ -42,15 +42,31 @@ def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[s
     if len(found) != 1:
         raise ValueError(
             f"cce_dist looked for the head of {kind}, whose logits are over the vocabulary, and found "
-            f'{", ".join(found) or "none"}: name it in "cce_dist.head", if there is one'
+            f"{', '.join(found) or 'none'}: {_advice(modules, own)}"
         )
     return found[0], checked(modules[found[0]], own, found[0])
+
+
+def _advice(modules: dict[str, Any], own: tuple[type, ...]) -> str:
+    """Return how to name a head, with the model's linear modules, those over an embedding's vocabulary first."""
+    vocabularies = {module.num_embeddings for module in modules.values() if isinstance(module, nn.Embedding)}
+    rows = {name: peft.num_rows(module) or 0 for name, module in modules.items() if is_plain(type(module), own)}
+    names = sorted(rows, key=lambda name: (rows[name] not in vocabularies, -rows[name]))
+    if not names:
+        return "it has no nn.Linear"
+    example = names[0] if rows[names[0]] in vocabularies else "its.name"
+    seen = ", ".join(f"{name} ({rows[name]} rows)" for name in names[:4])
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return (
+        f'name it by convert(model, head="{example}"), or "cce_dist.head" in ds_config; it has the Linear {seen}{more}'
+    )
 
 
 def checked(module: Any, own: tuple[type, ...] = (), path: str = "its head") -> Any:
     """Return the module itself, from inside of PEFT's wrappers. ValueError: it cannot be taken over."""
     head = peft.in_use(module)
     check_class(type(head), own, path)
+    peft.check_kind(head)
     if "forward" in vars(head) and not is_dispatched(head):
         raise ValueError(f"cce_dist cannot take over {path}: somebody has replaced its forward")
     if any(type(part).__name__ == "_SpectralNorm" for part in head.modules()):
@@ -93,7 +109,7 @@ def check_class(kind: type, own: tuple[type, ...] = (), path: str = "") -> None:
     """Raise unless modules of this class compute the plain product with their weight."""
     if not is_plain(kind, own):
         which = f" ({path})" if path else ""
-        advice = ": leave the head out of PEFT's target_modules, or use LoRA" if "peft" in kind.__module__ else ""
+        advice = f": use LoRA, or {peft.INSTEAD}" if "peft" in kind.__module__ else ""
         raise ValueError(
             f"cce_dist cannot take over a head that is a {kind.__name__} of {kind.__module__}{which}: it must be nn.Linear or "
             f"CCEHead{advice}"

@@ -45,12 +45,13 @@ class TensorLogits(DeferredLogits):
     """
 
     HINT = (
-        "in training the loss comes from hidden states, by F.cross_entropy of class ids; call the model in eval() or under "
-        "no_grad to get logits"
+        "in training the loss comes from hidden states, by F.cross_entropy of logits [N, V] and class ids; log-probabilities, "
+        "entropies and top-k come from cce_dist.linear_log_probs, other losses from linear_cross_entropy(token_loss=...), a "
+        "z-loss from convert(model, z_loss_weight=...); call the model in eval() or under no_grad to get logits"
     )
     SMOOTHING = (  # Trainer's label_smoothing_factor calls log_softmax
         '; label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing") in place of '
-        "label_smoothing_factor; with SFTTrainer call cce_dist.integrations.trl.install() in place of the conversion"
+        "label_smoothing_factor; with TRL's trainers call cce_dist.integrations.trl.install() in place of the conversion"
     )
 
     def __init__(self, head: Any, task: Any, hidden: Tensor, **given: Any) -> None:
@@ -70,6 +71,9 @@ class TensorLogits(DeferredLogits):
         kind = hidden.device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         _register_with_einops()
+
+    def __repr__(self) -> str:
+        return f"TensorLogits({list(self.shape)}, {self.dtype}, not computed)"
 
     @property
     def shape(self) -> torch.Size:
@@ -297,7 +301,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _operator(name: str) -> Callable:
-    return lambda self, *args: self._other_use(name, name, *args)
+    return lambda self, *args, **kwargs: self._other_use(name, name, *args, **kwargs)
 
 
 def _in_place(name: str) -> Callable:

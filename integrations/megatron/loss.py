@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cce_dist import LogProbs, VocabShard, linear_cross_entropy, linear_log_probs, merge
+from cce_dist.call import InputGrad
 from cce_dist.integrations import options as shared
 from cce_dist.kernels import memory
 from cce_dist.shard import check_alone
@@ -38,7 +39,7 @@ def vocab_parallel_loss(
     tp_group: dist.ProcessGroup | None,
     *,
     sequence_parallel: bool = False,
-    input_grad: str = "summed",
+    input_grad: InputGrad = "summed",
     main_grad: Tensor | None = None,
     expected_weights: Tensor | bool = True,
     options: Options | None = None,
@@ -88,7 +89,7 @@ def vocab_parallel_log_probs(
     tp_group: dist.ProcessGroup | None,
     *,
     sequence_parallel: bool = False,
-    input_grad: str = "summed",
+    input_grad: InputGrad = "summed",
     main_grad: Tensor | None = None,
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,

@@ -269,9 +269,11 @@ def test_what_is_no_sum_of_products_is_one_line(change: Callable, message: str) 
 
 
 def test_dora_is_refused() -> None:
-    model = cce_dist.convert(model_of("Llama", target_modules=["lm_head"], use_dora=True))
-    with pytest.raises(ValueError, match="a head with DoraLinearVariant"):
-        model(**batch())
+    """Catches a variant that only the first loss finds."""
+    for variant in ({"use_dora": True}, {"use_rslora": True, "use_dora": True}):
+        model = model_of("Llama", target_modules=["lm_head"], **variant)
+        with pytest.raises(ValueError, match=r"a head with DoraLinearVariant.*modules_to_save.*A pull request"):
+            cce_dist.convert(model)
 
 
 def test_a_head_without_peft_is_itself() -> None:

@@ -369,7 +369,7 @@ def verl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> No
         parallel_state.destroy_model_parallel()
 
 
-def nemo_rl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> None:
+def nemo_rl_over_two_ranks(mine: slice, rows: slice) -> None:
     """Catches hidden states that are gathered though they are whole, and a gradient that is summed twice or never."""
     hidden, weight, labels = operands(2)
     compare(
@@ -380,38 +380,8 @@ def nemo_rl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) ->
         mine,
         rows,
     )
-    if nemo_rl_is_here():
-        from test_megatron import Case, on_layout
-
-        on_layout(Case(tp=2, sequence_parallel=sequence_parallel), through_nemos_forward)
-    else:
+    if not nemo_rl_is_here():  # test_nemo_rl.py has NeMo-RL's own forward
         packed_by_nemo(dist.group.WORLD)
-
-
-def through_nemos_forward(case: Any) -> None:
-    """NeMo-RL's own ``GPTModel.forward`` on a real model, beside the model's logits."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-    from test_megatron import batch, build
-
-    kind: Any = GPTModel
-    forward = kind.forward
-
-    def run(ours: bool, dtype: torch.dtype) -> Any:
-        model = build(case)[0].to(dtype)
-        inputs, _ = batch()
-        ids = inputs["input_ids"]
-        if ours:
-            nemo().patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4)
-            model.cp_group = None  # the group of one rank
-            log_probs = model(**inputs, labels=ids, return_logprobs_for_linear_ce_fusion=True)
-            kind.forward, kind._linear_ce_fusion_forward_patched = forward, False
-        else:
-            logits = gather_from_tensor_model_parallel_region(model(**inputs))
-            log_probs, _ = dense_scores(logits[:, :-1], ids[:, 1:])
-        return model, log_probs, log_probs.new_zeros(())
-
-    compare_models("through NeMo-RL's forward", run)
 
 
 def two_ranks() -> None:
@@ -425,7 +395,7 @@ def two_ranks() -> None:
     for sequence_parallel in (True, False):
         mine = half if sequence_parallel else slice(None)
         verl_over_two_ranks(sequence_parallel, mine, rows)
-        nemo_rl_over_two_ranks(sequence_parallel, mine, rows)
+        nemo_rl_over_two_ranks(mine, rows)
         test_megatron_scores.over_two_ranks(sequence_parallel)
         if verl_is_here():
             from test_megatron import Case, on_layout
@@ -439,26 +409,6 @@ def two_ranks() -> None:
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks() -> None:
     run_ranks(two_ranks, 2)
-
-
-def test_transformers_forward_of_verl() -> None:
-    """verl's own forward of a transformers model, beside verl's own in plain torch."""
-    theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
-    from tiny_trainer import VOCAB as size
-    from tiny_trainer import tiny_model
-
-    cce_verl.install()
-    ids = torch.randint(1, size, (2, TOKENS), generator=torch.Generator().manual_seed(0))
-
-    def run(ours: bool, dtype: torch.dtype) -> Any:
-        model = tiny_model().to(dtype)
-        if dtype == torch.float64:
-            return model, *dense_scores(model(ids).logits, ids.roll(-1, -1), 0.7)
-        forward = theirs.forward_with_triton_backend if ours else theirs.forward_with_torch_backend
-        out = forward(model, input_ids=ids, temperature=0.7, return_dict=True)
-        return model, out.log_probs.view(ids.shape), out.entropy.view(ids.shape)
-
-    compare_models("verl's forward of transformers", run)
 
 
 def test_the_clipped_policy_is_verls() -> None:

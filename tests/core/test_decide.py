@@ -184,8 +184,9 @@ def test_explain() -> None:
     assert off.format("fp16") in explain(*meta(*GEMMA, torch.float16), grad_filter=always)
     with torch.no_grad():
         assert explain(*meta(*GEMMA)) == "exact, forward alone, 256 MiB"
+    options: Any = {"no_such_option": 1}
     with pytest.raises(TypeError, match="no_such_option"):
-        explain(*meta(8, 8, 8), no_such_option=1)
+        explain(*meta(8, 8, 8), **options)
     with pytest.raises(ValueError, match="hidden size 8, linear_weight 4"):
         explain(meta(8, 8, 8)[0], *meta(8, 4, 8)[1:])
     with pytest.raises(ValueError, match="on meta"):

@@ -26,7 +26,7 @@ BACKENDS = ["torch", "triton"]
 CASES = {case.name.removeprefix("log-probs-"): case for case in (*LOG_PROB_CASES, *KEPT_CASES)}
 
 
-def check(case: LogProbCase, device: str, backend: str) -> None:
+def check(case: LogProbCase, device: str, backend: Any) -> None:
     """Check a case; the interpreter calls backward once, and ``test_a_second_backward_has_the_same_bits`` twice."""
     case = replace(case, twice=GPU or backend == "torch")
     for error in run_case(LOG_PROBS, case, None, device, backend):
@@ -89,6 +89,7 @@ def test_a_second_backward_has_the_same_bits() -> None:
     """Also after one with another gradient, and with kept exponentials. Catches: saved numbers that were overwritten."""
     hidden, weight, ids = (x.to(DEVICE) for x in data())
     ids = torch.stack((ids, ids.flip(0), ids), 1)
+    backend: Any
     for backend, columns in (("torch", 0), ("triton", 0), ("triton", 64)):
         with mock.patch.object(exact, "saved_columns", lambda *_, columns=columns: columns):
             out = linear_log_probs(hidden, weight, ids, entropy=True, backend=backend)
@@ -102,7 +103,7 @@ def test_a_second_backward_has_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_largest_logits_over_groups_of_tokens(backend: str) -> None:
+def test_the_largest_logits_over_groups_of_tokens(backend: Any) -> None:
     """Catches: keys of one group that are left for the next, tokens put back in another order."""
     hidden, weight = torch.randn(50, 16, device=DEVICE), torch.randn(300, 16, device=DEVICE)
     ids = torch.randint(300, (50,), device=DEVICE)
@@ -200,7 +201,7 @@ def test_one_id_is_the_loss_of_it() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_equal_logits_are_ordered_by_id(backend: str) -> None:
+def test_equal_logits_are_ordered_by_id(backend: Any) -> None:
     """Catches an order that is that of blocks, or of a sort that is not stable.
 
     The numbers are whole, so that logits are equal in any order of summation: some processors' libraries add the last
@@ -217,7 +218,7 @@ def test_equal_logits_are_ordered_by_id(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_token_without_an_id_may_hold_anything(backend: str) -> None:
+def test_a_token_without_an_id_may_hold_anything(backend: Any) -> None:
     hidden, weight, ids = (x.to(DEVICE) for x in data())
     ids = torch.stack((ids, ids.flip(0)), 1)
     ids[3] = -100

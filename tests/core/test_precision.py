@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def _settings_stay() -> Iterator[None]:
 
 @pytest.mark.skipif(not hasattr(MATMUL, "fp32_precision"), reason="this torch has the older setting alone")
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.filterwarnings("ignore"))])
-def test_the_newer_setting_is_asked(backend: str) -> None:
+def test_the_newer_setting_is_asked(backend: Any) -> None:
     """Catches: a call that asks the older setting, which raises."""
     if backend == "triton":
         pytest.importorskip("triton")

@@ -65,7 +65,7 @@ def with_inputs(biased: bool = True) -> tuple[list[Tensor], Tensor, list[Tensor]
     ],
 )
 def test_same_numbers_as_dense(
-    name: str, options: dict[str, Any], factor: float, backend: str, rows: int | None
+    name: str, options: dict[str, Any], factor: float, backend: Any, rows: int | None
 ) -> None:
     """Catches: a derivative by log_probs with the sign of nll's, one by the entropy that is lost, inputs of another group's
     tokens, a divisor that is left out, NaN of ignored tokens, outputs of one group for another."""
@@ -325,16 +325,20 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "smoothing": ({"label_smoothing": 0.1, "z_loss_weight": 0.1}, ValueError, "label_smoothing, z_loss_weight"),
     "expected": ({"expected_weights": torch.ones(N), "reduction": "none"}, ValueError, "expected_weights"),
     "names": ({"return_aux": ("nll",)}, TypeError, "return_aux with token_loss must be a bool"),
-    "returns a number": ({"token_loss": lambda log_probs, _: 0.5}, TypeError, "must return tensors, got float"),
-    "other shape": ({"token_loss": doubled}, ValueError, r"one number per token, \[\d+\], got \[\d+\]"),
-    "sum": ({"token_loss": lambda log_probs, _: -log_probs.sum()}, ValueError, r"got \[\]"),
+    "returns a number": ({"token_loss": lambda log_probs, _: 0.5}, TypeError, r"got losses of type float"),
+    "other shape": ({"token_loss": doubled}, ValueError, r"one number per token, \[\d+\], got losses \[\d+\]"),
+    "sum": ({"token_loss": lambda log_probs, _: -log_probs.sum()}, ValueError, r"got losses \[\]"),
     "integers": ({"token_loss": lambda log_probs, _: log_probs.long()}, TypeError, "got torch.int64"),
     "bf16": ({"token_loss": lambda log_probs, _: log_probs.bfloat16()}, TypeError, "got torch.bfloat16"),
+    "not made": ({"token_loss": objectives.dft}, TypeError, r"call it, objectives\.dft\(\)"),
+    "no inputs": ({"token_loss": objectives.clipped_policy()}, TypeError, "and 0 token_inputs: missing .*'advantages'"),
+    "no entropy": ({"token_loss": lambda log_probs, entropy: -log_probs - entropy}, TypeError, "unless .*needs_entropy"),
+    "own error": ({"token_loss": lambda log_probs, _: -log_probs + "1"}, TypeError, "token_loss: unsupported operand"),
     "cut off": ({"token_loss": lambda log_probs, _: -log_probs.detach()}, ValueError, "have no gradient"),
     "metrics": (
         {"token_loss": lambda log_probs, _: (-log_probs, {"mean": log_probs.mean()}), "return_aux": True},
         ValueError,
-        r"one number per token, \[\d+\], got \[\]",
+        r"one number per token, \[\d+\], got metrics\['mean'\] \[\]: take means",
     ),
 }  # fmt: skip
 

@@ -1,10 +1,12 @@
 """Every file of docs/examples is short, runs as it is, and learns."""
 
+import json
 import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import run_example
@@ -48,6 +50,21 @@ def test_examples_are_short_and_tried() -> None:
 def test_it_learns(name: str, tmp_path: Path) -> None:
     [(first, last)] = first_and_last(run(name, ALONE[name], tmp_path))
     assert last > 1.5 * first if name in POLICIES else last < 0.7 * first
+
+
+def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a cell that raises, losses or gradients that differ, and a plan that saves nothing."""
+    pytest.importorskip("transformers")
+    cells = json.loads((FOLDER / "first_steps.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        assert not cell.get("outputs")
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["losses"][1] == pytest.approx(names["losses"][0], rel=1e-6) and 0 < names["difference"] < 1e-6
+    said = capsys.readouterr().out
+    dense, budget, filtered = (int(mib.replace(",", "")) for mib in re.findall(r"\w+: ([\d,]+) MiB", said))
+    assert dense > 2 * budget > 2 * filtered and "linear_log_probs" in said
 
 
 @pytest.mark.slow

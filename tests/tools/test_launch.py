@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,27 @@ def test_the_manifest_names_one_meeting_place_and_a_command_that_fits() -> None:
     assert args.tp * args.dp == container["resources"]["limits"]["nvidia.com/gpu"] * int(environment["NNODES"])
 
 
+def test_image_and_folder_are_those_that_the_dockerfile_makes(tmp_path: Path) -> None:
+    """Catches a name of the image or a path inside it that one of three files has alone, and a folder that it lacks."""
+    dockerfile = (ROOT / "launch" / "Dockerfile").read_text()
+    [image], [folder] = (
+        re.findall(r"docker build .* -t (\S+)", dockerfile),
+        re.findall(r"^WORKDIR (.*)", dockerfile, re.M),
+    )
+    *_, jobset = documents()
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"] == image
+    user = pod["securityContext"]
+    assert f"USER {user['runAsUser']}:{user['runAsGroup']}\n" in dockerfile
+    [of_slurm] = re.findall(r"IMAGE=(\S+) sbatch", (ROOT / "launch" / "slurm.sbatch").read_text())
+    assert of_slurm == image.replace("/", "#")  # as pyxis has it
+    said = queue(tmp_path, IMAGE=of_slurm).stdout
+    assert said.startswith(f"--container-image={of_slurm}\n") and f"\n{folder}/launch/pretrain.sh\n--tp\n8\n" in said
+    copied = [name for line in re.findall(r"^COPY (.*) ", dockerfile, re.M) for name in line.split()]
+    assert all((ROOT / name).exists() for name in copied)
+    assert {"launch", "cce_dist", "kernels", "integrations", "pyproject.toml", "README.md"} <= {*copied}
+
+
 def test_kubernetes_gives_time_and_no_rights() -> None:
     """Catches a grace period that ends a checkpoint, a hopeless run that is restarted, and root."""
     *_, jobset = documents()
@@ -79,7 +101,9 @@ def queue(folder: Path, **job: str) -> subprocess.CompletedProcess[str]:
 
     asked = '[ "$1 $2" = "show hostnames" ] && printf "gpu7\\ngpu8\\ngpu9\\n" || echo "scontrol $*"\n'
     executable("scontrol", asked)
-    executable("srun", 'while [[ $1 == --* ]]; do [[ $1 == *=* ]] && shift || shift 2; done\nexec "$@"\n')
+    shown = '[ -z "${IMAGE:-}" ] || { printf "%s\\n" "$@"; exit 0; }' + "\n"
+    options = "while [[ $1 == --* ]]; do [[ $1 == *=* ]] && shift || shift 2; done\n"
+    executable("srun", shown + options + 'exec "$@"\n')
     executable("python3", 'printf "%s\\n" "$@"\nexit ${CODE:-0}\n')
     job = {"SLURM_JOB_NODELIST": "gpu[7-9]", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "1234567"} | job
     job |= {"SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}

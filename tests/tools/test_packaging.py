@@ -1,14 +1,22 @@
 """The built package holds every folder, the two links point where they should, and the command line starts light."""
 
+import json
+import re
 import subprocess
 import sys
+import types
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from setuptools import find_packages
 
+import cce_dist
+from cce_dist import call, decide
+from cce_dist.divergence import topk
+from cce_dist.integrations import options
+from cce_dist.kernels.divergence import heads
 from cce_dist.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,10 +57,6 @@ def test_top_level_help_itself_imports_no_torch():
     assert "cce-dist pretrain --tp 2" in result.stdout
 
 
-def test_every_command_has_its_module():
-    assert all(find_spec(command.module) for command in cli.COMMANDS.values())
-
-
 def test_unknown_command_names_the_choices(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["pretrian"])
@@ -77,7 +81,7 @@ def test_missing_extra_is_one_line_that_names_it(fake, capsys):
     fake.run = run
     assert cli.main(["fake"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install tokenizers filelock numpy matplotlib tqdm" in line
+    assert "pip install tokenizers filelock matplotlib tqdm" in line
 
 
 def test_exit_code_is_what_run_returns(fake):
@@ -89,7 +93,31 @@ def test_the_version_is_said_without_torch():
     code = "import sys; sys.modules['torch'] = None; import cce_dist; from cce_dist.tools.cli import main; main(['--version'])"
     result = run_python(code)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("cce-dist 0.1.0, python 3.")
+    assert re.match(
+        rf"cce-dist {re.escape(cce_dist.__version__)}( \(commit \w{{10,}}(-dirty)?\))?, python 3\.", result.stdout
+    )
+
+
+def test_the_version_has_the_commit(monkeypatch, tmp_path, capsys):
+    """Of a checkout, of what pip installed from a repository, and none of what it installed from a folder or an index."""
+
+    def said() -> str:
+        with pytest.raises(SystemExit):
+            cli.main(["--version"])
+        return capsys.readouterr().out.split(", ")[0].removeprefix(f"cce-dist {cce_dist.__version__}")
+
+    if (ROOT / ".git").exists():
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+        assert commit.startswith(said().removeprefix(" (commit ").split("-dirty")[0].rstrip(")"))
+    monkeypatch.setattr(cce_dist, "__file__", str(tmp_path / "cce_dist" / "__init__.py"))
+    for record, told in (
+        ('{"vcs_info": {"commit_id": "0123456789abcdef"}}', " (commit 0123456789)"),
+        ('{"dir_info": {}}', ""),
+        (None, ""),
+    ):
+        distribution = types.SimpleNamespace(version="1", read_text=lambda _, record=record: record)
+        monkeypatch.setattr(cli.importlib.metadata, "distribution", lambda _, found=distribution: found)
+        assert said() == told
 
 
 def test_an_adapter_without_its_package_names_it_and_the_loss_imports_none():
@@ -107,3 +135,55 @@ def test_a_picture_without_matplotlib_is_refused_before_the_plan(monkeypatch, ca
     assert cli.main(["plan", "--model", "llama-3-8b", "--picture", "x.png"]) == 1
     said = capsys.readouterr()
     assert said.out == "" and "matplotlib" in said.err
+
+
+def test_a_shell_completes_every_public_name():
+    assert {*cce_dist.__all__, "objectives"} == {name for name in dir(cce_dist) if not name.startswith("_")}
+
+
+RIGHT = """import torch
+from torch import nn
+import cce_dist
+from cce_dist import linear_cross_entropy as loss
+
+class Model(nn.Module):
+    width: int = 8
+
+x, ids = torch.randn(4, 8), torch.arange(4)
+cce_dist.convert(Model(), filter="plain", filter_eps=0.1, reduce_dtype="float32").width.bit_count()
+cce_dist.require(torch.compile(cce_dist.revert(Model())))
+loss(x, x, ids, return_aux=("nll", "lse")).nll.sum()
+loss(x, x, ids, token_loss=cce_dist.objectives.dft(), reduction="none").sum()
+cce_dist.explain(x, x, ids, reduction="sum", return_aux=True)
+"""
+WRONG = """cce_dist.convert(Model(), filter="fast")
+cce_dist.convert(Model(), filter_epsilon=0.1)
+cce_dist.convert("gpt2")
+cce_dist.convert(Model()).width.upper()
+loss(x, x, ids, reduction="average")
+loss(x, x, ids, backend="cuda")
+loss(x, x, ids, token_loss=cce_dist.objectives.dft)
+cce_dist.linear_kl_divergence(x, x, x, x, kind="backward")
+cce_dist.topk_kl_divergence(x, x, ids, x, outside="rest")
+cce_dist.explain(x, x, ids, labels_smoothing=0.1)
+"""
+
+
+@pytest.mark.skipif(find_spec("pyright") is None, reason="pyright is not installed")
+def test_a_type_checker_finds_ten_wrong_calls(tmp_path):
+    """Catches an option without a type, a function that returns Any, and right calls that are refused."""
+    (tmp_path / "calls.py").write_text(RIGHT + WRONG)
+    command = [sys.executable, "-m", "pyright", "--outputjson", str(tmp_path / "calls.py")]
+    said = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout)
+    found = {error["range"]["start"]["line"] for error in said["generalDiagnostics"]}
+    assert found == {RIGHT.count("\n") + i for i in range(10)}
+
+
+def test_types_are_the_names_that_the_checks_know():
+    divergence, of_k_ids = (get_type_hints(f) for f in (cce_dist.linear_kl_divergence, cce_dist.topk_kl_divergence))
+    assert get_args(divergence["kind"]) == heads.KINDS
+    assert (get_args(of_k_ids["kind"]), get_args(of_k_ids["outside"])) == (topk.KINDS, topk.OUTSIDE)
+    assert get_args(call.Backend) == decide.BACKENDS
+    of_convert = get_type_hints(options.ConvertOptions)
+    assert of_convert.keys() == set(options.ModelOptions.known())
+    assert get_args(of_convert["reduce_dtype"]) == tuple(options.REDUCE_DTYPES)

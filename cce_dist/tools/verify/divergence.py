@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
     return found(Value(value), upstream, leaves)
 
 
-def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str, Tensor]:
+def call(drawn: Drawn, shard: VocabShard, backend: Any, device: str) -> dict[str, Tensor]:
     """Make the call on this rank's shard; return the divergence and the student's gradients."""
     case, teacher = drawn.case, drawn.teacher
     assert teacher is not None

@@ -97,7 +97,7 @@ def _oracle(drawn: Drawn, bounds: Bounds, backend: str, device: str) -> Truth:
     return replace(truth, values=reference_of(drawn, torch.float64, device), noise=noise)
 
 
-def call(drawn: Drawn, shard: VocabShard, backend: str, device: str) -> dict[str, Tensor]:
+def call(drawn: Drawn, shard: VocabShard, backend: Any, device: str) -> dict[str, Tensor]:
     """Make the call; return its outputs, dE of this rank's slice, dC and dbias of its rows."""
     case = drawn.case
     labels, options, upstream = drawn.on(device)
