@@ -241,8 +241,9 @@ def _draw_groups(apart: random.Random, call: SimpleNamespace, setting: Setting) 
     """Force groups of tokens, which take the loss alone and one upstream gradient per token."""
     call.options.pop("return_aux", None)
     call.upstream = ("loss",)
-    if call.dtype == FP16:  # a gradient made in forward may underflow; calls that nobody forces never make it there
+    if call.dtype == FP16:  # a gradient made in forward leaves its range; calls that nobody forces never make it there
         call.scale = 1.0
+        call.options.pop("z_loss_weight", None)
     expected = apart.choice(["", "upstream", "other"])
     call.expected = expected if call.options.get("reduction") == "none" else ""
     count = torch.Size(call.shape).numel()
