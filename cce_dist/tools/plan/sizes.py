@@ -131,6 +131,11 @@ class Counted(Model):
     def __post_init__(self) -> None:
         """Check nothing: transformers has built the model."""
 
+    @property
+    def model(self) -> Counted:
+        """The model itself, for code that expects ``read_config`` to return a record with a model."""
+        return self
+
 
 def padded(model: Model, multiple: int) -> Model:
     """Return a model whose vocabulary is rounded up to a multiple, as Megatron pads it."""
