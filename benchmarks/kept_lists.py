@@ -44,7 +44,7 @@ def seconds(function: Callable[[], Any], repeats: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--ids", type=int, default=512, help="ids of each token")
     parser.add_argument("--repeats", type=int, default=5)
