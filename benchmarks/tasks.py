@@ -38,7 +38,8 @@ LOG_PROBS = {  # tasks: ids of a token, whether entropies too, how many of the l
     "ids-64": (64, False, 0, True),
     "scores": (1, True, 64, False),
 }
-KEPT_IDS = {"kept-64": 64, "kept-512": 512}  # tasks: ids of a token's list
+# Tasks: ids of a token's list, and one in how many tokens takes the whole vocabulary; 0: none.
+KEPT_IDS = {"kept-20": (20, 0), "kept-64": (64, 0), "kept-512": (512, 0), "kept-64-tenth": (64, 10)}
 OBJECTIVES: dict[
     str, tuple[Callable[..., Any] | None, bool]
 ] = {  # tasks: token_loss, whether it takes a policy's inputs
@@ -113,17 +114,27 @@ def scores_task(name: str) -> Task:
 
 def kept_task(name: str) -> Task:
     """Return the task of log-probabilities within each token's K likeliest ids, its label among them."""
-    num_ids = KEPT_IDS[name]
+    num_ids, one_in = KEPT_IDS[name]
 
     def dense(hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
-        kept = reference.logits(hidden, weight).gather(1, ids)
-        return torch.where(ids == labels[:, None], kept, 0.0).sum(1) - kept.logsumexp(1)
+        logits = reference.logits(hidden, weight)
+        lse = logits.gather(1, ids.clamp(min=0)).logsumexp(1)
+        if one_in:
+            lse = torch.where(ids[:, 0] < 0, logits.logsumexp(1), lse)
+        return logits.gather(1, labels[:, None])[:, 0] - lse
+
+    def split(num_tokens: int) -> tuple[range, list[int]]:
+        whole = range(0, num_tokens if one_in else 0, one_in or 1)
+        return whole, [token for token in range(num_tokens) if token not in whole]
 
     def build(shard: VocabShard, hidden: Tensor, options: dict[str, Any]) -> Function:
-        offsets = torch.arange(0, len(hidden) * num_ids + 1, num_ids, device=hidden.device)
+        whole, listed = (torch.tensor(part, device=hidden.device).long() for part in split(len(hidden)))
+        counts = torch.full((len(hidden) + 1,), num_ids, device=hidden.device).index_fill_(0, whole + 1, 0)
+        counts[0] = 0
+        offsets = counts.cumsum(0)
 
         def function(hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
-            kept = KeptIds(offsets, ids.flatten())
+            kept = KeptIds(offsets, ids[listed].flatten(), whole) if one_in else KeptIds(offsets, ids.flatten())
             return linear_log_probs(hidden, weight, labels, kept=kept, shard=shard, **options).log_probs
 
         return function
@@ -133,6 +144,7 @@ def kept_task(name: str) -> Task:
         ids = (hidden @ weight.t()).topk(num_ids).indices
         is_there = (ids == labels[:, None]).any(1)
         ids[:, -1] = torch.where(is_there, ids[:, -1], labels)
+        ids[[*split(len(ids))[0]]] = -1
         upstream = torch.randn(len(hidden), **_like(hidden)) / len(hidden)
         return Problem((hidden, labels, ids), (weight,), upstream, dense, reduced=False)
 

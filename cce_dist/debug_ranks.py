@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import hashlib
 import inspect
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,14 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from cce_dist import merge
 from cce_dist.autograd import refuse_transforms
-from cce_dist.call import Call, LogProbOptions, Options
-from cce_dist.kernels import OUTSIDE, Operands
-from cce_dist.kernels.dense import label_ids
+from cce_dist.call import Call
+from cce_dist.given import modes_of
+from cce_dist.kernels import OUTSIDE
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
-
-if TYPE_CHECKING:
-    from cce_dist.given import Given
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -54,57 +50,106 @@ def check_labels(call: Call, labels: Tensor, ids: Tensor) -> None:
             raise IndexError(error)
 
 
-def check_loss(given: Given) -> None:
-    """Call ``check_ranks`` for ``linear_cross_entropy``."""
-    if not given.call.debug:
+# What the ranks of a group must share of an argument. An argument that is not listed must be equal on all ranks, a tensor in
+# shape, dtype, requires_grad and values. docs/api.md has this table, too.
+SHARED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("input", "teacher_input"), ("shape", "dtype", "requires_grad")),
+    **dict.fromkeys(("linear_weight", "teacher_weight"), ("hidden size", "dtype", "requires_grad")),
+    **dict.fromkeys(("linear_bias", "teacher_bias", "grad_weight_out"), ("dtype", "requires_grad")),
+    **dict.fromkeys(
+        ("expected_weights", "logit_scale", "temperature", "teacher_ids", "teacher_log_probs", "token_inputs"),
+        ("shape", "dtype", "requires_grad", "values of counted tokens"),
+    ),
+    **dict.fromkeys(("shard", "teacher_shard"), ("vocab_size",)),
+    "token_loss": ("needs_entropy", "losses", "derivatives"),  # ``TokenLoss`` compares what the function returns
+    "options": (),
+}
+_READ: dict[str, Callable[[Any, Tensor | None], Any]] = {
+    "shape": lambda x, _: tuple(x.shape),
+    "hidden size": lambda x, _: x.shape[1],
+    "dtype": lambda x, _: str(x.dtype),
+    "requires_grad": lambda x, _: x.requires_grad,
+    "values": lambda x, _: merge.digest(x),
+    "values of counted tokens": lambda x, ignored: merge.digest(_counted(x, ignored)),
+    "vocab_size": lambda x, _: x.vocab_size,
+    "needs_entropy": lambda x, _: bool(getattr(x, "needs_entropy", False)),
+}
+
+
+class _Call:
+    """A call of a public function."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.has_exchanged = False
+
+    def arguments(self) -> dict[str, Any]:
+        parameters = inspect.signature(self.function).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        return defaults | dict(zip(parameters, self.args, strict=False)) | self.kwargs
+
+
+_outermost: ContextVar[_Call | None] = ContextVar("outermost", default=None)
+
+
+def _facts(name: str, value: Any, parts: tuple[str, ...], ignored: Tensor | None) -> dict[str, Any]:
+    """Return what ranks must share of an argument. Tensors of a tuple are arguments of their own."""
+    if isinstance(value, (tuple, list)) and all(each is None or isinstance(each, Tensor) for each in value):
+        fields = getattr(value, "_fields", None)
+        facts = {name: len(value)}
+        for i, each in enumerate(value):
+            facts |= _facts(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", each, parts, ignored)
+        return facts
+    if not isinstance(value, (Tensor, VocabShard)) and not callable(value):
+        return {name: value} if parts else {}
+    return {name: "given"} | {f"{name} ({part})": _READ[part](value, ignored) for part in parts if part in _READ}
+
+
+def _ignored(arguments: dict[str, Any]) -> Tensor | None:
+    """Return a mask of the labels that do not count, where arguments may hold anything; None if the function has no labels."""
+    if "ignore_index" not in arguments:
+        return None
+    labels = next(arguments[name] for name in ("target", "ids", "teacher_ids") if name in arguments)
+    ignored = labels == (-100 if arguments["ignore_index"] is None else arguments["ignore_index"])
+    mask = arguments.get("mask")
+    return ignored if mask is None else ignored | ~mask[..., None]
+
+
+def _counted(values: Tensor, ignored: Tensor | None) -> Tensor:
+    """Return per-token values with 0 for tokens that do not count."""
+    if ignored is not None and values.shape == ignored.shape[:-1]:
+        ignored = ignored.all(-1)
+    return values if ignored is None or values.shape != ignored.shape else values.masked_fill(ignored, 0)
+
+
+def check_ranks(shard: VocabShard) -> None:
+    """With CCE_DIST_DEBUG=1 raise an error on every rank if the ranks' arguments differ. Skipped under torch.compile."""
+    call = None if torch.compiler.is_compiling() else _outermost.get()
+    if call is None or shard.group is None or not environment()[1]:
         return
-    token, weights = given.terms.token, given.class_weights
-    facts = {"weight": None if weights is None else weights.weight, "token_loss": token is not None}
-    if token is not None:  # ignored tokens may hold anything
-        ignored = given.x.ids == given.options.ignore_index
-        facts |= {f"token_inputs[{i}]": values.masked_fill(ignored, 0) for i, values in enumerate(token.inputs)}
-    check_ranks(given.x, facts, given.shard, given.options, given.call)
-
-
-def check_ranks(
-    x: Operands, others: dict[str, Any], shard: VocabShard, options: Options | LogProbOptions, call: Call
-) -> None:
-    """With CCE_DIST_DEBUG=1 raise an error on every rank if the ranks' arguments differ. Skipped under torch.compile.
-
-    Args:
-        x: The operands, with the labels as its ids.
-        others: Further arguments by name, numbers or tensors.
-    """
-    if not call.debug or shard.group is None or torch.compiler.is_compiling():
-        return
-    facts = facts_of(x.hidden, x.weight, x.head.bias)
-    facts |= {"number of tokens": x.num_tokens, "vocab_size": shard.vocab_size} | options._asdict()
-    if isinstance(options, Options) and isinstance(options.num_tokens, Tensor):
-        facts["num_tokens"] = options.num_tokens.item()
-    facts |= {"backend": call.backend, options.labels: (tuple(x.ids.shape), digest(x.ids))}
-    facts |= {name: digest(value) if isinstance(value, Tensor) else value for name, value in others.items()}
-    labels = x.ids.view(-1)
-    ids = label_ids(labels, options.ignore_index, shard.vocab_size)
-    error = label_error(options.labels, labels, ids, shard.vocab_size, options.ignore_index)
-    rows = (shard.start, shard.stop)
-    wrong = IndexError(error) if error else None
-    merge.assert_ranks_agree(options.function, facts, rows, shard.group, shard.vocab_size, wrong)
+    arguments, facts = call.arguments(), {}
+    ignored = _ignored(arguments)
+    for name, value in arguments.items():
+        facts |= _facts(name, value, SHARED.get(name, ("shape", "dtype", "requires_grad", "values")), ignored)
+    facts |= {"vocab_size": shard.vocab_size} | modes_of(arguments["input"])
+    call.has_exchanged = True
+    merge.assert_ranks_agree(call.function.__name__, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)
 
 
 def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a public function: with CCE_DIST_DEBUG=1, all ranks raise the error that one rank raises for its arguments.
 
-    The other ranks receive the error in ``check_ranks``. An error after this exchange stays on its rank, and so does an error
-    of a call whose arguments do not contain the vocabulary-parallel group. The error of a tensor subclass that cannot run the
-    operators is replaced by one that says so.
+    The other ranks receive the error in ``check_ranks``. An error after this exchange stays on its rank, unless it is a
+    ``token_loss``'s, and so does an error of a call whose arguments do not contain the vocabulary-parallel group. The error of
+    a tensor subclass that cannot run the operators is replaced by one that says so.
     """
-    parameters = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _outermost.get() is not None:
             return function(*args, **kwargs)
-        before = merge.num_exchanges
+        call = _Call(function, args, kwargs)
+        token = _outermost.set(call)
         try:
             # Before an argument is read, which a batched one does not allow.
             numbers = [kwargs[name] for name in _NUMBERS if name in kwargs]
@@ -113,14 +158,16 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 refuse_transforms(function.__name__, *numbers)
             return function(*args, **kwargs)
         except Exception as raised:
-            error = _of_subclass(raised, dict(zip(parameters, args, strict=False)) | kwargs) or raised
-            group = _group_of(args, kwargs) if environment()[1] else None
-            if group is not None and merge.is_alive(group) and merge.num_exchanges == before:
-                with contextlib.suppress(Exception):  # it raises this error again
-                    merge.assert_ranks_agree(function.__name__, {}, (0, 0), group, 0, error)
+            arguments = call.arguments()
+            error = _of_subclass(raised, arguments) or raised
+            group = _group_of(arguments) if environment()[1] and not call.has_exchanged else None
+            if merge.is_alive(group):
+                merge.tell(function.__name__, group, error)
             if error is raised:
                 raise
             raise error from raised
+        finally:
+            _outermost.reset(token)
 
     return checked
 
@@ -144,31 +191,14 @@ def _of_subclass(raised: Exception, given: dict[str, Any]) -> TypeError | None:
     return None
 
 
-def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _group_of(arguments: dict[str, Any]) -> Any:
     """Return the vocabulary-parallel group of a call's arguments, or None."""
     for name in ("shard", "teacher_shard"):
-        shard = kwargs.get(name)
+        shard = arguments.get(name)
         if isinstance(shard, VocabShard) and shard.group is not None:
             return shard.group
-    weight = args[1] if len(args) > 1 else kwargs.get("linear_weight")
-    if not isinstance(weight, DTensor):
-        return None
-    with contextlib.suppress(ValueError):
-        return VocabShard.from_dtensor(weight).group
+    weight = arguments.get("linear_weight")
+    if isinstance(weight, DTensor):
+        with contextlib.suppress(ValueError):
+            return VocabShard.from_dtensor(weight).group
     return None
-
-
-def facts_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
-    """Return the properties of a head's tensors that must be equal on all ranks."""
-    return {
-        "input": (tuple(input.shape), str(input.dtype)),
-        "linear_weight": (weight.shape[1], str(weight.dtype)),
-        "linear_bias": bias is not None,
-        "input (needs a gradient)": torch.is_grad_enabled() and input.requires_grad,
-    }
-
-
-def digest(values: Tensor) -> str:
-    """Return a hash of a tensor's bytes."""
-    values = values.detach().cpu().contiguous()
-    return hashlib.blake2b(ctypes.string_at(values.data_ptr(), values.nbytes), digest_size=8).hexdigest()

@@ -192,9 +192,18 @@ def _kind_of(
             return None
         # Not the group itself: its threads would live as long as the key.
         key.append((shard.start, shard.stop, shard.vocab_size, shard.group_name, shard.group_size))
-    precision = fp32_precision() if input.dtype == torch.float32 else None
-    state = torch.is_grad_enabled(), _autocast_dtype(input.device), precision, environment(), decide.forced_groups()
-    return (*key, *state, options, tuple(map(type, options)))
+    return (*key, *modes_of(input).values(), options, tuple(map(type, options)))
+
+
+def modes_of(input: Tensor) -> dict[str, Any]:
+    """Return what a call depends on besides its arguments."""
+    return {
+        "grad_mode": torch.is_grad_enabled(),
+        "autocast": _autocast_dtype(input.device),
+        "fp32_precision": fp32_precision() if input.dtype == torch.float32 else None,
+        "environment": environment(),
+        "groups": decide.forced_groups(),
+    }
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -294,6 +303,8 @@ def check_all(
     }
     token = checked_token_loss(*of_token_loss, target, excluded, chosen["return_aux"], environment()[1])
     if token is not None:  # TokenLossOutput has other outputs, without gradients
+        if token.debug and not torch.compiler.is_compiling():
+            token = token._replace(group=shard.group)
         options = options._replace(return_aux=())
     class_weights = None
     if weight is not None and not on_meta:

@@ -1,9 +1,13 @@
-"""The two torch.library operators behind ``linear_log_probs(..., kept=...)``: a shard's arithmetic, merged over the group."""
+"""The two torch.library operators behind ``linear_log_probs(..., kept=...)``: a shard's arithmetic, merged over the group.
+
+Tokens without a list (``KeptIds.whole``) are swept over the whole vocabulary by the backend of other log-probabilities. Their
+statistics take the places of the empty lists' before the exchange, so that all further steps are the same for both.
+"""
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +17,9 @@ from cce_dist.autograd import Operator, build, head_rows
 from cce_dist.call import Call
 from cce_dist.debug_ranks import label_error
 from cce_dist.kept_ids import KeptIds
-from cce_dist.kernels import IGNORED, OUTSIDE, Grads, Operands, Softmax, Upstream, dense
+from cce_dist.kernels import IGNORED, OUTSIDE, Grads, Operands, Softmax, Spec, Upstream, dense
 from cce_dist.kernels import kept_ids as dense_lists
+from cce_dist.kernels.backends import Backend, named
 from cce_dist.kernels.kept_ids import KeptLists, entry_gradients, lists_of, rising, token_of_entries
 from cce_dist.merge import Distributed
 from cce_dist.op import operands_of
@@ -22,10 +27,11 @@ from cce_dist.operands import plain
 
 
 class Saved(NamedTuple):
-    """What forward saves for backward besides the operands."""
+    """What forward saves for backward besides the operands, and before what the sweep's backend saves."""
 
     merged: Tensor  # [2 or 3, N]: maximum, logarithm of the sum and entropy over the lists
     ids: Tensor  # [N] as in ``Operands``
+    whole: Tensor  # [W] int64: the tokens without a list
     begin: Tensor  # this and the next four: the fields of ``KeptLists``
     token: Tensor
     column: Tensor
@@ -43,8 +49,16 @@ def _backend(call: Call) -> ModuleType:
     return kept_rows
 
 
+def _sweep(x: Operands, whole: Tensor, call: Call) -> tuple[Backend, Operands, Spec]:
+    """Return backend, operands and spec of a pass over the vocabulary for the tokens ``whole`` alone."""
+    call = call.decided(x.hidden, whole.shape[0], Distributed(call.layout).size)
+    factors = None if x.head.factors is None else x.head.factors[whole]
+    x = x._replace(hidden=x.hidden[whole], head=x.head._replace(factors=factors), ids=x.ids[whole])
+    return named(call.way.backend), x, call.spec
+
+
 def _run_forward(
-    hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, offsets: Tensor, kept: Tensor,
+    hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, offsets: Tensor, kept: Tensor, whole: Tensor,
     grad_weight_out: Tensor | None, call: Call,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
     """Return negative log-probability, log-sum-exp and entropy over the lists, [N] fp32, and ``Saved`` as a list."""
@@ -53,20 +67,28 @@ def _run_forward(
         kept = kept.long()
         begin = rising(offsets, kept.shape[0])
         token_L = token_of_entries(begin, kept.shape[0])
-        ids = _ids_of_tokens(labels, KeptIds(offsets, kept), token_L, call)
+        all_lists = KeptIds(offsets, kept, whole)
+        ids = _ids_of_tokens(labels, all_lists, token_L, call)
+        whole = kept_ids.whole_tokens(all_lists)
         x = operands_of(ranks.whole(hidden), weight, head, ids, spec)
-        lists = lists_of(begin, token_L, kept, ids, spec.logits)
-        stats_KN, z_M = _backend(call).statistics(x, lists, spec)
+        listed_ids = ids.index_fill(0, whole, IGNORED)
+        lists = lists_of(begin, token_L, kept, listed_ids, spec.logits)
+        stats_KN, z_M = _backend(call).statistics(x._replace(ids=listed_ids), lists, spec)
+        saved = []
+        if whole.shape[0]:
+            backend, x_whole, sweep = _sweep(x, whole, call)
+            stats_KW, saved = backend.statistics(x_whole, sweep, backend.merged_lse)
+            stats_KN.index_copy_(1, whole, stats_KW.to(stats_KN.dtype))
         losses, softmax = dense.token_losses(ranks.gather(stats_KN), x, spec)
         merged = torch.stack([numbers_N for numbers_N in softmax if numbers_N is not None])
-        return losses.nll, losses.lse, losses.entropy, [*Saved(merged, ids, *lists, z_M)]
+        return losses.nll, losses.lse, losses.entropy, [*Saved(merged, ids, whole, *lists, z_M), *saved]
 
 
 def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -> Tensor:
     """Return one id per token: IGNORED if its list is empty, OUTSIDE if its id or a list entry is outside the vocabulary."""
     spec, size = call.spec, call.spec.vocab_size
     ids = dense.label_ids(labels, spec.ignore_index, size)
-    empty = rising(kept.offsets, kept.ids.shape[0]).diff() == 0
+    empty = kept_ids.is_empty(kept)
     ids = torch.where(empty & (ids >= 0), IGNORED, ids)
     if call.debug or not labels.is_cuda:  # reading values would wait for a GPU, which returns NaN instead
         error = label_error(call.argument, labels, ids, size, spec.ignore_index)
@@ -84,36 +106,59 @@ def _run_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return d_hidden, d_weight, and the head's gradients as rows; None if not wanted, or added to ``grad_weight_out``."""
     spec, ranks = call.spec, Distributed(call.layout)
-    merged, ids, *of_lists, z_M = Saved(*saved)
+    num_fields = len(Saved._fields)
+    merged, ids, whole, *of_lists, z_M = Saved(*saved[:num_fields])
     want_hidden, want_weight, *want_head = want
     d_nll, d_lse, d_entropy = d_losses
     with torch.autocast(hidden.device.type, enabled=False):
         x = operands_of(ranks.whole(hidden), weight, head, ids, spec)
-        coef_4N = dense.coefficients(Upstream(nll=d_nll, lse=d_lse, entropy=d_entropy), ids, spec.vocab_size)
+        upstream = Upstream(nll=d_nll, lse=d_lse, entropy=d_entropy)
         softmax = Softmax(merged[0], merged[1], None if d_entropy is None else merged[2])
+        want_bias = spec.logits.named(want_head).get("bias", False)
+        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out)
+        d_whole = d_weight = d_bias = None
+        if whole.shape[0]:
+            backend, x_whole, sweep = _sweep(x, whole, call)
+            of_whole: Any = [[None if x_N is None else x_N[whole] for x_N in record] for record in (softmax, upstream)]
+            args = Softmax(*of_whole[0]), Upstream(*of_whole[1])
+            d_whole, d_weight, d_bias = backend.gradients(x_whole, *args, saved[num_fields:], grads, sweep)
         lists = KeptLists(*of_lists)
+        coef_4N = dense.coefficients(upstream, ids, spec.vocab_size)
         grad_M = entry_gradients(x, lists, z_M, softmax, coef_4N)
         hidden_sum = ranks.hidden_sum(x.num_tokens, None)
-        start_sum = None if hidden_sum is None else hidden_sum.start
-        want_bias = spec.logits.named(want_head).get("bias", False)
-        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum)
-        d_hidden, d_weight, d_bias = _backend(call).gradients(x, lists, grad_M, grads, spec)
+
+        def ready(d_hidden: Tensor) -> None:
+            if d_whole is not None:
+                d_hidden.index_copy_(0, whole, d_whole)
+            if hidden_sum is not None:
+                hidden_sum.start(d_hidden)
+
+        weight_out = grad_weight_out if d_weight is None else d_weight
+        grads = grads._replace(weight_out=weight_out, hidden_ready=ready)
+        d_hidden, d_listed, d_listed_bias = _backend(call).gradients(x, lists, grad_M, grads, spec)
+        d_weight = d_listed if d_weight is None else d_weight
+        d_bias = d_listed_bias if d_bias is None or d_listed_bias is None else d_bias + d_listed_bias
         if hidden_sum is not None and want_hidden:
             d_hidden = hidden_sum.wait()
         return d_hidden, d_weight, head_rows(spec.logits.listed(bias=d_bias), want_head)
 
 
-def _forward_fake(hidden, weight, head, labels, offsets, kept, _, *flat):
+def _forward_fake(hidden, weight, head, labels, offsets, kept, whole, _, *flat):
     call, num_tokens, num_entries = build(Call, iter(flat)), labels.shape[0], kept.shape[0] + labels.shape[0]
     fp32, int32 = (
         lambda *shape, dtype=dtype: hidden.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.int32)
     )
     saved = Saved(
-        fp32(2 + call.spec.want.entropy, num_tokens), torch.empty_like(labels),
+        fp32(2 + call.spec.want.entropy, num_tokens), torch.empty_like(labels), torch.empty_like(whole, dtype=torch.int64),
         int32(num_tokens + 1), int32(num_entries), int32(num_entries), labels.new_empty(num_entries),
         int32(call.spec.logits.num_valid + 1), fp32(num_entries),
     )  # fmt: skip
-    return fp32(num_tokens), fp32(num_tokens), fp32(num_tokens if call.spec.want.entropy else 0), [*saved]
+    of_sweep = []
+    if whole.shape[0]:
+        x = Operands.of(hidden, weight, labels, call.spec.logits, **call.spec.logits.named(head))
+        backend, x_whole, sweep = _sweep(x, saved.whole, call)
+        of_sweep = backend.saved_like(x_whole, sweep)
+    return fp32(num_tokens), fp32(num_tokens), fp32(num_tokens if call.spec.want.entropy else 0), [*saved, *of_sweep]
 
 
 _OPERATOR = Operator(
@@ -122,7 +167,8 @@ _OPERATOR = Operator(
     _run_backward,
     "kept_log_probs",
     "kept_log_probs_backward",
-    "Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor offsets, Tensor kept, Tensor? grad_weight_out",
+    "Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor offsets, Tensor kept, Tensor whole, "
+    "Tensor? grad_weight_out",
     "(Tensor, Tensor, Tensor, Tensor[])",
     Call,
     num_outputs=3,
@@ -136,5 +182,6 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Call the operator for ``linear_log_probs``, and return the first three results of ``_run_forward``."""
     head = [*x.head.tensors.values()]
-    tensors = (x.hidden, x.weight, head, x.ids, plain(kept.offsets), plain(kept.ids))
+    whole = x.ids.new_empty(0) if kept.whole is None else plain(kept.whole)
+    tensors = (x.hidden, x.weight, head, x.ids, plain(kept.offsets), plain(kept.ids), whole)
     return _OPERATOR.apply(*tensors, grad_weight_out, call=call, needs_grad=call.spec.want.grad, numbers=numbers)[:3]

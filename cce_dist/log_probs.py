@@ -16,7 +16,6 @@ from cce_dist import checks, debug_ranks, kept_ids, kept_op, op, operands, terms
 from cce_dist.call import Backend, Call, InputGrad, LogProbOptions, checked, is_symbol, numbers_of
 from cce_dist.kept_ids import KeptIds
 from cce_dist.kernels import Operands, ShardLogits, Spec, Want
-from cce_dist.kernels.kept_ids import rising
 from cce_dist.shard import VocabShard
 
 
@@ -108,7 +107,8 @@ def linear_log_probs(
         kept: The ids that a sampler kept for each token. The softmax is then over the token's list in place of the vocabulary:
             ``log_probs`` is ``z[id] - logsumexp(z[kept])``, whether the id is in the list or not. A token with an empty list
             has outputs 0 and gradients 0. Only the listed rows of the weight are read, so the time does not grow with the
-            vocabulary. ids must be [...]; sum_p_squared, argmax and top_k cannot be requested.
+            vocabulary. Only the tokens ``kept.whole`` take a pass over the vocabulary. ids must be [...]; sum_p_squared,
+            argmax and top_k cannot be requested.
         kept_mass: With kept, whether to return the total probability of each list and the log-probabilities over the whole
             vocabulary too, without gradient. This takes one pass over the vocabulary in forward.
         shard, sequence_parallel, input_grad, reduce_dtype, backend, workspace_bytes, grad_weight_out: As in
@@ -131,8 +131,9 @@ def linear_log_probs(
     Raises:
         ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit. Raised before any kernel or collective.
         ValueError: The scale or temperature of a token is not finite, or the temperature not positive; a list of kept has an
-            id twice, or its offsets do not rise from 0 to the number of ids. Checked on a CPU, or with CCE_DIST_DEBUG=1. On a
-            GPU the token's outputs are NaN instead; a repeated id counts once; wrong offsets give other lists.
+            id twice, its offsets do not rise from 0 to the number of ids, or its whole tokens have lists or do not rise.
+            Checked on a CPU, or with CCE_DIST_DEBUG=1. On a GPU the token's outputs are NaN instead; a repeated id counts
+            once; wrong offsets give other lists, and wrong whole tokens other numbers.
         IndexError: One of ids or kept.ids is outside the vocabulary (on a CPU, or with CCE_DIST_DEBUG=1). On a GPU the id's
             log-probability is NaN instead (with kept, the token's outputs are), and its gradient is 0.
         RuntimeError: For double backward, forward-mode derivatives, torch.func and vmap; or if ranks disagree
@@ -168,8 +169,7 @@ def linear_log_probs(
     if numbers is not None:
         # Divided here: before 2.13, torch compiles anew for each value of a symbol that no operator takes by itself.
         numbers = torch.stack((numbers[0] / numbers[1], numbers[2]))
-    lists = {} if kept is None else {"kept.offsets": kept.offsets, "kept.ids": kept.ids}
-    debug_ranks.check_ranks(x, {"logit_scale": logit_scale, "temperature": temperature} | lists, shard, options, call)
+    debug_ranks.check_ranks(shard)
     if kept is not None:
         nll, lse, entropies = kept_op.forward(x, kept, grad_weight_out, call, numbers)
         out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
@@ -189,7 +189,7 @@ def linear_log_probs(
 @torch.no_grad()
 def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, call: Call, numbers: Tensor | None) -> LogProbs:
     """Add the outputs of ``kept_mass``, by a forward pass over the whole vocabulary."""
-    ids = x.ids.masked_fill(rising(kept.offsets, kept.ids.shape[0]).diff() == 0, call.spec.ignore_index)
+    ids = x.ids.masked_fill(kept_ids.is_empty(kept), call.spec.ignore_index)
     sweep = call._replace(spec=call.spec._replace(want=Want(grad=False)))
     found = op.forward(x._replace(ids=ids), None, sweep, numbers)
     mass = (out.lse.view(-1) - found.lse).exp().clamp(max=1.0).masked_fill(ids == call.spec.ignore_index, 0.0)

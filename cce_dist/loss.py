@@ -182,7 +182,8 @@ def linear_cross_entropy(
         unless there is a filter. A learnable logit_scale may all-reduce one number in backward; weight with label_smoothing
         all-reduces D + 1 numbers in forward.
         input must require a gradient on all ranks of the group or on none: otherwise ranks wait for a collective that others
-        do not enter. CCE_DIST_DEBUG=1 adds an exchange that checks the ranks' arguments (not under torch.compile).
+        do not enter. CCE_DIST_DEBUG=1 adds an exchange that checks the ranks' arguments, and one for each group of tokens that
+        compares the losses of token_loss (not under torch.compile).
 
     Raises:
         ValueError, TypeError: Shapes, dtypes, devices, options or shard do not fit. Raised before any kernel or collective.
@@ -203,7 +204,7 @@ def linear_cross_entropy(
         workspace_bytes=workspace_bytes, expected_weights=expected_weights, grad_weight_out=grad_weight_out,
         token_loss=token_loss, token_inputs=token_inputs,
     )  # fmt: skip
-    debug_ranks.check_loss(given)
+    debug_ranks.check_ranks(given.shard)
     found = op.two_passes(given) if given.call.way.passes == "two" else groups.one_pass(given)
     return given.shaped(found)
 

@@ -6,7 +6,10 @@ Dimensions: T ranks of the group, K statistics, N tokens, D hidden size.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import hashlib
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -298,9 +301,6 @@ def largest(number: int, group: Any, named: bool) -> int:
     return int(found)
 
 
-num_exchanges = 0  # number of calls of ``assert_ranks_agree``
-
-
 def assert_ranks_agree(
     function: str,
     facts: dict[str, Any],
@@ -317,16 +317,17 @@ def assert_ranks_agree(
         ValueError, TypeError, IndexError: A rank's error of this type.
         RuntimeError: A rank's error of another type, the first fact that differs with each rank's value, or a gap.
     """
-    global num_exchanges
-    num_exchanges += 1
     calls: list = [None] * group.size()
     failure = None if error is None else (type(error).__name__, str(error))
     dist.all_gather_object(calls, ({"function": function, **facts}, rows, failure), group=group)
     for rank, (_, _, failure) in enumerate(calls):
         if failure is not None:
-            kinds = {kind.__name__: kind for kind in (ValueError, TypeError, IndexError)}
-            raise kinds.get(failure[0], RuntimeError)(f"{function}: rank {rank} of the group: {failure[1]}")
-    for name in ("function", *facts):
+            kinds = {kind.__name__: kind for kind in (ValueError, TypeError, IndexError, RuntimeError)}
+            kind, said = kinds.get(failure[0]), failure[1]
+            said = said if kind else f"{failure[0]}: {said}"
+            raise (kind or RuntimeError)(f"{function}: rank {rank} of the group: {said}")
+    # A rank may have facts that other ranks lack.
+    for name in dict.fromkeys(name for facts, _, _ in calls for name in facts):
         values = [call[0].get(name) for call in calls]
         if any(value != values[0] for value in values):
             raise RuntimeError(f"{function}: the ranks of the group disagree on {name}: by rank {values}")
@@ -337,3 +338,27 @@ def assert_ranks_agree(
         covered = stop
     if covered < vocab_size:
         raise RuntimeError(f"{function}: the shards end at {covered}, the vocabulary at {vocab_size}")
+
+
+@contextlib.contextmanager
+def agreement(function: str, group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
+    """Raise on every rank if the body raises an error on one, or if the facts that it adds differ. This is a collective."""
+    facts: dict[str, Any] = {}
+    try:
+        yield facts
+    except Exception as error:
+        tell(function, group, error)
+        raise
+    assert_ranks_agree(function, facts, (0, 0), group, 0)
+
+
+def tell(function: str, group: Any, error: Exception) -> None:
+    """Have all other ranks, which are in ``assert_ranks_agree``, raise this rank's error."""
+    with contextlib.suppress(Exception):  # it raises the error here, too
+        assert_ranks_agree(function, {}, (0, 0), group, 0, error)
+
+
+def digest(values: Tensor) -> str:
+    """Return a hash of a tensor's bytes."""
+    values = values.detach().resolve_neg().cpu().contiguous()
+    return hashlib.blake2b(ctypes.string_at(values.data_ptr(), values.nbytes), digest_size=8).hexdigest()

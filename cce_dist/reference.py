@@ -119,9 +119,10 @@ def log_probs(
 def _log_probs_of_lists(z: Tensor, ids: Tensor, counts: Tensor, kept: KeptIds) -> LogProbs:
     """Compute the outputs of ``kept`` and ``kept_mass``, one token at a time."""
     offsets, labels = kept.offsets.tolist(), ids.flatten().tolist()
+    whole = [] if kept.whole is None else kept.whole.tolist()
     rows = [z.new_zeros(5, 0)]
     for number, (row, live) in enumerate(zip(z.view(-1, z.shape[-1]), counts.flatten().tolist(), strict=True)):
-        listed = row[kept.ids[offsets[number] : offsets[number + 1]].long()]
+        listed = row if number in whole else row[kept.ids[offsets[number] : offsets[number + 1]].long()]
         values = (row.new_zeros(()),) * 5
         if live and len(listed):
             _, lse, entropy = softmax_of(listed)

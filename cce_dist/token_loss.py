@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import keystr, tree_map, tree_map_with_path
 
-from cce_dist import checks
+from cce_dist import checks, merge
 from cce_dist.autograd import leaves_of
 from cce_dist.kernels import Upstream
 
@@ -50,6 +51,7 @@ class TokenLoss(NamedTuple):
     debug: bool  # check that a token's loss does not depend on other tokens; the check waits for the device
     outputs: list[Any] | None  # each group appends its outputs; None: no outputs are wanted
     have_gradient: list[bool]  # whether the losses of each group have a gradient
+    group: ProcessGroup | None = None  # ranks whose losses are compared
 
     def of_tokens(self, part: slice) -> TokenLoss:
         return self._replace(inputs=tuple(values[part] for values in self.inputs))
@@ -59,6 +61,8 @@ class TokenLoss(NamedTuple):
 
         Tokens that do not count keep their log-probability: 0 for ignored tokens, NaN for labels outside the vocabulary.
         """
+        if self.group is not None:
+            self._check_ranks(self.group, nll_N, entropy_N, counts_N)
         log_probs_N = -nll_N
         with torch.autocast(nll_N.device.type, enabled=False):
             if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
@@ -77,6 +81,19 @@ class TokenLoss(NamedTuple):
             metrics = tree_map_with_path(lambda path, x: _masked(x, counts_N, f"metrics{keystr(path)}"), metrics)
             self.outputs.append((*outputs, metrics))
         return losses_N
+
+    def _check_ranks(self, group: ProcessGroup, nll_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor) -> None:
+        """Raise on every rank if the function raises an error on one, or if its losses or their derivatives differ."""
+        token = self._replace(group=None, outputs=None, have_gradient=[])
+        with merge.agreement("token_loss", group) as facts:
+            if nll_N.requires_grad:
+                ids_N = counts_N.int() - 1  # of which ``differentiated`` takes the sign
+                losses_N, slopes = token.differentiated(nll_N, entropy_N, ids_N, torch.ones_like(nll_N))
+                slopes = [s.masked_fill(~counts_N, 0.0) for s in (slopes.nll, slopes.entropy) if s is not None]
+                facts["derivatives"] = merge.digest(torch.stack(slopes))
+            else:
+                losses_N = token.losses(nll_N, entropy_N, counts_N)
+            facts |= {"losses": merge.digest(losses_N), "losses (requires_grad)": token.have_gradient}
 
     def differentiated(
         self, nll_N: Tensor, entropy_N: Tensor | None, ids_N: Tensor, upstream_N: Tensor

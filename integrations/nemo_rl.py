@@ -12,11 +12,17 @@ NeMo-RL does not pass the lengths of packed sequences to that function. A second
 replacement then returns a row for each sequence, gathered over context-parallel ranks. A third patch has NeMo-RL's losses take
 such rows, as its log-probabilities already do.
 
+With top-k or top-p in its TrainingSamplingParams NeMo-RL masks whole logits. The replacement takes the softmax over the ids
+that the engine kept (``KeptIds``). Microbatches must hold these: ``sampling_mask_token_ids`` [B, S, K] and
+``sampling_mask_sizes`` [B, S], aligned with ``input_ids``. A fourth patch passes them on with the labels. The reference policy
+stays over the whole vocabulary, and so do the log-probabilities that its own are compared with; a fifth patch returns them.
+
 Letters: B sequences, S tokens of a sequence, T tokens of all packed sequences, D hidden size, V_r rows of this rank.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 from collections.abc import Callable
@@ -28,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from cce_dist import linear_log_probs
+from cce_dist import KeptIds, linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
 from cce_dist.integrations.megatron.scores import next_ids, sequence_boundaries
 from cce_dist.integrations.options import ScoreOptions
@@ -55,18 +61,27 @@ def _scores(options: ScoreOptions) -> Callable:
         shard = shard_of(weight.shape[0], tp_group, None)
         slices = _refuse(hidden, target, (vocab_start_index, vocab_end_index), shard, cp_group is not None, packed)
         say_once("NeMo-RL's log-probabilities come from hidden states (linear_log_probs)")
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        replay = getattr(target, "replay", None)
+
+        def score(kept: KeptIds | None) -> Tensor:
             found = linear_log_probs(
                 hidden.to(weight.dtype),
                 weight,
                 next_ids(target, cp_group, packed).t(),
                 ignore_index=-1,
+                kept=kept,
                 shard=shard,
                 sequence_parallel=slices,
                 **options.call("batch_invariant"),
             )
             log_probs = found.log_probs.t()
             return log_probs[:, :-1] if packed is None else _unpacked(log_probs, packed, cp_group)
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            log_probs = score(None if replay is None else _kept(replay, target, packed, cp_group))
+            if replay is not None and replay.has_reference:
+                replay.unfiltered = score(None)
+            return log_probs
 
     return from_parallel_hidden_states_to_logprobs
 
@@ -78,6 +93,7 @@ def _forward(_: ScoreOptions) -> Callable:
         if labels is not None and packed is not None:
             kwargs["labels"] = labels.view_as(labels)
             kwargs["labels"].packed_seq_params = packed
+            kwargs["labels"].replay = getattr(labels, "replay", None)
         return _gpt_forward_with_linear_ce_fusion.cce_original(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     return _gpt_forward_with_linear_ce_fusion
@@ -103,14 +119,52 @@ def _loss(_: ScoreOptions) -> Callable:
     return __call__
 
 
+@dataclasses.dataclass
+class Replay:
+    """What a sampler kept of a microbatch, an attribute of its ids."""
+
+    ids: Tensor  # [B, S, K], padded with -1: the ids that the token at this place was sampled from
+    has_reference: bool = False  # whether the loss compares ``unfiltered`` with a reference policy's
+    unfiltered: Tensor | None = None  # [B, S - 1] log-probabilities over the whole vocabulary
+
+
+def _step(_: ScoreOptions) -> Callable:
+    def forward_with_post_processing_fn(data_iterator: Any, model: Any, post_processing_fn: Any, **given: Any) -> Any:
+        theirs = forward_with_post_processing_fn.cce_original  # type: ignore[attr-defined]
+        params = given.get("sampling_params")
+        fused = given.get("use_fused_linear_logprobs") or given.get("use_linear_ce_fusion_loss")
+        if not fused or params is None or (params.top_p in (None, 1.0) and (params.top_k or -1) < 1):
+            return theirs(data_iterator, model, post_processing_fn, **given)
+        batch = next(data_iterator)
+        loss = getattr(post_processing_fn, "loss_fn", None)
+        replay = Replay(_sampled_from(batch.data_dict), getattr(loss, "reference_policy_kl_penalty", 0) != 0)
+        batch.input_ids_cp_sharded.replay = batch.data_dict["input_ids"].replay = replay
+        return theirs(iter([batch]), model, post_processing_fn, **given)
+
+    return forward_with_post_processing_fn
+
+
+def _unfiltered(_: ScoreOptions) -> Callable:
+    def get_next_token_logprobs_from_logits(input_ids: Tensor, *args: Any, **given: Any) -> Tensor:
+        replay = getattr(input_ids, "replay", None)
+        if replay is not None:
+            return F.pad(replay.unfiltered, (0, input_ids.shape[1] - 1 - replay.unfiltered.shape[1]))
+        return get_next_token_logprobs_from_logits.cce_original(input_ids, *args, **given)  # type: ignore[attr-defined]
+
+    return get_next_token_logprobs_from_logits
+
+
 SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # attributes of a loss; the second is NeMo-RL 0.7's
 KNOWN = "NeMo-RL 0.7 and main of 2026-08"
 PATCH = Patch("nemo_rl.distributed.model_utils", "from_parallel_hidden_states_to_logprobs", KNOWN, _scores)
-_FORWARD = "_gpt_forward_with_linear_ce_fusion"
+_FORWARD, _STEP = "_gpt_forward_with_linear_ce_fusion", "forward_with_post_processing_fn"
+_SCORES, MASK = "get_next_token_logprobs_from_logits", ("sampling_mask_token_ids", "sampling_mask_sizes")
 PATCHES = (
     PATCH,
     Patch("nemo_rl.distributed.model_utils", _FORWARD, KNOWN, _forward, {_FORWARD: ()}),
     Patch("nemo_rl.models.megatron.train", "LossPostProcessor.__call__", KNOWN, _loss),
+    Patch("nemo_rl.models.megatron.train", _STEP, KNOWN, _step, {_STEP: ()}),
+    Patch("nemo_rl.distributed.model_utils", _SCORES, KNOWN, _unfiltered, {_SCORES: ()}),
 )
 
 
@@ -122,6 +176,38 @@ def install(**options: Any) -> None:
 def uninstall() -> None:
     """Undo ``install``."""
     uninstall_all(PATCHES)
+
+
+def _sampled_from(data: Any) -> Tensor:
+    """Return the ids that each token was sampled from, [B, S, K], padded with -1."""
+    missing = [name for name in MASK if name not in data]
+    if missing:
+        raise ValueError(
+            "cce_dist: with top_k or top_p, use_fused_linear_logprobs needs the ids that the engine kept: the microbatch has "
+            f"no {' and no '.join(missing)} (vLLM returns them with return_sampling_mask)"
+        )
+    ids, sizes = (data[name] for name in MASK)
+    return ids.masked_fill(torch.arange(ids.shape[-1], device=ids.device) >= sizes[..., None], -1)
+
+
+def _kept(replay: Replay, target: Tensor, packed: Any, cp_group: dist.ProcessGroup | None) -> KeptIds:
+    """Return the lists of the tokens that ``target`` [B, S] or [1, T/cp] predicts, sequence first as the hidden states.
+
+    A token that was not sampled has no list, and log-probability 0.
+    """
+    num_sequences, length = replay.ids.shape[:2]
+    numbers = torch.arange(num_sequences * length, device=target.device).view(num_sequences, length)
+    if packed is not None:
+        rank, size = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
+        bounds = sequence_boundaries(packed, target.shape[1], size)
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        rows = [F.pad(row, (0, max(0, n - length)))[:n] for row, n in zip(numbers, lengths, strict=True)]
+        if size > 1:
+            pieces = [row.chunk(2 * size) for row in rows]
+            rows = [torch.cat((each[rank], each[-1 - rank])) for each in pieces]
+        numbers = torch.cat(rows)[None]
+    following = next_ids(numbers, cp_group, packed).t().clamp(min=0)
+    return KeptIds.from_padded(replay.ids)._replace(whole=None).take(following)
 
 
 def _unpacked(log_probs: Tensor, packed: Any, cp_group: dist.ProcessGroup | None) -> Tensor:

@@ -11,7 +11,10 @@ head that defers: the model's code scales the deferred logits, and hooks of FSDP
 TRL divides by its temperature after the softcap: ``softcap * tanh(u / softcap) / T``. That is a smaller cap of the same tanh,
 so deferred logits may be divided after their tanh.
 
-Letters: B sequences, S tokens of a sequence, N tokens that have a label, V the vocabulary.
+GRPOTrainer's ``_compute_loss`` takes softmaxes over what the sampler kept if its inputs have ``sampling_mask``: [B, C, K]
+integers, a row for each token of the completions, with -1 as padding. A row without ids is a token whose sampler cut nothing.
+
+Letters: B sequences, S tokens of a sequence, C of a completion, N tokens that have a label, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cce_dist import VocabShard, linear_cross_entropy, linear_log_probs
+from cce_dist import KeptIds, VocabShard, linear_cross_entropy, linear_log_probs
 from cce_dist.integrations import peft, trl_distillation
 from cce_dist.integrations.deferred.find_head import checked
 from cce_dist.integrations.deferred.subclass import Head, give_back, take
@@ -86,7 +89,35 @@ def _refuse_others(_: ScoreOptions) -> Callable:
     return __init__
 
 
+_sampling_mask: Tensor | None = None  # of the loss under way
+# Computed over the whole vocabulary before there is a mask.
+WHOLE = ("importance_sampling_ratio", "ref_per_token_logps", "old_per_token_logps", "old_logps")
+
+
+def _replaying(_: ScoreOptions) -> Callable:
+    def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
+        global _sampling_mask
+        mask, sampled = inputs.get("sampling_mask"), inputs.get("sampling_per_token_logps")
+        for name in WHOLE if mask is not None else ():
+            given = inputs.get(name)
+            if given is not None and (sampled is None or not torch.equal(given, sampled)):
+                raise ValueError(
+                    f"cce_dist: {name} is over the whole vocabulary, and the inputs have sampling_mask: set beta=0 and "
+                    "vllm_importance_sampling_correction=False, and replace old_per_token_logps by sampling_per_token_logps "
+                    "(RLOOTrainer has no place for lists)"
+                )
+        _sampling_mask = mask
+        try:
+            return _compute_loss.cce_original(self, model, inputs)  # type: ignore[attr-defined]
+        finally:
+            _sampling_mask = None
+
+    return _compute_loss
+
+
 PATCHES = (
+    Patch("trl.trainer.grpo_trainer", "GRPOTrainer._compute_loss", "TRL 1.16", _replaying),
+    Patch("trl.trainer.rloo_trainer", "RLOOTrainer._compute_loss", "TRL 1.16", _replaying),
     trl_distillation.PATCH,
     PATCH,
     Patch("trl.trainer.sft_trainer", "SFTTrainer.__init__", "TRL 1.16", _refuse_others),
@@ -139,7 +170,10 @@ def _add_forward(model: Any, score: _Score) -> None:
             logits = out.logits if shift_labels is not None else out.logits[:, :-1]
             target = shift_labels if shift_labels is not None else labels[:, 1:]  # type: ignore[index]
             mask = target != -100
-            found = score(logits[mask], target[mask])
+            kept = None
+            if _sampling_mask is not None:
+                kept = KeptIds.from_padded(_sampling_mask[mask[:, -_sampling_mask.shape[1] :]])
+            found = score(logits[mask], target[mask], kept)
         # masked_scatter keeps an output without any label a part of the graph, whose backward all ranks then run.
         found = {name: x.new_zeros(mask.shape).masked_scatter(mask, x) for name, x in found.items()}
         loss = -found["log_probs"].sum() / (
@@ -193,16 +227,18 @@ class _Score:
     outputs: tuple[str, ...]
     options: ScoreOptions
 
-    def __call__(self, logits: Any, labels: Tensor) -> dict[str, Tensor]:
-        """Return the outputs [N] by name for logits [N, V] and labels [N]."""
+    def __call__(self, logits: Any, labels: Tensor, kept: KeptIds | None) -> dict[str, Tensor]:
+        """Return the outputs [N] by name for logits [N, V], labels [N] and the lists of N tokens."""
         scaling = (logits / self.temperature)._scaling()
         names = [name for name in OUTPUTS if name in self.outputs]
         # A tuple of tensors is what the hooks of FSDP2 and ZeRO-3 look into.
-        return dict(zip(names, logits._ask(functools.partial(self._compute, labels=labels, **scaling)), strict=True))
+        compute = functools.partial(self._compute, labels=labels, kept=kept, **scaling)
+        return dict(zip(names, logits._ask(compute), strict=True))
 
     def _compute(
-        self, head: nn.Module, hidden: Tensor, labels: Tensor, logit_scale: float, softcap: float | None, added: Any
-    ) -> tuple[Tensor, ...]:
+        self, head: nn.Module, hidden: Tensor, labels: Tensor, kept: KeptIds | None, logit_scale: float,
+        softcap: float | None, added: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         kind = hidden.device.type
         with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not self.in_fp32):
             hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden)
@@ -220,6 +256,7 @@ class _Score:
                 entropy="entropy" in self.outputs,
                 sum_p_squared="log_sum_sq_probs" in self.outputs,
                 argmax="is_top1" in self.outputs,
+                kept=kept,
                 batch_invariant=self.options.batch_invariant,
                 **how,
             )

@@ -15,6 +15,10 @@ verl turns ``use_fused_kernels`` off in a Megatron model that predicts several t
 use the predictions. ``install(mtp=True)`` leaves it on unless they are trained (``mtp.enable_train``): their loss needs a mask
 that verl's fused forward does not get.
 
+``install(sampling_mask="fsdp")`` or ``"megatron"`` takes softmaxes over what the sampler kept if a batch has ``sampling_mask``,
+a jagged tensor [B, j, K] of integers like ``input_ids``, padded with -1. A row without ids: the sampler cut nothing.
+Numbers of tokens then go through verl's packing, padding and slicing in place of the labels, and the head finds both by them.
+
 Letters: N tokens, D hidden size, V_r the rows of the vocabulary on this rank.
 """
 
@@ -24,11 +28,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cce_dist import linear_log_probs
+from cce_dist import KeptIds, checks, linear_log_probs
 from cce_dist.integrations.megatron.loss import shard_of
 from cce_dist.integrations.options import ScoreOptions
 from cce_dist.integrations.patching import Patch, install_all, say_once, uninstall_all
@@ -49,12 +54,17 @@ def _make(options: ScoreOptions) -> Callable:
         say_once("verl's log-probabilities come from hidden states (linear_log_probs)")
         if isinstance(temperature, Tensor):
             temperature = temperature.expand_as(labels).reshape(-1)
+        kept = None
+        if _Replay.lists is not None:  # labels are numbers of tokens
+            kept, labels = _Replay.lists.take(labels), _Replay.labels[labels]
+            _Replay.lists = None  # a microbatch has one call
         found = linear_log_probs(
             hidden.reshape(-1, hidden.shape[-1]),
             weight,
             labels.reshape(-1),
             temperature=temperature,
             entropy=True,
+            kept=kept,
             shard=shard_of(weight.shape[0], dist_process_group, None),
             input_grad="partial" if was_gathered(hidden) else "summed",
             **options.call("batch_invariant"),
@@ -92,6 +102,63 @@ def _postprocess(_: ScoreOptions) -> Callable:
     return _megatron_gptmodel_postprocess
 
 
+class _Replay:
+    """The lists of the microbatch under way, and the ids of its tokens, -100 for tokens that were not sampled."""
+
+    lists: KeptIds | None = None
+    labels: Any = None
+    numbers: Any = None  # for Megatron: the jagged numbers of the tokens
+
+
+def _begin(batch: Any) -> Any:
+    """Take the lists of a microbatch. Return the jagged numbers of its tokens, or None if it has no lists."""
+    mask, ids, sampled = (batch.get(name, None) for name in ("sampling_mask", "input_ids", "loss_mask"))
+    _Replay.lists = None
+    if mask is None:
+        return None
+    rows, labels = mask.values(), ids.values()
+    if len(rows) != len(labels):
+        raise ValueError(f"cce_dist: sampling_mask has {len(rows)} rows, input_ids {len(labels)} tokens")
+    if sampled is not None:
+        labels = labels.masked_fill((rows < 0).all(-1) & (sampled.values() == 0), -100)
+    _Replay.lists, _Replay.labels = KeptIds.from_padded(rows), labels
+    return torch.nested.nested_tensor_from_jagged(torch.arange(len(labels), device=labels.device), ids.offsets())
+
+
+def _fsdp_inputs(_: ScoreOptions) -> Callable:
+    def prepare_model_inputs(self: Any, micro_batch: Any) -> tuple[dict, dict]:
+        theirs = prepare_model_inputs.cce_original  # type: ignore[attr-defined]
+        inputs, outputs = theirs(self, micro_batch)
+        numbers = _begin(micro_batch) if "return_dict" in inputs else None  # else fused kernels are off
+        if numbers is not None:
+            if "shift_labels" not in inputs:
+                raise ValueError("cce_dist: a batch with sampling_mask needs use_remove_padding=True")
+            numbered = micro_batch.clone(recurse=False)
+            numbered["input_ids"] = numbers
+            inputs["shift_labels"] = theirs(self, numbered)[0]["shift_labels"]
+        return inputs, outputs
+
+    return prepare_model_inputs
+
+
+def _megatron_inputs(_: ScoreOptions) -> Callable:
+    def prepare_model_inputs(self: Any, batch: Any) -> dict:
+        _Replay.numbers = _begin(batch)
+        return prepare_model_inputs.cce_original(self, batch)  # type: ignore[attr-defined]
+
+    return prepare_model_inputs
+
+
+def _megatron_forward(_: ScoreOptions) -> Callable:
+    def get_mcore_forward_fused_model_engine_fn(hf_config: Any) -> Callable:
+        theirs = get_mcore_forward_fused_model_engine_fn.cce_original(hf_config)  # type: ignore[attr-defined]
+        if _Replay.lists is None:
+            return theirs
+        return lambda labels, **given: theirs(labels=_Replay.numbers, **given)
+
+    return get_mcore_forward_fused_model_engine_fn
+
+
 PATCH = Patch(
     "verl.utils.kernel.linear_cross_entropy",
     "linear_cross_entropy",
@@ -104,22 +171,41 @@ MTP = (
     Patch(ENGINE, "MegatronEngine._maybe_enable_fused_kernels", "verl 0.9", _fused_kernels),
     Patch("verl.models.mcore.mtp_patch", POSTPROCESS, "verl 0.9", _postprocess, {POSTPROCESS: ()}),
 )
+NEWEST = "verl 0.9"
+REPLAY = {
+    "": (),
+    "fsdp": (
+        Patch(
+            "verl.workers.engine.fsdp.transformer_impl",
+            "FSDPEngineWithLMHead.prepare_model_inputs",
+            NEWEST,
+            _fsdp_inputs,
+        ),
+    ),
+    "megatron": (
+        Patch(ENGINE, "MegatronEngineWithLMHead.prepare_model_inputs", NEWEST, _megatron_inputs),
+        Patch("verl.models.mcore.registry", "get_mcore_forward_fused_model_engine_fn", NEWEST, _megatron_forward),
+    ),
+}
 
 
-def install(*, mtp: bool = False, **options: Any) -> None:
+def install(*, mtp: bool = False, sampling_mask: str = "", **options: Any) -> None:
     """Have verl's models take log-probabilities from hidden states.
 
     Args:
         mtp: Leave ``use_fused_kernels`` on in models of Megatron that predict several tokens, and are not trained to.
+        sampling_mask: The engine whose batches may have ``sampling_mask``, "fsdp" or "megatron"; empty: none.
         **options: As in ``patching.install_all``.
     """
     uninstall()
-    install_all((PATCH, *(MTP if mtp else ())), options)
+    replay = REPLAY[checks.choice("sampling_mask", sampling_mask, tuple(REPLAY))]
+    install_all((PATCH, *(MTP if mtp else ()), *replay), options)
 
 
 def uninstall() -> None:
     """Undo ``install``."""
-    uninstall_all((PATCH, *MTP))
+    _Replay.lists = None
+    uninstall_all((PATCH, *MTP, *REPLAY["fsdp"], *REPLAY["megatron"]))
 
 
 def was_gathered(hidden: Tensor) -> bool:

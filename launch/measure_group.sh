@@ -116,7 +116,7 @@ pretrain() {
 }
 
 kill_and_go_on() {
-    PYTHONPATH=$root/tests:$PYTHONPATH step kill 230 none "${cce[0]}" "$root/tests/chaos.py" --ranks "$ranks" \
+    PYTHONPATH=$root/tests:$PYTHONPATH step kill 230 none "${cce[0]}" "$root/tests/lose_a_rank.py" --ranks "$ranks" \
         --then $((ranks > 1 ? ranks / 2 : 1)) --device "$device"
 }
 

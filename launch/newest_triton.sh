@@ -14,5 +14,5 @@ python -c "import triton; assert triton.__version__ == '$newest', triton.__versi
 cases="no-descriptor or whole-tiles or groups-of-tokens or a-part or of-a-padded-shard or numbers or linear_correction or"
 cases+=" fp16-full-c or drops_nothing or too_high or 64-entropy or not_finite or threshold or beside_kept or times or"
 cases+=" kept-everything"
-pytest -n 2 --dist loadgroup -m "not slow and not sweep" -k "$cases" \
+pytest -p no:cacheprovider -m "not slow and not sweep" -k "$cases" \
     tests/kernels/test_{triton,filtered}.py tests/core/test_{divergence,top_k,log_probs,kept_ids,groups}.py "$@"

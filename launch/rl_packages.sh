@@ -20,4 +20,4 @@ pip install -q --disable-pip-version-check --no-deps --ignore-requires-python --
 export PYTHONPATH=$folder${NEMO_RL:+:$NEMO_RL}
 python -c 'import verl.models.mcore.model_forward_fused' # else the tests would take their stand-in
 [ -z "${NEMO_RL:-}" ] || python -c 'import nemo_rl.distributed.model_utils'
-pytest -q tests/adapters/test_rl.py tests/adapters/test_megatron_scores.py tests/adapters/test_nemo_rl.py
+pytest -q tests/adapters/test_rl.py tests/adapters/test_replay.py tests/adapters/test_megatron_scores.py tests/adapters/test_nemo_rl.py

@@ -19,20 +19,21 @@ if [ "${1:-}" = all ]; then
     tests=(-m "not sweep")
 fi
 
-# The checks run side by side, and all of them even when one fails; pytest comes last, so that its summary closes the output.
+# The checks run beside pytest, whose tests leave the network to them, and all of them even when one fails. What they say follows
+# pytest's summary, and what failed closes the output.
 trap 'rm -rf "$said"' EXIT
 running=() failed=()
 for number in "${!checks[@]}"; do
     ${checks[number]} >"$said/$number" 2>&1 &
     running+=($!)
 done
+# Two tests run side by side: most of them use one core. Tests of one `xdist_group` share what its first one made.
+pytest -n 2 --dist loadgroup "${tests[@]}" "$@" || failed+=("pytest")
 for number in "${!checks[@]}"; do
     wait "${running[number]}" || failed+=("${checks[number]}")
     cat "$said/$number"
 done
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'FAILED: %s\n' "${failed[@]}" >&2
+    exit 1
 fi
-# Two tests run side by side: most of them use one core. Tests of one `xdist_group` share what its first one made.
-pytest -n 2 --dist loadgroup "${tests[@]}" "$@" || failed+=("pytest")
-[ ${#failed[@]} -eq 0 ]

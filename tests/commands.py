@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -90,7 +89,6 @@ class Command(Program):
         argv: Its arguments.
         output: File that its output is added to.
         start: How its processes start. A GPU needs "spawn", which takes seconds more.
-        file_limit: Bytes after which no file grows.
         environment: What its environment has besides.
         main: Another program: a function that takes the arguments and returns the exit code.
     """
@@ -101,7 +99,6 @@ class Command(Program):
         output: Path,
         *,
         start: str = "forkserver",
-        file_limit: int | None = None,
         environment: dict[str, str] | None = None,
         main: Callable[[list[str]], int] = cli.main,
     ) -> None:
@@ -109,7 +106,7 @@ class Command(Program):
         if start == "forkserver":
             preload()
         self.output, self.family = output, set()
-        how = (argv, output, "fork" if start == "forkserver" else start, file_limit, environment or {}, main)
+        how = (argv, output, "fork" if start == "forkserver" else start, environment or {}, main)
         self.process = context.Process(target=_run, args=how)
         self.process.start()
         self.pid = self.process.pid
@@ -162,7 +159,6 @@ def _run(
     argv: list[str],
     output: Path,
     start: str,
-    file_limit: int | None,
     environment: dict[str, str],
     main: Callable[[list[str]], int],
 ) -> None:
@@ -174,8 +170,6 @@ def _run(
     os.dup2(handle, 2)
     os.environ.update({"OMP_NUM_THREADS": "1"} | environment)
     torch.set_num_threads(1)  # this process was forked from one that had read the variable already
-    if file_limit is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
     torchrun.START_METHOD = ranks.START_METHOD = start
     try:
         code = main(argv)

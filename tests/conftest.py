@@ -1,5 +1,6 @@
 """One thread per process, one seed per test, Triton interpreted where there is no GPU, and ranks that stay."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,12 @@ if not torch.cuda.is_available():  # CUDA does not survive a fork
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests come first, so that no worker is left alone with one."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of every collection of garbage, which torch.compile and Trainer ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,7 @@ def use_cpu() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
+    gc.freeze()  # test_megatron.py collects garbage after each layout
     CudaMeansCpu().__enter__()
     cpu = torch.device("cpu")
     type_of = torch.Tensor.type

@@ -6,6 +6,7 @@ Its tensors are those of the CPU, and hold zeros where a GPU's would be uninitia
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -42,6 +43,7 @@ class Driver:
 
 def begin(name: str) -> None:
     """Pretend from here on."""
+    gc.disable()  # which would look through the compiler again and again
     hip, capability = kind(name)
     torch.version.hip = "7" if hip else None
     for owner, attribute, stand_in in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cce_dist import groups
+from cce_dist import GradFilter, groups, linear_cross_entropy
 
 VOCAB, LENGTH, STEPS = 67, 12, 4
 
@@ -141,10 +142,61 @@ def prepare_rank() -> None:
         begin_deepspeed()
 
 
+@contextlib.contextmanager
+def watched(layer: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Collect what each call of the layer before a head returns, and the gradient that comes back."""
+    hidden, d_hidden = [], []
+
+    def look(_: Any, inputs: Any, output: Tensor) -> None:
+        hidden.append(output.detach().clone())
+        output.register_hook(lambda gradient: d_hidden.append(gradient.clone()))
+
+    hook = layer.register_forward_hook(look)
+    try:
+        yield hidden, d_hidden
+    finally:
+        hook.remove()
+
+
+def assert_filtered(
+    hidden: tuple[list[Tensor], list[Tensor]],
+    weight: tuple[Tensor, Tensor],
+    tokens: list[tuple[Tensor, Tensor]],
+    grad_filter: GradFilter,
+    replicas: dist.ProcessGroup | None,
+    **how: Any,
+) -> None:
+    """Raise unless a filter's gradients are those of the plain loss, microbatch by microbatch.
+
+    Args:
+        hidden: This rank's hidden states of each microbatch, and their gradients.
+        weight: This rank's rows of the head, and their gradient: the mean over ``replicas``.
+        tokens: Labels and upstream gradients of each microbatch.
+        **how: Passed to ``linear_cross_entropy``.
+    """
+    found = []
+    for each in (grad_filter, None):
+        d_hidden, d_weight = [], torch.zeros_like(weight[0])
+        for x, (labels, upstream) in zip(hidden[0], tokens, strict=True):
+            leaves = [tensor.clone().requires_grad_() for tensor in (x, weight[0])]
+            losses = linear_cross_entropy(leaves[0], leaves[1], labels, reduction="none", grad_filter=each, **how)
+            gradients = torch.autograd.grad(losses, leaves, upstream)
+            d_hidden.append(gradients[0])
+            d_weight += gradients[1]
+        if replicas is not None:
+            dist.all_reduce(d_weight, group=replicas)
+            d_weight /= replicas.size()
+        found.append((torch.stack(d_hidden), d_weight))
+    for ours, filtered, exact in zip((torch.stack(hidden[1]), weight[1]), *found, strict=True):
+        dropped = (filtered - exact).norm()
+        assert (ours - filtered).norm() < 1e-3 * dropped and dropped > 1e-3 * exact.norm()
+
+
 def begin_deepspeed() -> None:
     """Have DeepSpeed take the default group, without the collective of its own that it compiles on a CPU."""
     import deepspeed
 
+    gc.freeze()  # it collects garbage around each engine: what is imported is then not looked through
     comm: Any = sys.modules["deepspeed.comm.torch"]
     comm.build_shm_op = lambda: None
     deepspeed.init_distributed(dist.get_backend())

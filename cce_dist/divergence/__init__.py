@@ -188,8 +188,7 @@ def linear_kl_divergence(
         layout_of(student.shard, options),
         choose_backend(options.backend, forced_backend, device_type(student.input), student.input.dtype),
     )
-    if debug and student.shard.group is not None and not torch.compiler.is_compiling():
-        _check_ranks(student, teacher, {"mask": mask, "teacher_ids": teacher_ids}, options, call)
+    debug_ranks.check_ranks(student.shard)
     value = divergence_op.forward(
         hidden, weight, [*head.values()], mask.reshape(-1), teacher_hidden, teacher_weight, [*teacher_head.values()],
         grad_weight_out, call=call,
@@ -213,9 +212,6 @@ def _of_teacher(check: Callable[..., Any], *arguments: Any, **options: Any) -> A
     except (TypeError, ValueError) as error:
         message = re.sub(r"\b(linear_)?(input|weight|bias|shard|logit_scale|softcap)\b", r"teacher_\2", str(error))
         raise type(error)(message) from None
-
-
-TEACHER = ("teacher_input", "teacher_weight", "teacher_bias")
 
 
 def _beta(value: Any) -> float:
@@ -339,19 +335,3 @@ def _mask(mask: Tensor | None, student: LocalHead, sequence_parallel: bool) -> T
     if mask.device != student.input.device:
         raise ValueError(f"input is on {student.input.device}, mask on {mask.device}")
     return mask
-
-
-def _check_ranks(
-    student: LocalHead, teacher: LocalHead, tensors: dict[str, Tensor | None], options: Options, call: DivergenceCall
-) -> None:
-    """Raise RuntimeError on every rank if the ranks' arguments differ or their shards leave a gap."""
-    shard = student.shard
-    assert shard.group is not None
-    facts = debug_ranks.facts_of(*student[:3]) | dict(
-        zip(TEACHER, debug_ranks.facts_of(*teacher[:3]).values(), strict=False)
-    )
-    facts |= {"vocab_size": shard.vocab_size} | options._asdict()
-    facts |= {"kind": call.spec.kind, "beta": call.spec.beta, "backend": call.backend}
-    facts |= {"teacher_logit_scale": call.spec.teacher.logit_scale, "teacher_softcap": call.spec.teacher.softcap}
-    facts |= {name: None if x is None else debug_ranks.digest(x) for name, x in tensors.items()}
-    merge.assert_ranks_agree(PUBLIC_NAME, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)

@@ -6,8 +6,6 @@ import copy
 import inspect
 import io
 import operator
-import subprocess
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -259,30 +257,6 @@ def test_options_are_for_training_alone() -> None:
     torch.testing.assert_close(ours.eval()(batch(), labels=batch())["loss"], plain)
 
 
-def test_logits_are_deferred_in_training_or_with_labels() -> None:
-    stock, ours = pair()
-    assert isinstance(ours(batch())["logits"], TensorLogits)
-    assert isinstance(ours.eval()(batch(), labels=batch())["logits"], TensorLogits)
-    assert isinstance(ours(batch())["logits"], Tensor) and isinstance(ours.lm_head(torch.zeros(1, HIDDEN)), Tensor)
-    with torch.no_grad():  # ``generate``, and the passes of a reference model
-        logits = ours.train()(batch())["logits"]
-    assert type(logits) is Tensor
-    torch.testing.assert_close(logits, stock(batch())["logits"])
-
-
-def test_require_counts_training_alone() -> None:
-    _, ours = pair()
-    ours.eval()(batch(), labels=batch())
-    with torch.no_grad():
-        ours.train()(batch())
-    cce_dist.require(ours)
-    ours(batch())
-    with pytest.raises(RuntimeError, match="none asked the head lm_head for its loss"):
-        cce_dist.require(ours)
-    ours(batch(), labels=batch())
-    cce_dist.require(ours)
-
-
 def test_a_bias_that_is_added_to_the_logits(dense: list[int]) -> None:
     stock, ours = pair(BiasOutside)
     assert_same_step(stock, ours)
@@ -349,15 +323,6 @@ def test_evaluation_may_look_at_logits(look: Callable, dense: list[int]) -> None
         torch.testing.assert_close(look(logits), look(expected["logits"]))
         look(logits)
     assert dense == [1]
-
-
-def test_evaluation_with_gradients_may_look_too(dense: list[int]) -> None:
-    stock, ours = (model.eval() for model in pair())
-    for model in (stock, ours):
-        logits = model(batch(), labels=batch())["logits"]
-        (logits.softmax(-1) ** 2).sum().backward()
-    assert dense == [1]
-    torch.testing.assert_close(ours.lm_head.weight.grad, stock.lm_head.weight.grad)
 
 
 def train_through_data(model: Any) -> None:
@@ -803,11 +768,6 @@ def test_a_refusal_is_one_line(model: Any, options: dict, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message) as error:
         cce_dist.convert(model, **options)
     assert "\n" not in str(error.value)
-
-
-def test_import_stays_light() -> None:
-    code = "import sys, cce_dist; sys.exit('cce_dist.integrations.deferred' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_one_line_says_that_it_is_in_use(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from test_options import DS_CONFIG
-from tiny_trainer import begin_deepspeed, counted, tiny_model
+from tiny_trainer import assert_filtered, begin_deepspeed, counted, tiny_model, watched
 from torch import Tensor, nn
 
 import cce_dist
+from cce_dist import GradFilter, VocabShard
 from cce_dist.integrations import deepspeed as cce
 from cce_dist.integrations import transformers as hugging_face
 from cce_dist.integrations.deepspeed.__main__ import main
@@ -39,6 +40,7 @@ HIDDEN, VOCAB, SEQ, BATCH, STEPS, MICROBATCHES = 16, 37, 6, 2, 2, 2
 IGNORED = -100
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
+FILTER: dict[str, Any] = {"filter": "compensated", "filter_eps": 1.25 / VOCAB, "filter_always": True}
 REPORT = {"report": True, "z_loss_weight": 0.1, "filter": "compensated", "filter_eps": 1e-30}
 
 
@@ -50,7 +52,7 @@ def ds_config(ours: bool, case: Pipe | Case | None = None, **more: Any) -> dict:
         scaler = {"enabled": case.fp16, "initial_scale_power": 8, "loss_scale_window": 1, "hysteresis": 1}
         config |= {"bf16": {"enabled": case.bf16}, "fp16": scaler if case.fp16 else {"enabled": False}}
         config |= {"gradient_clipping": case.clip, "zero_optimization": {"stage": case.zero}}
-        config["cce_dist"] |= REPORT if case.report else {}
+        config["cce_dist"] |= case.section
     return config
 
 
@@ -89,7 +91,7 @@ class Pipe:
     bf16: bool = False
     fp16: bool = False
     weighted: bool = False
-    report: bool = False
+    section: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def weighted_loss(logits: Any, labels: tuple[Tensor, Tensor]) -> Tensor:
@@ -224,7 +226,7 @@ class Case:
     split: bool = False  # the vocabulary, over an mpu's model axis
     evaluate: bool = False
     num_items: int | None = None
-    report: bool = False
+    section: dict[str, Any] = dataclasses.field(default_factory=dict)
     sequence_mean: bool = False
     reduce_scatter: bool = True
     bucket: int = 500_000_000  # elements
@@ -359,6 +361,34 @@ def check_report(case: Pipe | Case) -> None:
     assert options is not None and tuple(parts) == options.reported()
     torch.testing.assert_close(parts["nll"] + parts["z_loss"], loss, rtol=2e-5, atol=0)
     assert parts["z_loss"] > 0.1 and 0 < parts["entropy"] < math.log(VOCAB)
+
+
+def check_filter(case: Pipe | Case) -> None:
+    """Catches: a filter that is lost on its way, or given other tokens than a microbatch's; a part of d_hidden left out."""
+    torch.manual_seed(0)
+    engine = pipeline(case, ours=True) if isinstance(case, Pipe) else engine_of(Model(linear), True, case)
+    module, data = engine.module, batches(0, False, data_rank(engine, case))
+    body, head = module.forward_funcs[-2:] if isinstance(case, Pipe) else (module.block, module.lm_head)
+    (name,) = (name for name, parameter in module.named_parameters() if parameter is head.weight)
+    before = parameters(engine)
+    with watched(body) as (hidden, d_hidden):
+        train(engine, 0, case)
+    tokens = [labels for _, (_, labels) in zip(range(MICROBATCHES), data, strict=False)]
+    if isinstance(case, Case):  # whose model shifts its labels
+        tokens = [labels[:, 1:] for labels in tokens]
+        hidden, d_hidden = ([each[:, :-1] for each in of] for of in (hidden, d_hidden))
+    counted = [labels != IGNORED for labels in tokens]
+    weights = [mask / (MICROBATCHES * mask.sum()) for mask in counted]
+    how = {"shard": VocabShard.even(VOCAB, dist.group.WORLD)} if isinstance(case, Pipe) else {}
+    assert_filtered(
+        (hidden, d_hidden),
+        (before[name], (before[name] - parameters(engine)[name]) / 0.5),
+        [*zip(tokens, weights, strict=True)],
+        GradFilter(FILTER["filter_eps"], always=True),
+        None if isinstance(case, Pipe) else dist.group.WORLD,
+        linear_bias=before.get("lm_head.bias"),
+        **how,
+    )
 
 
 def check_evaluation(stock: Any, ours: Any) -> None:
@@ -540,16 +570,22 @@ def two_ranks() -> None:
         run(compare, case)
     for case in (Pipe(pipe=2), Pipe(model=2, tied=True)):
         run(check_pipeline_evaluation, case)
-    for case in (Pipe(pipe=2, report=True), Case(zero=3, report=True)):
+    for case in (Pipe(pipe=2, section=REPORT), Case(zero=3, section=REPORT)):
         run(check_report, case)
+    for case in (
+        Pipe(model=2, section=FILTER),
+        Case(zero=2, clip=0.0, section=FILTER),
+        Case(zero=3, clip=0.0, section=FILTER),
+    ):
+        run(check_filter, case)
     run(check_said_once, VOCAB, engine_of, Model(linear), True, Case())
     run(check_said_once, VOCAB, pipeline, Pipe(pipe=2), True)
     run(check_said_once, 19, pipeline, Pipe(model=2), True)
     run(check_require, 3)
-    run(check_evaluation_is_plain, Case(zero=3, report=True))
+    run(check_evaluation_is_plain, Case(zero=3, section=REPORT))
     run(check_pipeline_require, Pipe(pipe=2))
-    run(check_evaluation_is_plain, Pipe(pipe=2, report=True))
-    run(check_evaluation_is_plain, Pipe(model=2, tied=True, report=True))
+    run(check_evaluation_is_plain, Pipe(pipe=2, section=REPORT))
+    run(check_evaluation_is_plain, Pipe(model=2, tied=True, section=REPORT))
     for zero, reduce_scatter in ((0, True), (2, True), (3, True), (3, False)):
         run(check_sequence_shards, zero, reduce_scatter)
     run(check_parameters_larger_than_a_bucket)
@@ -575,7 +611,7 @@ def four_ranks() -> None:
         Case(zero=3, split=True),
     ):
         run(compare, case)
-    run(check_report, Pipe(pipe=2, model=2, report=True))
+    run(check_report, Pipe(pipe=2, model=2, section=REPORT))
 
 
 def run(check: Callable, *args: Any) -> None:

@@ -70,6 +70,7 @@ def processed(model: Any, batch: Any, kind: type, *args: Any, fused: bool, **kwa
         iter([batch]),
         model,
         kind(*args, **kwargs),
+        sampling_params=kwargs.get("sampling_params"),
         global_valid_seqs=torch.tensor(float(len(LENGTHS))),
         global_valid_toks=batch.data_dict["token_mask"][:, 1:].sum(),
         use_fused_linear_logprobs=fused,
@@ -77,16 +78,17 @@ def processed(model: Any, batch: Any, kind: type, *args: Any, fused: bool, **kwa
     return finish(output)
 
 
-def scores_of(model: Any, batch: Any, config: dict, fused: bool) -> Tensor:
+def scores_of(model: Any, batch: Any, config: dict, fused: bool, params: Any = None) -> Tensor:
     kind = nemo("models.megatron.train").LogprobsPostProcessor
+    how = {"sampling_params": params, "use_fused_linear_logprobs": fused}
     with torch.no_grad():
-        return processed(model, batch, kind, config, fused=fused, use_fused_linear_logprobs=fused)[1]["logprobs"]
+        return processed(model, batch, kind, config, fused=fused, **how)[1]["logprobs"]
 
 
-def loss_of(model: Any, batch: Any, config: dict, fused: bool) -> Tensor:
-    losses = nemo("algorithms.loss.loss_functions")
+def loss_of(model: Any, batch: Any, config: dict, fused: bool, params: Any = None) -> Tensor:
+    losses, kind = nemo("algorithms.loss.loss_functions"), nemo("models.megatron.train").LossPostProcessor
     policy = losses.ClippedPGLossFn(losses.ClippedPGLossConfig(), use_fused_linear_logprobs=fused)
-    return processed(model, batch, nemo("models.megatron.train").LossPostProcessor, policy, config, fused=fused)[0]
+    return processed(model, batch, kind, policy, config, fused=fused, sampling_params=params)[0]
 
 
 @contextmanager
@@ -138,12 +140,43 @@ def packed_sequences(case: Case) -> None:
             assert_no_worse(ours[name], baseline[name], truth[name], quantity=f"NeMo-RL's {name}, {case}")
 
 
+def truncated(case: Case) -> None:
+    """With top-k, and a reference policy over the whole vocabulary. Catches a list of the token before, and its gradient.
+
+    The lists are what NeMo-RL's own filter keeps. The tokens with a loss are those that it keeps, as an engine draws no other.
+    """
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+    params, results = nemo("algorithms.logits_sampling_utils").TrainingSamplingParams(top_k=20), []
+    config = {"sequence_packing": {"enabled": False}, "megatron_cfg": {}}
+    for fused, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
+        model, data = model_of(case).to(dtype), microbatch().data_dict
+        ids = data["input_ids"]
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        batch = nemo("models.megatron.data").ProcessedMicrobatch(data, ids, ids, None, positions, None, None)
+        with fused_forward(), torch.no_grad():
+            logits = gather_from_tensor_model_parallel_region(model(ids, positions, None))
+        top = torch.cat((ids[:, :1, None].expand(-1, -1, 20), logits.topk(20).indices[:, :-1]), 1)
+        listed = (top == ids[..., None]).any(-1)
+        data["token_mask"] = data["token_mask"] * listed
+        data["sampling_mask_token_ids"], data["sampling_mask_sizes"] = top.int(), torch.full_like(ids, 20)
+        with fused_forward():
+            scores = scores_of(model, batch, config, fused, params) * listed
+            loss = loss_of(model, batch, config, fused, params)
+            loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append({"scores": scores, "loss": loss.detach(), **gradients})
+    for name, value in results[0].items():
+        assert_no_worse(value, *(each[name] for each in results[1:]), quantity=f"NeMo-RL's {name} with top-k, {case}")
+
+
 def two_ranks() -> None:
     use_cpu()
     use_stand_ins()
     on_layout(Case(cp=2, own_tokens=True), packed_sequences)
     for sequence_parallel in (True, False):
         on_layout(Case(tp=2, sequence_parallel=sequence_parallel, own_tokens=True), packed_sequences)
+        on_layout(Case(tp=2, sequence_parallel=sequence_parallel, own_tokens=True), truncated)
 
 
 @pytest.mark.slow

@@ -6,10 +6,11 @@ their parameters. ``launch/rl_packages.sh`` runs this file with the packages the
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +110,18 @@ def allgather_cp_sharded_tensor(tensor, cp_group, seq_dim):
     return torch.cat([*pieces[::2], *pieces[1::2][::-1]], seq_dim)
 
 
+def get_next_token_logprobs_from_logits(input_ids, next_token_logits, sampling_params=None):
+    raise AssertionError("these are log-probabilities already")
+
+
+def forward_with_post_processing_fn(
+    data_iterator, model, post_processing_fn, sampling_params, use_fused_linear_logprobs
+):
+    """Passes a microbatch on as NeMo-RL's does."""
+    batch = next(data_iterator)
+    return model(labels=batch.input_ids_cp_sharded, packed_seq_params=batch.packed_seq_params)
+
+
 class LossPostProcessor:
     """The parameters of NeMo-RL's; its loss says whether it takes packed log-probabilities."""
 
@@ -153,11 +166,13 @@ def verls_mtp() -> tuple[Any, Any]:
 
 def nemo() -> Any:
     names = from_parallel_hidden_states_to_logprobs, _gpt_forward_with_linear_ce_fusion, allgather_cp_sharded_tensor
+    names += (get_next_token_logprobs_from_logits,)
     home = stand_in(cce_nemo_rl.PATCH.module, **{each.__name__: each for each in names})
     if hasattr(home, "__file__"):  # NeMo-RL itself
         use_stand_ins()
     else:
-        stand_in("nemo_rl.models.megatron.train", LossPostProcessor=LossPostProcessor)
+        step = {"forward_with_post_processing_fn": forward_with_post_processing_fn}
+        stand_in("nemo_rl.models.megatron.train", LossPostProcessor=LossPostProcessor, **step)
     return home
 
 
@@ -205,6 +220,26 @@ def test_verl_with_the_whole_vocabulary(temperature: Any) -> None:
     compare(lambda *x: verl().linear_cross_entropy(*x, labels, temperature, "none"), dense, hidden, weight)
 
 
+def verls_batch() -> tuple[dict[str, Any], Tensor]:
+    """Return a microbatch with ``sampling_mask``, and [T, VOCAB] bool, the lists. A sequence's sampler cut nothing."""
+    generator = torch.Generator().manual_seed(6)
+    lengths = [5, 3, 4]
+    ids = torch.randint(VOCAB, (sum(lengths),), generator=generator)
+    likely = torch.rand(len(ids), VOCAB, generator=generator).scatter(1, ids[:, None], 2.0)
+    sizes = torch.randint(1, 7, ids.shape, generator=generator)
+    prompt = torch.cat([torch.arange(n) < 2 for n in lengths])
+    sizes[prompt], sizes[5:8] = 0, 0
+    mask = likely.topk(6).indices.int().masked_fill(torch.arange(6) >= sizes[:, None], -1)
+    kept = torch.zeros(likely.shape).scatter_(1, mask.long().clamp(min=0), (mask >= 0).float()) > 0
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+
+    def jagged(values: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+    batch = {"input_ids": jagged(ids), "sampling_mask": jagged(mask), "loss_mask": jagged((~prompt).int())}
+    return batch, kept | ~kept.any(1, keepdim=True)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_verl_keeps_fused_kernels_with_predictions_that_it_does_not_train(trained: bool) -> None:
     kind, patched = verls_mtp()
@@ -221,25 +256,30 @@ def test_verl_keeps_fused_kernels_with_predictions_that_it_does_not_train(traine
     assert patched._megatron_gptmodel_postprocess(model, **given) is hidden  # a stage without a head
 
 
-def packed_by_verl(case: Any) -> None:
+def packed_by_verl(case: Any, replay: bool = False) -> None:
     """verl's own packing, cut and gathered over context-parallel ranks, in a model that predicts one token or two.
 
-    Beside its path over logits. Catches labels of another sequence, and an output_processor that nobody calls.
+    Beside its path over logits, with ``replay`` masked. Catches labels of another sequence, and an output_processor that nobody
+    calls.
     """
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
     from test_megatron import build
 
-    def score(logits: Tensor, label: Tensor) -> dict[str, Tensor]:
-        log_probs, entropy = dense_scores(gather_from_tensor_model_parallel_region(logits), label, 0.7)
+    batch, kept = verls_batch()
+    ids, sampled = batch["input_ids"], batch["loss_mask"].values().roll(-1)
+    sampled[ids.offsets()[1:] - 1] = 0
+
+    def score(logits: Tensor, label: Tensor) -> dict[str, Tensor]:  # labels are numbers of tokens
+        logits = gather_from_tensor_model_parallel_region(logits)
+        if replay:
+            logits = logits.masked_fill(~kept[label], -1e30)
+        log_probs, entropy = dense_scores(logits, ids.values()[label], 0.7)
         return {"log_probs": log_probs, "entropy": entropy}
 
     _, patched = verls_mtp()
-    cce_verl.install(mtp=True)
-    fused = verl().fused_forward_model_engine()
+    cce_verl.install(mtp=True, sampling_mask="megatron")
+    registry, engine = (importlib.import_module(patch.module) for patch in cce_verl.REPLAY["megatron"][::-1])
     on_logits = importlib.import_module("verl.models.mcore.model_forward").gptmodel_forward_model_engine
-    generator = torch.Generator().manual_seed(5)
-    ids = [torch.randint(1, VOCAB, (length,), generator=generator) for length in (5, 8, 3)]
-    ids = torch.nested.nested_tensor(ids, layout=torch.jagged)
 
     def run(ours: bool, dtype: torch.dtype) -> Any:
         model = build(case)[0].to(dtype)
@@ -247,13 +287,19 @@ def packed_by_verl(case: Any) -> None:
             patched.patch_postprocess(model)
         if ours:
             verl().patch_fused_forward(model)
-            how = {"temperature": 0.7, "calculate_entropy": True, "pad_token_id": 0}
-            out = fused(model, input_ids=ids, labels=ids.clone(), multi_modal_inputs={}, **how)
+            given = batch if replay else {**batch, "sampling_mask": None}
+            engine.MegatronEngineWithLMHead.prepare_model_inputs(SimpleNamespace(), given)
+            fused = registry.get_mcore_forward_fused_model_engine_fn(
+                SimpleNamespace(architectures=["LlamaForCausalLM"])
+            )
+            how = {"temperature": 0.7, "calculate_entropy": True, "pad_token_id": 0, "multi_modal_inputs": {}}
+            out = fused(model=model, input_ids=ids, labels=ids.clone(), **how)
         else:
-            out = on_logits(model, ids, {}, logits_processor=score, logits_processor_args={"label": ids.clone()})
-        return model, out["log_probs"].values(), out["entropy"].values()
+            numbers = torch.nested.nested_tensor_from_jagged(torch.arange(len(ids.values())), ids.offsets())
+            out = on_logits(model, ids, {}, logits_processor=score, logits_processor_args={"label": numbers})
+        return model, out["log_probs"].values() * sampled, out["entropy"].values() * sampled
 
-    compare_models(f"verl's packing, {case}", run)  # which finds no gradient of the second prediction
+    compare_models(f"verl's packing, {case}, {replay=}", run)  # which finds no gradient of the second prediction
 
 
 class Alone:
@@ -290,14 +336,40 @@ def test_nemo_rl_on_one_rank() -> None:
     assert not log_probs.requires_grad and log_probs.shape == (2, TOKENS - 1)
 
 
-def packed_by_nemo(group: Any) -> None:
-    """Catches a label of another sequence, rows in another's place, and what a slice of a sequence knows alone."""
+def nemos_step() -> Any:
+    return importlib.import_module("nemo_rl.models.megatron.train").forward_with_post_processing_fn
+
+
+def nemos_mask(tokens: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return NeMo-RL's fields of a sampling mask, aligned with tokens, and [B, S, VOCAB] bool. Prompts have two tokens."""
+    own, generator = pad_sequence([*tokens], batch_first=True)[..., None], torch.Generator().manual_seed(4)
+    likely = torch.rand(*own.shape[:2], VOCAB, generator=generator).scatter(2, own, 2.0)
+    ids, sizes = likely.topk(6).indices.int(), torch.randint(1, 7, own.shape[:2], generator=generator)
+    sizes[:, :2] = 0
+    sizes.masked_fill_(torch.arange(own.shape[1]) >= torch.tensor([*map(len, tokens)])[:, None], 0)
+    listed = torch.arange(6) < sizes[..., None]
+    kept = torch.zeros_like(likely).scatter_(2, ids.long(), listed.float()) > 0
+    return {"sampling_mask_token_ids": ids, "sampling_mask_sizes": sizes}, kept | (sizes[..., None] == 0)
+
+
+def packed_by_nemo(group: Any, replay: bool = False) -> None:
+    """Catches a label of another sequence, rows in another's place, and what a slice of a sequence knows alone.
+
+    With ``replay`` the microbatch has what the sampler kept, and the loss a reference policy. Catches a list of the token
+    before, or of another sequence, and lists in what is compared with the reference.
+    """
     lengths, size = [8, 0, 4, 8], group.size()
     packed, (hidden, weight, _) = packed_lengths(*lengths), operands(2)
     hidden = hidden.view(-1, 1, hidden.shape[-1])[: sum(lengths)]
     ids = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(3))
     pieces = torch.arange(sum(lengths)).split(lengths)
     mine = torch.cat([of_this_rank(each, group.rank(), size) for each in pieces]) if size > 1 else torch.cat(pieces)
+    mask, kept = nemos_mask(ids.split(lengths))
+    given = {
+        "sampling_params": SimpleNamespace(top_k=5 if replay else -1, top_p=1.0),
+        "use_fused_linear_logprobs": True,
+    }
+    loss = SimpleNamespace(loss_fn=SimpleNamespace(reference_policy_kl_penalty=0.1))
 
     def summed(grad: Tensor) -> Tensor:
         return sum(all_gather(grad, group=group)) if size > 1 else grad  # type: ignore[return-value]
@@ -306,15 +378,27 @@ def packed_by_nemo(group: Any) -> None:
         whole = weight.view_as(weight)
         whole.register_hook(summed)
         model = SimpleNamespace(weight=whole, tp_group=Alone(), cp_group=group)
-        forward = nemo()._gpt_forward_with_linear_ce_fusion
-        log_probs = forward(model, hidden, labels=ids[None, mine], packed_seq_params=packed)
+        forward = functools.partial(nemo()._gpt_forward_with_linear_ce_fusion, model, hidden)
+        data = mask | {"input_ids": pad_sequence([*ids.split(lengths)], batch_first=True)}
+        batch = SimpleNamespace(data_dict=data, input_ids_cp_sharded=ids[None, mine], packed_seq_params=packed)
+        log_probs = nemos_step()(iter([batch]), forward, loss, **given)
         log_probs.register_hook(lambda grad: grad / size)  # every rank has the whole loss
-        return log_probs, log_probs.new_zeros(())
+        if not replay:
+            return log_probs, log_probs.new_zeros(())
+        whole = nemo().get_next_token_logprobs_from_logits(data["input_ids"], log_probs)
+        whole.register_hook(lambda grad: grad / size)
+        return log_probs, whole
 
     def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         rows = [next_ids(hidden[each], weight, ids[None, each])[0][0] for each in pieces]
         log_probs = pad_sequence(rows, batch_first=True)
-        return log_probs, log_probs.new_zeros(())
+        if not replay:
+            return log_probs, log_probs.new_zeros(())
+        logits = [(hidden[each, 0] @ weight.t())[:-1] for each in pieces]
+        masked = [z.masked_fill(~row[1 : len(z) + 1], -torch.inf) for z, row in zip(logits, kept, strict=True)]
+        rows = [dense_scores(z, ids[each[1:]])[0] for z, each in zip(masked, pieces, strict=True)]
+        sampled = mask["sampling_mask_sizes"][:, 1:] > 0
+        return torch.where(sampled, pad_sequence(rows, batch_first=True), 0.0), log_probs
 
     compare(ours, dense, hidden, weight, mine)
 
@@ -324,6 +408,11 @@ def test_packed_sequences_of_nemo_rl() -> None:
     """Log-probabilities that are unpacked already go around NeMo-RL's own unpacking, with its width."""
     cce_nemo_rl.install()
     packed_by_nemo(Alone())
+    packed_by_nemo(Alone(), replay=True)
+    given: dict[str, Any] = dict(sampling_params=SimpleNamespace(top_k=-1, top_p=0.9), use_fused_linear_logprobs=True)
+    batch = SimpleNamespace(data_dict={"sampling_mask_sizes": 1}, input_ids_cp_sharded=torch.zeros(1, 8).long())
+    with pytest.raises(ValueError, match="the microbatch has no sampling_mask_token_ids"):
+        nemos_step()(iter([batch]), None, None, **given)
     packed, scores = packed_lengths(4, 4), torch.ones(2, 3)
     for fused, wanted in ((True, None), (False, packed)):
         process = LossPostProcessor(SimpleNamespace(use_fused_linear_logprobs=fused))
@@ -369,7 +458,7 @@ def verl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> No
         parallel_state.destroy_model_parallel()
 
 
-def nemo_rl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> None:
+def nemo_rl_over_two_ranks(mine: slice, rows: slice) -> None:
     """Catches hidden states that are gathered though they are whole, and a gradient that is summed twice or never."""
     hidden, weight, labels = operands(2)
     compare(
@@ -380,38 +469,9 @@ def nemo_rl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) ->
         mine,
         rows,
     )
-    if nemo_rl_is_here():
-        from test_megatron import Case, on_layout
-
-        on_layout(Case(tp=2, sequence_parallel=sequence_parallel), through_nemos_forward)
-    else:
+    if not nemo_rl_is_here():  # test_nemo_rl.py has NeMo-RL's own forward
         packed_by_nemo(dist.group.WORLD)
-
-
-def through_nemos_forward(case: Any) -> None:
-    """NeMo-RL's own ``GPTModel.forward`` on a real model, beside the model's logits."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-    from test_megatron import batch, build
-
-    kind: Any = GPTModel
-    forward = kind.forward
-
-    def run(ours: bool, dtype: torch.dtype) -> Any:
-        model = build(case)[0].to(dtype)
-        inputs, _ = batch()
-        ids = inputs["input_ids"]
-        if ours:
-            nemo().patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=4)
-            model.cp_group = None  # the group of one rank
-            log_probs = model(**inputs, labels=ids, return_logprobs_for_linear_ce_fusion=True)
-            kind.forward, kind._linear_ce_fusion_forward_patched = forward, False
-        else:
-            logits = gather_from_tensor_model_parallel_region(model(**inputs))
-            log_probs, _ = dense_scores(logits[:, :-1], ids[:, 1:])
-        return model, log_probs, log_probs.new_zeros(())
-
-    compare_models("through NeMo-RL's forward", run)
+        packed_by_nemo(dist.group.WORLD, replay=True)
 
 
 def two_ranks() -> None:
@@ -425,40 +485,22 @@ def two_ranks() -> None:
     for sequence_parallel in (True, False):
         mine = half if sequence_parallel else slice(None)
         verl_over_two_ranks(sequence_parallel, mine, rows)
-        nemo_rl_over_two_ranks(sequence_parallel, mine, rows)
+        nemo_rl_over_two_ranks(mine, rows)
         test_megatron_scores.over_two_ranks(sequence_parallel)
         if verl_is_here():
             from test_megatron import Case, on_layout
 
             how: dict[str, Any] = {"own_tokens": True, "positions": "rope"}
             on_layout(Case(tp=2, sequence_parallel=sequence_parallel, mtp=1, **how), packed_by_verl)
+            on_layout(Case(tp=2, sequence_parallel=sequence_parallel, **how), packed_by_verl, True)
             if not sequence_parallel:
                 on_layout(Case(cp=2, **how), packed_by_verl)
+                on_layout(Case(cp=2, **how), packed_by_verl, True)
 
 
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks() -> None:
     run_ranks(two_ranks, 2)
-
-
-def test_transformers_forward_of_verl() -> None:
-    """verl's own forward of a transformers model, beside verl's own in plain torch."""
-    theirs = pytest.importorskip("verl.models.transformers.dense_common", reason="verl itself: launch/rl_packages.sh")
-    from tiny_trainer import VOCAB as size
-    from tiny_trainer import tiny_model
-
-    cce_verl.install()
-    ids = torch.randint(1, size, (2, TOKENS), generator=torch.Generator().manual_seed(0))
-
-    def run(ours: bool, dtype: torch.dtype) -> Any:
-        model = tiny_model().to(dtype)
-        if dtype == torch.float64:
-            return model, *dense_scores(model(ids).logits, ids.roll(-1, -1), 0.7)
-        forward = theirs.forward_with_triton_backend if ours else theirs.forward_with_torch_backend
-        out = forward(model, input_ids=ids, temperature=0.7, return_dict=True)
-        return model, out.log_probs.view(ids.shape), out.entropy.view(ids.shape)
-
-    compare_models("verl's forward of transformers", run)
 
 
 def test_the_clipped_policy_is_verls() -> None:

@@ -54,12 +54,8 @@ CASES |= {
 
 def on_cpu() -> None:
     """Make torchtitan run on this rank's CPU, with the release of torch that is here, as it would on a GPU."""
-    for name, value in (
-        ("RANK", dist.get_rank()),
-        ("LOCAL_RANK", dist.get_rank()),
-        ("WORLD_SIZE", dist.get_world_size()),
-    ):
-        os.environ[name] = str(value)
+    rank = str(dist.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
     import torch._utils as device
 
     device._get_available_device_type = lambda: "cpu"
@@ -178,11 +174,8 @@ def config_of(out: Path, parallelism: dict[str, Any]) -> Any:
     config.optimizer = default_adamw(lr=1e-2, eps=1e-3)  # 1e-8 would make of a rounding a whole step
     config.debug.seed, config.checkpoint.enable = 0, False
     # Torch's schedules of this release evaluate whole batches.
-    config.validator.enable, config.validator.steps, config.validator.freq = (
-        "pipeline_parallel_degree" not in parallelism,
-        1,
-        2,
-    )
+    config.validator.enable = "pipeline_parallel_degree" not in parallelism
+    config.validator.steps, config.validator.freq = 1, 2
     for name, value in parallelism.items():
         setattr(config.parallelism, name, value)
     return config

@@ -5,12 +5,13 @@ Ours is TRL's function with another inside (``integrations.trl``), or, under SFT
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -81,8 +82,9 @@ def dense(model: Any, temperature: float, input_ids: Tensor, labels: Tensor) -> 
     return found
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Cohere", "Phi", "Qwen2Moe"])
+@pytest.mark.parametrize(
+    ("name", "temperature"), [("Llama", 1.0), ("Gemma2", 0.7), ("Cohere", 0.7), ("Phi", 1.0), ("Qwen2Moe", 0.7)]
+)
 def test_all_outputs_and_gradients_are_trls(name: str, temperature: float) -> None:
     """Catches a temperature before the softcap, an output of the wrong logits, and one whose gradient is lost."""
     how = {"temperature": temperature, "outputs": cce_trl.OUTPUTS}
@@ -235,7 +237,6 @@ def distillation(model: Any, out: Path, **more: Any) -> Any:
 ROLLOUT: dict[str, Any] = dict(num_generations=2, max_completion_length=6, temperature=0.7, beta=0.1)
 TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
     "sft": (sft, "Llama", {}),
-    "dft": (sft, "Gemma2", {"loss_type": "dft"}),
     # With WPO's weights, which need the sum of squared probabilities.
     "dpo": (trainer_of("DPO", "pairs"), "Gemma2", {"use_weighting": True, "beta": 0.5}),
     "kto": (trainer_of("KTO", "rated"), "Cohere", {}),
@@ -247,7 +248,6 @@ TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
         "Llama",
         {"cast_lm_head_to_fp32": True, **ROLLOUT},
     ),
-    "rloo": (trainer_of("RLOO", "prompt", reward_funcs=reward), "Llama", ROLLOUT),
     "distillation": (distillation, "Gemma2", {"temperature": 0.7, "max_completion_length": 6, "beta": 0.5}),
 }
 
@@ -299,6 +299,21 @@ POLICIES = {
 }
 
 
+def stub(loss_type: str, high: float, score: Any, beta: float = 0.0) -> Any:
+    """Return as much of a GRPOTrainer as its loss reads."""
+    same: Any = lambda values, **_: values  # noqa: E731
+    return types.SimpleNamespace(
+        _get_per_token_logps_and_entropies=score, _entropy_bonus_enabled=False, aux_loss_enabled=False, use_vllm=False,
+        accelerator=types.SimpleNamespace(
+            gather=same, reduce=same, num_processes=1, autocast=contextlib.nullcontext, is_main_process=False,
+        ),
+        model=types.SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}, importance_sampling_level="token",
+        args=types.SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=beta,
+        loss_type=loss_type, epsilon_low=0.2, epsilon_high=high, current_gradient_accumulation_steps=1,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("loss_type", POLICIES)
 def test_the_objectives_are_trls(loss_type: str) -> None:
     """GRPOTrainer's own loss beside ours. Catches: a sign, a bound of the ratio, a divergence in the other direction."""
@@ -312,23 +327,67 @@ def test_the_objectives_are_trls(loss_type: str) -> None:
     inputs: dict[str, Any] = {"prompt_ids": labels[:, :0], "completion_ids": labels, "num_items_in_batch": mask.sum()}
     inputs |= {"prompt_mask": mask[:, :0], "completion_mask": mask, "advantages": torch.tensor([1.5, -0.7])}
     inputs |= {"old_per_token_logps": old, "ref_per_token_logps": ref}
-    same: Any = lambda values, **_: values  # noqa: E731
-    beta = 0.1 if loss_type == "dapo" else 0.0
-    trainer: Any = types.SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (*dense_scores(leaves[0] @ leaves[1].t(), labels), None),
-        accelerator=types.SimpleNamespace(gather=same, reduce=same, num_processes=1),
-        model=types.SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}, importance_sampling_level="token",
-        args=types.SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=beta, use_vllm=False,
-        loss_type=loss_type, epsilon_low=0.2, epsilon_high=high, current_gradient_accumulation_steps=1,
-        _entropy_bonus_enabled=False,
-    )  # fmt: skip
+    score = lambda *_, **__: (*dense_scores(leaves[0] @ leaves[1].t(), labels), None)  # noqa: E731
+    trainer = stub(loss_type, high, score, 0.1 if loss_type == "dapo" else 0.0)
     theirs = GRPOTrainer._compute_loss(trainer, None, inputs)
     given = [inputs["advantages"][:, None].expand_as(labels), old, ref][: 2 + (loss_type == "dapo")]
     ours = linear_cross_entropy(
         leaves[0], leaves[1], labels.masked_fill(mask == 0, -100), token_loss=function, token_inputs=given
     )
     assert_same_loss(ours, theirs, leaves, 1e-6)
+
+
+def test_grpo_replays_what_a_sampler_kept() -> None:
+    """30 steps of GRPOTrainer's own loss, beside whole logits that are masked. Catches a list of the token before."""
+    from trl import GRPOTrainer, RLOOTrainer
+
+    draw, size, length = torch.Generator().manual_seed(0), 3, 5
+    prompts, completions = (torch.randint(2, VOCAB, (size, n), generator=draw) for n in (4, length))
+    likely = torch.rand(size, length, VOCAB, generator=draw).scatter(2, completions[..., None], 2.0)
+    counts = torch.randint(1, 9, (size, length, 1), generator=draw)
+    counts[1, 2:4] = 0  # a sampler that cuts nothing
+    sampling_mask = likely.topk(8).indices.masked_fill(torch.arange(8) >= counts, -1)
+    listed = torch.zeros_like(likely).scatter_add_(2, sampling_mask.clamp(min=0), (sampling_mask >= 0).float()) > 0
+    listed |= ~listed.any(-1, keepdim=True)
+    mask = torch.ones(size, length).index_fill_(1, torch.tensor([length - 1]), 0.0)
+    inputs: dict[str, Any] = {"prompt_ids": prompts, "completion_ids": completions, "num_items_in_batch": mask.sum()}
+    inputs |= {
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_mask": mask,
+        "advantages": torch.tensor([1.5, -0.7, 0.2]),
+    }
+    old = -2 * torch.rand(size, length, generator=draw)
+    inputs |= {"old_per_token_logps": old, "sampling_per_token_logps": old.clone(), "sampling_mask": sampling_mask}
+
+    def dense(model: Any, ids: Tensor, *_: Any, **__: Any) -> Any:
+        logits = model(input_ids=ids).logits[:, -length - 1 : -1]
+        log_probs, entropy = dense_scores(logits.masked_fill(~listed, -1e30) / 0.7, completions)
+        return log_probs, entropy, None
+
+    def losses(is_ours: bool) -> Tensor:
+        model, found = tiny_model(), []
+        trainer = stub("dapo", 0.2, None)
+        trainer._get_per_token_logps_and_entropies = dense
+        if is_ours:
+            add(model, temperature=0.7, outputs=("log_probs", "entropy"))
+            score: Any = GRPOTrainer._get_per_token_logps_and_entropies
+            trainer._get_per_token_logps_and_entropies = types.MethodType(score, trainer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        for _ in range(30):
+            loss = GRPOTrainer._compute_loss(trainer, model, inputs)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        return torch.stack(found)
+
+    expected = losses(False)
+    cce_trl.install()
+    found = losses(True)
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max() < (expected[0] - expected[-1]).abs()
+    for trainer, name in zip((GRPOTrainer,) * 3 + (RLOOTrainer,), cce_trl.WHOLE, strict=True):
+        with pytest.raises(ValueError, match=f"{name} is over the whole vocabulary, and the inputs have sampling_mask"):
+            trainer._compute_loss(cast(Any, None), None, inputs | {name: old + 1})
 
 
 def test_dft_is_trls() -> None:
@@ -375,11 +434,6 @@ def compare_sft(folder: Path, name: str = "Llama", section: dict | None = None, 
         assert_same_parameters(found, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize(("name", "more"), [("Gemma2", {}), ("Llama", {"loss_type": "dft"})], ids=["softcap", "dft"])
-def test_sft_of_a_converted_model(tmp_path: Path, name: str, more: dict) -> None:
-    compare_sft(tmp_path, name, **more)
-
-
 def test_what_sft_cannot_have_is_one_line(tmp_path: Path) -> None:
     """Catches a head that still defers behind the error."""
     forget()
@@ -391,7 +445,7 @@ def test_what_sft_cannot_have_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_converted_model_is_compiled(tmp_path: Path) -> None:
-    compare_sft(tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+    compare_sft(tmp_path, "Gemma2", torch_compile=True, torch_compile_backend="aot_eager")
 
 
 def test_a_call_that_asks_for_more_is_left_to_trl() -> None:

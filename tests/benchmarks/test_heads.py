@@ -17,12 +17,11 @@ from torch._inductor import metrics
 import command
 import heads
 import methods
-import problem
 import report
 from cce_dist import VocabShard
-from loop import Clock, Job, Method, relative_error, time_in_turns
+from loop import Clock, Job, Method, time_in_turns
 from peers import dense
-from problem import loss_of, measure_problem, reference_of
+from problem import loss_of, measure_problem
 from records import Case, Collective, Results, Row, read_json, write_json
 from workload import IGNORE_INDEX, RUNGS, SHAPES, HeadShape, make_workload
 
@@ -91,18 +90,6 @@ def test_workload_is_reproducible_and_ignores_the_share_asked_for():
     assert kept.min() >= 0 and kept.max() < TINY.vocab_size
 
 
-def test_reference_is_autograd_in_float64(monkeypatch):
-    workload = tiny_workload()
-    monkeypatch.setattr(problem, "REFERENCE_CHUNK_BYTES", 7 * TINY.vocab_size * 8)  # ragged last chunk
-    truth = reference_of(loss_of(*workload[:3]))
-    hidden, weight = workload.hidden.double().requires_grad_(), workload.weight.double().requires_grad_()
-    loss = F.cross_entropy(F.linear(hidden, weight), workload.labels)
-    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
-    assert truth.value.item() == pytest.approx(loss.item(), rel=1e-12)
-    assert relative_error([(truth.d_hidden, d_hidden)]) < 1e-12
-    assert relative_error([(truth.d_weight, d_weight)]) < 1e-12
-
-
 def planted(operand, scale):
     """Return a method with the right loss, whose gradient of one operand is off by a factor."""
 
@@ -159,18 +146,6 @@ def test_a_method_that_fails_says_why_and_the_rest_goes_on():
     assert rows["large"].problem == "out of memory"
     assert len(rows["right"].total.seconds) == 2
     assert floor.four.median > 0
-
-
-@pytest.mark.slow
-def test_every_method_that_needs_no_gpu_is_right_or_says_why():
-    available = methods.methods_of(workspace_mib=[1])
-    chosen = {name: m for name, m in available.items() if "compile" not in name}  # compiling takes a minute
-    rows, _, _ = measure(tiny_workload(), chosen, repeats=1)
-    by_name = {row.name: row for row in rows}
-    for name in ("cce-dist@1MiB", "cce-dist-cached", "cce-dist-filtered@1MiB", "torch"):
-        assert by_name[name].problem == ""
-    assert by_name["quack"].missing
-    assert by_name["torch-lce"].missing != hasattr(F, "linear_cross_entropy")
 
 
 class CountingClock(Clock):

@@ -24,7 +24,7 @@ def test_every_method_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     """Catches an upstream gradient that one method forgets, values in another order, chunks of the truth in a wrong place."""
     monkeypatch.setattr(problems, "REFERENCE_CHUNK_BYTES", 8 * V * 10)  # 10 tokens
     monkeypatch.setitem(LOG_PROBS, "scores", (1, True, 5, False))
-    monkeypatch.setitem(KEPT_IDS, "kept-512", 33)
+    monkeypatch.setitem(KEPT_IDS, "kept-512", (33, 0))
     makers = {tuple(LOG_PROBS): tasks.scores_task, tuple(KEPT_IDS): tasks.kept_task, KINDS: tasks.divergence_task}
     task = next((make for names, make in makers.items() if name in names), tasks.objective_task)(name)
     problem = task.problem(make_workload(HeadShape(D, V), N, dtype=torch.float32))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from shards import DEVICE, GPU, backends_of_ranks, launch_nothing, needs_gpu
+from shards import DEVICE, GPU, backends_of_ranks, captured, launch_nothing, needs_gpu
 from support.dense import DTYPE, ROWS, D, N, V, assert_all_no_worse, assert_near, dense, large_operands, operands
 from tiny_trainer import compared
 from torch import Tensor
@@ -266,20 +266,14 @@ def test_cuda_graph() -> None:
         loss = linear_cross_entropy(hidden, weight, labels, reduction="none", workspace_bytes=160 << 20)
         return loss, *torch.autograd.grad(loss, (hidden, weight), upstream)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side), mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as made:
-        run()
+    with mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as made:
+        graph, found = captured(run)
     assert made.called
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
     for values in (torch.full_like(upstream, 0.3), torch.randn_like(upstream), torch.zeros_like(upstream)):
         upstream.copy_(values)
         expected = run()
         graph.replay()
-        assert all(torch.equal(ours, right) for ours, right in zip(captured, expected, strict=True))
+        assert all(torch.equal(ours, right) for ours, right in zip(found, expected, strict=True))
 
 
 def test_an_error_of_the_labels_and_no_tokens_at_all() -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,7 +49,7 @@ def draw() -> tuple[Tensor, Tensor, Tensor]:
 def kept() -> Iterator[KeptIds]:
     """``KEPT`` where kernels run. Tensors that the test makes are there, too."""
     with torch.device(DEVICE):
-        yield KeptIds(*(x.to(DEVICE) for x in KEPT))
+        yield KEPT.to(DEVICE)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
@@ -55,6 +57,7 @@ def kept() -> Iterator[KeptIds]:
     "name",
     [
         "kept-everything",
+        "kept-whole",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("kept", "kept-gap-of-1e4", "kept-bf16")),
     ],
 )
@@ -112,7 +115,9 @@ def test_what_is_not_read_may_be_nan(backend: str, kept: KeptIds) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_the_weights_gradient_is_added_to_a_buffer(backend: str, kept: KeptIds) -> None:
+    """Of lists, and of a token that takes the whole vocabulary."""
     hidden, weight, ids = draw()
+    kept = kept._replace(whole=torch.tensor([1]))
     buffer, unused = torch.full((V, D), 2.0), torch.zeros(V, requires_grad=True)
     expected = torch.autograd.grad(any_call(hidden, weight, ids, kept=kept, backend=backend).log_probs.sum(), weight)[0]
     out = any_call(hidden, weight, ids, kept=kept, backend=backend, grad_weight_out=buffer, linear_bias=unused)
@@ -145,7 +150,8 @@ def test_values_that_a_gpu_does_not_read(backend: str, monkeypatch: pytest.Monke
     torch.testing.assert_close(torch.autograd.grad(out.log_probs.sum(), weight)[0], again)
     for offsets in ([3, 9, -5, 90, 2, 14], [0, 0, 0, 0, 0, 0], [15] * 6):
         with torch.no_grad():
-            any_call(hidden, weight, ids, kept=KeptIds(torch.tensor(offsets), kept.ids), backend=backend)
+            wrong = KeptIds(torch.tensor(offsets), kept.ids, torch.tensor([-7, 90, 2]))
+            any_call(hidden, weight, ids, kept=wrong, backend=backend)
 
 
 def test_ids_outside_are_nan_on_a_gpu() -> None:
@@ -179,6 +185,80 @@ def test_from_bits() -> None:
         KeptIds.from_bits(bits, 41)
 
 
+SAMPLED = torch.tensor([[-100, -100, 4, 9, 4], [-100, 8, 2, -100, -100]])  # shifted labels of two requests, padded
+ROWS: list[Any] = [[4, 2], None, [1, 4, 5], [8], [7, 2]]
+ENGINES: dict[str, list[Any]] = {
+    "lists": ROWS,
+    "arrays and tensors": [np.array(ROWS[0], np.int32), None, torch.tensor(ROWS[2]), np.array(ROWS[3]), ROWS[4]],
+    "vLLM": [
+        SimpleNamespace(token_ids=ROWS[0], offsets=[0, 2]), None,
+        SimpleNamespace(token_ids=np.array([1, 4, 5, 8], np.int32), offsets=np.array([0, 3, 4])),
+        SimpleNamespace(token_ids=[ROWS[4]]),
+    ],
+    "SGLang": [{"output_token_sampling_mask": ROWS[:3]}, {"output_token_sampling_mask": ROWS[3:], "id": "1"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_from_lists(engine: str) -> None:
+    """Padded, packed, and sharded as labels are. Catches a list that belongs to the token before the one that it predicts."""
+    kept = KeptIds.from_lists(ENGINES[engine], SAMPLED)
+    assert kept.whole is not None and kept.whole.tolist() == [3]
+    assert kept.offsets.tolist() == [0, 0, 0, 2, 2, 5, 5, 6, 8, 8, 8] and kept.ids.tolist() == [4, 2, 1, 4, 5, 8, 7, 2]
+    mine = torch.tensor([6, 3, 4, 0])  # as context parallelism does: two pieces of the sequence
+    part = kept.take(mine)
+    assert part.offsets.tolist() == [0, 1, 1, 4, 4] and part.ids.tolist() == [8, 1, 4, 5]
+    assert part.whole is not None and part.whole.tolist() == [1]
+    packed = KeptIds.from_lists(ENGINES[engine], SAMPLED[SAMPLED >= 0])
+    assert all(map(torch.equal, packed, kept.take(SAMPLED.flatten() >= 0)))  # type: ignore[arg-type]
+    assert all(map(torch.equal, packed, KeptIds.from_lists(ENGINES[engine])))  # type: ignore[arg-type]
+    rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(row or [-1]) for row in ROWS], True, -1)
+    assert all(map(torch.equal, packed, KeptIds.from_padded(rows)))  # type: ignore[arg-type]
+
+
+def test_from_lists_does_not_copy_and_checks_the_labels() -> None:
+    """Catches a check of the wrong list, an id added to the next one, and a batch that is not shifted."""
+    ids = np.array([4, 2, 1, 4], np.int32)
+    mask = SimpleNamespace(token_ids=ids, offsets=[0, 2, 4])
+    assert KeptIds.from_lists([mask], torch.tensor([2, 1])).ids.data_ptr() == ids.ctypes.data
+    ids.flags.writeable = False  # as received over a wire
+    assert KeptIds.from_lists([mask]).ids.tolist() == [4, 2, 1, 4]
+    with pytest.raises(ValueError, match=r"labels\[2\] \(flattened\) is 5, which is not among the 2 ids of its list"):
+        KeptIds.from_lists([mask], torch.tensor([2, -100, 5]))
+    with pytest.warns(UserWarning, match="2 of 4 labels were not in their lists, and were added"):
+        kept = KeptIds.from_lists([mask, [], None], torch.tensor([2, 5, 3, 7]), missing="add")
+    assert kept.offsets.tolist() == [0, 2, 5, 6, 6] and kept.ids.tolist() == [4, 2, 1, 4, 5, 3]
+    for wrong, error, message in (
+        (dict(lists=[mask]), ValueError, "lists is for 2 tokens, labels has 1 other than ignore_index"),
+        (
+            dict(lists=[SimpleNamespace(token_ids=[1, 2], offsets=[0, 1])]),
+            ValueError,
+            "has 2 ids, its offsets are for 1",
+        ),
+        (dict(lists=[[1.5]]), TypeError, "a list of integer ids for each token, got float64"),
+        (dict(missing="drop"), ValueError, "missing must be"),
+    ):
+        with pytest.raises(error, match=message):
+            KeptIds.from_lists(**{"lists": [[1]], "labels": torch.tensor([1])} | cast(dict[str, Any], wrong))
+    assert not len(KeptIds.from_lists([]).ids) and KeptIds.from_lists([None]).whole is not None
+    with pytest.raises(TypeError, match=r"ids must be \[\.\.\., K\] int64 or int32"):
+        KeptIds.from_padded(torch.zeros(3))
+
+
+def test_one_sweep_for_tokens_of_the_whole_vocabulary() -> None:
+    """Catches a sweep of tokens that have lists, an empty list that is swept, and an ignored token with a mass."""
+    hidden, weight, ids = draw()
+    ids[4] = -100
+    kept = KEPT.take(torch.tensor([0, 1, 1, 3, 1]))._replace(whole=torch.tensor([2, 4]))
+    with mock.patch.object(dense, "statistics", wraps=dense.statistics) as sweep:
+        out = any_call(hidden, weight, ids, kept=kept, backend="torch")
+    assert [call.args[0].num_tokens for call in sweep.call_args_list] == [2]
+    alone = any_call(hidden[2:3], weight, ids[2:3], backend="torch")
+    assert torch.equal(out.log_probs[2:3], alone.log_probs) and not out.log_probs[[1, 4]].any()
+    mass = any_call(hidden, weight, ids, kept=kept, kept_mass=True).kept_mass
+    torch.testing.assert_close(mass[[1, 2, 4]], torch.tensor([0.0, 1.0, 0.0]))
+
+
 BAD = [
     (dict(kept=(KEPT.offsets, KEPT.ids)), TypeError, "kept must be a KeptIds"),
     (dict(kept=KEPT._replace(ids=KEPT.ids.float())), TypeError, r"kept\.ids must be a plain tensor of one dimension"),
@@ -187,6 +267,16 @@ BAD = [
     (dict(kept=KEPT._replace(ids=KEPT.ids[1:])), ValueError, r"kept\.offsets must rise from 0 to 14"),
     (dict(kept=lists([3, V], [], [7], [1], [2])), IndexError, r"kept\.ids\[1\], of token 0, is 30: not in \[0, 30\)"),
     (dict(kept=lists([3], [], [7], [1, 4, 1], [2])), ValueError, "id 1 twice in the list of token 3"),
+    *(
+        (dict(kept=KEPT._replace(whole=torch.tensor(whole))), ValueError, r"kept\.whole must rise, and hold numbers of")
+        for whole in ([0], [1, 1], [-1], [N])
+    ),
+    (
+        dict(kept=KEPT._replace(whole=torch.zeros(N + 1).long())),
+        ValueError,
+        r"kept\.whole has 6 tokens, the call has 5",
+    ),
+    (dict(kept=KEPT._replace(whole=torch.zeros(1))), TypeError, r"kept\.whole must be a plain tensor of one dimension"),
     (
         dict(input=torch.zeros(0, D), ids=torch.zeros(0).long(), kept=lists()._replace(ids=KEPT.ids)),
         ValueError,
@@ -219,9 +309,12 @@ def test_differentiable_once_and_compiled() -> None:
     with pytest.raises(RuntimeError, match="differentiable once"):
         grad.sum().backward()
     torch._dynamo.reset()
+    whole = KEPT._replace(whole=torch.tensor([1]))
+    out = any_call(hidden, weight, ids, kept=whole, entropy=True)
+    (grad,) = torch.autograd.grad(out.log_probs.sum(), hidden)
 
     def values(x: Tensor) -> Tensor:
-        return linear_log_probs(x, weight, ids, kept=KEPT, entropy=True).log_probs
+        return linear_log_probs(x, weight, ids, kept=whole, entropy=True).log_probs
 
     compiled = torch.compile(values, fullgraph=True, backend="aot_eager")(hidden)
     assert torch.equal(compiled, out.log_probs)
@@ -237,9 +330,10 @@ def _on_ranks() -> None:
     hidden, weight, ids = draw()
     shard = VocabShard.even(V, group)
     local = weight.detach()[shard.start : shard.stop]
-    for options, numbers in (({}, 3), ({"entropy": True}, 4)):
+    whole = KEPT._replace(whole=torch.tensor([1]))  # one exchange, whether all tokens have lists or not
+    for options, numbers in (({"kept": KEPT}, 3), ({"kept": whole, "entropy": True}, 4)):
         with mock.patch.object(merge, "_all_gather_into", wraps=merge._all_gather_into) as gather:
-            any_call(hidden, local, ids, kept=KEPT, shard=shard, **options)
+            any_call(hidden, local, ids, shard=shard, **options)
         assert [call.args[1].nbytes for call in gather.call_args_list] == [4 * numbers * N]
 
 

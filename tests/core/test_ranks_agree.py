@@ -1,83 +1,215 @@
-"""Two ranks that were called differently: under CCE_DIST_DEBUG=1 both raise and name what differs; nobody waits.
+"""Two ranks that were called differently: under CCE_DIST_DEBUG=1 both raise and name what differs; neither waits.
 
-Each disagreement is a row of the table, and all rows of a spawn that fail are said together.
+One table has values of every argument of every public function. All disagreements that fail are reported together.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import random
 import re
-import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from cce_dist import (
     GradFilter,
     KeptIds,
     VocabShard,
+    groups,
     linear_cross_entropy,
     linear_kl_divergence,
     linear_log_probs,
+    merge,
     objectives,
     topk_kl_divergence,
 )
+from cce_dist.debug_ranks import SHARED
 from cce_dist.tools.ranks import run_ranks
 
-N, D, V = 6, 8, 20
-WAIT_SECONDS = 5  # of a collective that nobody else joins
-
-# Name, what rank r passes differently (a function of r), and what the error says on both ranks.
-DISAGREEMENTS: list[tuple[str, Callable[[int], dict[str, Any]], str]] = [
-    ("reduction", lambda r: dict(reduction=("mean", "sum")[r]), "disagree on reduction"),
-    ("label_smoothing", lambda r: dict(label_smoothing=0.1 + 0.1 * r), "disagree on label_smoothing"),
-    ("label_smoothing-off", lambda r: dict(label_smoothing=0.1 * r), "disagree on label_smoothing"),
-    ("z_loss_weight", lambda r: dict(z_loss_weight=1e-4 * (1 + r)), "disagree on z_loss_weight"),
-    ("num_tokens", lambda r: dict(num_tokens=10 + r), "disagree on num_tokens"),
-    ("num_tokens-none", lambda r: dict(num_tokens=10 if r else None), "disagree on num_tokens"),
-    ("num_tokens-tensor", lambda r: dict(num_tokens=torch.tensor(10 + r)), "disagree on num_tokens"),
-    ("softcap", lambda r: dict(softcap=1.0 + r), "disagree on softcap"),
-    ("logit_scale", lambda r: dict(logit_scale=1.0 + r), "disagree on logit_scale"),
-    ("ignore_index", lambda r: dict(ignore_index=-100 - r), "disagree on ignore_index"),
-    ("return_aux", lambda r: dict(return_aux=bool(r)), "disagree on return_aux"),
-    ("input_grad", lambda r: dict(input_grad=("summed", "partial")[r]), "disagree on input_grad"),
-    ("reduce_dtype", lambda r: dict(reduce_dtype=(None, torch.bfloat16)[r]), "disagree on reduce_dtype"),
-    ("grad_filter", lambda r: dict(grad_filter=(None, GradFilter())[r]), "disagree on grad_filter"),
-    ("workspace_bytes", lambda r: dict(workspace_bytes=1 << (20 + r)), "disagree on workspace_bytes"),
-    ("linear_bias", lambda r: dict(linear_bias=(None, torch.zeros(V // 2))[r]), "disagree on linear_bias"),
-    ("target-swapped", lambda r: dict(target=torch.tensor(([1, 4, 3, 0, 0, 0], [5, 2, 3, 0, 0, 0])[r])), "disagree on target"),
-    ("target-permuted", lambda r: dict(target=torch.arange(N) if r == 0 else torch.arange(N).flip(0)), "disagree on target"),
-    ("target-ignored", lambda r: dict(target=torch.arange(N).index_fill(0, torch.tensor([r]), -100)), "disagree on target"),
-    ("input-needs-gradient", lambda r: dict(input=_hidden().requires_grad_(r == 0)), "disagree on input.*gradient"),
-    ("class-weights", lambda r: dict(weight=torch.ones(V) + r), "disagree on weight"),
-    ("token-loss", lambda r: dict(token_loss=(None, objectives.dft())[r]), "disagree on token_loss"),
-    ("token-inputs", lambda r: dict(token_loss=_weighted, token_inputs=(torch.ones(N) + r,)), r"disagree on token_inputs\[0\]"),
-    ("num-of-labels", lambda r: dict(input=_hidden()[r:], target=torch.arange(r, N)), r"disagree on .*by rank .*6.*5"),
-    ("shards", lambda r: dict(shard=VocabShard(11 * r, 10 + 11 * r, V, dist.group.WORLD)), "do not tile"),
-]  # fmt: skip
+N, D, V, K = 6, 8, 20, 3
+WAIT_SECONDS = 5  # of a collective that the other rank does not join; gloo's error then names no argument
+SWEEP = 300  # random calls
+SAYS = {  # what the errors of an argument name, if it is not the argument
+    "sequence_parallel": "sequence_parallel|input|slices",
+    "shard": "shard|vocab_size",
+    "teacher_shard": "shard",
+    "kept_mass": "kept",
+    "mask": "mask|counted tokens",
+    "teacher_ids": r"teacher|ids\[0\]",
+    "token_loss": "token_loss|no losses|no derivatives",
+}
+Values = dict[str, list[Any]]
 
 
-def _weighted(log_probs: Tensor, _: None, weights: Tensor) -> Tensor:
-    return -log_probs * weights
+def _weighted(log_probs: Tensor, _: Any, *weights: Tensor) -> Tensor:
+    return -log_probs * weights[0]
 
 
-def _hidden() -> Tensor:
-    return torch.randn(N, D, generator=torch.Generator().manual_seed(0))
+def _raising(log_probs: Tensor, _: Any) -> Tensor:
+    raise ValueError("no losses")
 
 
-def _call(**change) -> Any:
-    """The call that all rows change: every rank alike, labels that sum to 15 with weights 1 to N in two ways."""
-    shard = VocabShard.even(V, dist.group.WORLD)
-    weight = torch.randn(shard.num_rows, D, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
-    arguments: dict[str, Any] = dict(
-        input=_hidden(), linear_weight=weight.requires_grad_(), target=torch.arange(N), shard=shard
-    )
-    return linear_cross_entropy(**(arguments | change))
+def _with_entropy(log_probs: Tensor, _: Any) -> Tensor:
+    return -log_probs
+
+
+_with_entropy.needs_entropy = True
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -values
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ValueError("no derivatives")
+
+
+def values_of(function: Callable[..., Any]) -> Values:
+    """Return values of each argument; the first is the default here. A dict has values of several arguments.
+
+    Each value differs from the next one in what ranks must share.
+    """
+    draw, group = torch.Generator().manual_seed(0), dist.group.WORLD
+    hidden, weight, ones = torch.randn(N, D, generator=draw), torch.randn(V // 2, D, generator=draw), torch.ones(N)
+    ids, some, bias = torch.arange(N), torch.arange(N)[:, None] + torch.arange(K), torch.zeros(V // 2)
+    even = VocabShard.even(V, group)
+    shifted = VocabShard(even.start + 1, even.stop + 1, V, group)
+
+    def learned(tensor: Tensor) -> Tensor:
+        return tensor.clone().requires_grad_()
+
+    tensors = [weight, learned(weight), weight.half(), weight[:, 1:], weight[1:]]
+    values: Values = {
+        "input": [hidden, learned(hidden), hidden[1:], hidden.half()],
+        "linear_weight": [*tensors[1:], weight],
+        "linear_bias": [None, bias, bias.half(), learned(bias)],
+        "logit_scale": [1.0, 2.0, torch.tensor(2.0), torch.tensor(3.0), learned(torch.tensor(3.0))],
+        "softcap": [None, 1.0, 2.0, -1.0, "1"],
+        "reduction": ["none", "mean", "sum", "most"],
+        "shard": [even, shifted, VocabShard(even.start, even.stop, V - 1, group)],
+        "sequence_parallel": [False, True, *(dict(sequence_parallel=True, input=hidden[:n]) for n in (3, 2))],
+        "input_grad": ["summed", "partial"],
+        "reduce_dtype": [None, torch.bfloat16],
+        "backend": ["auto", "triton"],
+        "workspace_bytes": [None, 1 << 20, 1 << 21],
+        "grad_weight_out": [None, torch.zeros(V // 2, D), torch.zeros(V // 2, D).half()],
+        "ignore_index": [-100, -101],
+    }
+    masks: list[Any] = [None, ids > 0, ids > 1]
+    if function is linear_cross_entropy:
+        a_loss, unit = dict(token_loss=_weighted, reduction="sum"), (ones,)
+        return values | {
+            "target": [ids, ids.flip(0), ids.masked_fill(ids == 0, -100), ids.masked_fill(ids == 1, -100), ids + V, ids[1:]],
+            "weight": [None, torch.ones(V), torch.ones(V) + 1, torch.ones(V).double()],
+            "reduction": ["mean", "sum", "none", "most"],
+            "label_smoothing": [0.0, 0.1, 0.2],
+            "z_loss_weight": [0.0, 1e-4, 2e-4],
+            "num_tokens": [None, 10, 11, torch.tensor(11), torch.tensor(12)],
+            "grad_filter": [None, GradFilter(), GradFilter(always=True)],
+            "return_aux": [False, True, ("nll",)],
+            "expected_weights": [*(dict(reduction="none", expected_weights=w) for w in (True, False, ones, ones + 1))],
+            "token_loss": [
+                None, _with_entropy, lambda p, _: -p, lambda p, _: -2 * p, _raising, objectives.dft(),
+                lambda p, _: -p * p.exp(), lambda p, _: -p.detach(), lambda p, _: _NoBackward.apply(p), lambda p, _: -p.sum(),
+            ],
+            "token_inputs": [*(a_loss | dict(token_inputs=i) for i in ((), unit, (ones + 1,), (ones, ones), (ones.double(),)))],
+        }  # fmt: skip
+    if function is linear_log_probs:
+        del values["reduction"]
+        lists, other = (dict(kept=KeptIds(torch.arange(N + 1), entries)) for entries in (ids, ids.flip(0)))
+        mixed = dict(kept=KeptIds(torch.arange(N + 1), ids, torch.tensor([0])))
+        return values | {
+            "ids": [ids, ids.flip(0), some, ids + V, ids.int()],
+            "temperature": [1.0, 2.0, 2 * ones, torch.tensor(2.0), 0.0, 0 * ones],
+            "entropy": [False, True],
+            "sum_p_squared": [False, True],
+            "argmax": [False, True],
+            "top_k": [0, 1, 2, V + 1],
+            "kept": [None, lists, other, mixed, lists | dict(top_k=1)],
+            "kept_mass": [False, lists | dict(kept_mass=True), lists, dict(kept_mass=True)],
+            "batch_invariant": [False, True],
+        }
+    if function is linear_kl_divergence:
+        del values["ignore_index"]
+        jsd = [dict(kind="jsd", beta=beta) for beta in (0.5, 0.25, 1.0)]
+        maps = [dict(teacher_ids=torch.arange(V).roll(n), teacher_shard=VocabShard(0, V, V, None)) for n in (0, 1)]
+        return values | {
+            "teacher_input": [hidden, hidden.half(), hidden[1:]],
+            "teacher_weight": [weight, weight.half(), weight[1:], learned(weight)],
+            "teacher_bias": [None, bias, bias.half()],
+            "teacher_logit_scale": [1.0, 2.0, torch.tensor(2.0), torch.tensor(3.0)],
+            "teacher_softcap": [None, 1.0, 2.0],
+            "kind": ["forward", "reverse", "tv", "backward"],
+            "beta": jsd,
+            "mask": masks,
+            "teacher_shard": [None, even, shifted, "all"],
+            "teacher_ids": [None, *(m | dict(teacher_weight=torch.ones(V, D)) for m in maps)],
+        }
+    low = torch.full((N, K), -2.0)
+    return values | {
+        "teacher_ids": [some, some + 1, some[:, :2], some.int(), some + V],
+        "teacher_log_probs": [low, low - 1, low.double(), 0 * low],
+        "kind": ["forward", "reverse", "backward"],
+        "outside": ["renormalise", "tail", "drop", "rest"],
+        "temperature": [1.0, 2.0, 2 * ones, torch.tensor(2.0)],
+        "mask": masks,
+    }
+
+
+FUNCTIONS = (linear_cross_entropy, linear_log_probs, linear_kl_divergence, topk_kl_divergence)
+
+
+def _call(function: Callable[..., Any], values: Values, *changes: tuple[str, int]) -> Any:
+    """Make the call with one value of each named argument, and its backward. Return the result, or the exception."""
+    given = _defaults(values)
+    for name, number in changes:
+        value = values[name][number]
+        given |= value if isinstance(value, dict) else {name: value}
+
+    def call() -> Any:
+        found = function(**given)
+        with_gradient = [x.sum() for x in tree_leaves(found) if isinstance(x, Tensor) and x.requires_grad]
+        if with_gradient:
+            sum(with_gradient, torch.zeros(())).backward()
+        return found
+
+    return _result(call)
+
+
+def _defaults(values: Values) -> dict[str, Any]:
+    return {name: of_name[0] for name, of_name in values.items() if not isinstance(of_name[0], dict)}
+
+
+def _result(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+def test_every_argument_is_in_the_tables() -> None:
+    """Catches a new argument that nobody compared, and a page that lists other arguments than the check."""
+    page = (Path(__file__).resolve().parents[2] / "docs/api.md").read_text()
+    documented = {}
+    for names, parts in re.findall(
+        r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \|$", page.split("### Ranks that disagree")[1], re.M
+    ):
+        documented |= dict.fromkeys(re.findall(r"\w+", names), tuple(parts.split(", ")))
+    assert documented == {name: parts for name, parts in SHARED.items() if parts}
+    names = {name for function in FUNCTIONS for name in inspect.signature(function).parameters}
+    assert SHARED.keys() <= names
 
 
 def test_two_ranks() -> None:
@@ -86,113 +218,101 @@ def test_two_ranks() -> None:
 
 def _two_ranks() -> None:
     os.environ["CCE_DIST_DEBUG"] = "1"
-    wrong = [*_disagreements(), *_bad_labels(), *_bad_arguments(), *_agreement()]
+    wrong = [line for function in FUNCTIONS for line in _disagreements(function)]
+    with groups.of_rows(4):
+        wrong += _disagreements(linear_cross_entropy, ("token_loss",))
+    wrong += [*_bad_calls(), *_agreement()]
     assert not wrong, f"rank {dist.get_rank()}:\n" + "\n".join(wrong)
 
 
-def _disagreements() -> list[str]:
-    """Every row, on both ranks: both must be told, and at once."""
-    rank, wrong = dist.get_rank(), []
-    for name, change, says in DISAGREEMENTS:
-        started = time.monotonic()
-        got = _error(lambda change=change: _call(**change(rank)))
-        if not _matches(got, RuntimeError, says) or time.monotonic() - started > WAIT_SECONDS / 2:
-            wrong.append(f"{name}: expected {says!r}, got {got!r}")
-        dist.barrier()
-    return wrong
+def _disagreements(function: Callable[..., Any], names: Any = None) -> list[str]:
+    """Each value of an argument on rank 0, and the next one on rank 1: both ranks must be told.
 
-
-def _bad_labels() -> list[str]:
-    """A label outside the vocabulary, on one rank or on all, is said by all."""
-    rank, wrong = dist.get_rank(), []
-    for bad_ranks, kind, says in (
-        ((0,), RuntimeError, "target"),
-        ((1,), RuntimeError, "target"),
-        ((0, 1), IndexError, r"target\[3\]"),
-    ):
-        labels = torch.arange(N)
-        labels[3] = V + 5 if rank in bad_ranks else 3
-        got = _error(lambda labels=labels: _call(target=labels))
-        if not _matches(got, (IndexError, kind), says):
-            wrong.append(f"bad label on ranks {bad_ranks}: got {got!r}")
-        dist.barrier()
-    return wrong
-
-
-def _bad_arguments() -> list[str]:
-    """An argument that one rank alone has wrong, or otherwise: each function's error is raised by all; no error without it."""
-    group = dist.group.WORLD
-    rank, wrong, shard = dist.get_rank(), [], VocabShard.even(V, group)
-    mesh = init_device_mesh("cpu", (2,))
-    weight = torch.randn(shard.num_rows, D)
-    of_teacher = dict(teacher_input=_hidden(), teacher_weight=weight)
-    of_some = dict(teacher_ids=torch.arange(3).expand(N, -1), teacher_log_probs=torch.full((N, 3), -2.0))
-    of_ids = dict(ids=torch.arange(N), temperature=torch.ones(N))
-    of_lists = of_ids | dict(kept=KeptIds(torch.arange(N + 1), torch.arange(N)))
-    other_lists = KeptIds(torch.arange(N + 1), torch.arange(N).flip(0))
-    rows: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type, str]] = [
-        (linear_cross_entropy, dict(target=torch.arange(N)), dict(softcap=-1.0), ValueError, "softcap"),
-        (linear_cross_entropy, dict(target=torch.arange(N)), dict(target=torch.arange(N - 1)), ValueError, "target"),
-        (linear_cross_entropy, dict(target=torch.arange(N)), dict(no_option=1), TypeError, "no_option"),
-        (linear_cross_entropy, dict(target=torch.arange(N)), dict(linear_weight=weight[1:]), ValueError, "linear_weight"),
-        (linear_log_probs, of_ids, dict(temperature=0.0), ValueError, "temperature"),
-        (linear_log_probs, of_ids, dict(temperature=torch.zeros(N)), ValueError, "temperature"),
-        (linear_log_probs, of_ids, dict(temperature=torch.full((N,), 2.0)), RuntimeError, "disagree on temperature"),
-        (linear_log_probs, of_ids, dict(logit_scale=2.0), RuntimeError, "disagree on logit_scale"),
-        (linear_log_probs, of_ids, dict(top_k=1), RuntimeError, "disagree on top_k"),
-        (linear_log_probs, of_ids, dict(ids=torch.arange(N).flip(0)), RuntimeError, "log_probs: .* disagree on ids"),
-        (linear_log_probs, of_ids, dict(ids=torch.full((N,), V)), IndexError, r"rank [01] of the group: ids\[0\]"),
-        (linear_log_probs, of_lists, dict(top_k=2), ValueError, "top_k"),
-        (linear_log_probs, of_lists, dict(kept=other_lists), RuntimeError, r"disagree on kept\.ids"),
-        (linear_kl_divergence, of_teacher, dict(kind="backward"), ValueError, "kind"),
-        (linear_kl_divergence, of_teacher, dict(kind="reverse"), RuntimeError, "kl_divergence: .* disagree on kind"),
-        (linear_kl_divergence, of_teacher, dict(teacher_input=_hidden()[1:]), ValueError, "teacher_input"),
-        (linear_kl_divergence, of_teacher, dict(teacher_shard="all"), TypeError, "teacher_shard"),
-        (topk_kl_divergence, of_some, dict(outside="rest"), ValueError, "outside"),
-        (topk_kl_divergence, of_some, dict(teacher_log_probs=torch.zeros(N, 3)), ValueError, "sum is above 1"),
-        (topk_kl_divergence, of_some, dict(softcap="1"), TypeError, "softcap"),
-    ]  # fmt: skip
-    for function, given, change, kind, says in rows:
-        for bad_rank in (0, 1, None):
-            call = (
-                dict(input=_hidden(), linear_weight=weight, shard=shard) | given | (change if rank == bad_rank else {})
-            )
-            got = _error(lambda function=function, call=call: function(**call))
-            if not (got is None if bad_rank is None else _matches(got, kind, says)):
-                wrong.append(f"{function.__name__}, {says} on rank {bad_rank}: got {got!r}")
+    With one value on both ranks, neither may see a difference.
+    """
+    rank, values, wrong = dist.get_rank(), values_of(function), []
+    parameters = inspect.signature(function).parameters.keys() - {"options"}
+    assert values.keys() == parameters, f"{function.__name__}: {values.keys() ^ parameters}"
+    for name in names or values:
+        says = SAYS.get(name, name)
+        for number in range(len(values[name])):
+            found = _call(function, values, (name, number))
+            if "disagree" in str(found):
+                wrong.append(f"{function.__name__}, {name} {number} on both ranks: {found!r}")
             dist.barrier()
-    split = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)])
-    reduction: Any = ("mean", "most")[rank]
-    got = _error(lambda: linear_cross_entropy(_hidden(), split, torch.arange(N), reduction=reduction))
-    if not _matches(got, ValueError, "reduction"):
-        wrong.append(f"a DTensor: got {got!r}")
-    dist.barrier()
-    got = _error(
-        lambda: (linear_log_probs, linear_cross_entropy)[rank](_hidden(), weight, torch.arange(N), shard=shard)
-    )
-    if not _matches(got, RuntimeError, "disagree on function"):
-        wrong.append(f"two functions: got {got!r}")
+            if number == 0:
+                continue
+            found = _call(function, values, (name, number - 1 + rank))
+            if not _is_error(found, says):
+                wrong.append(f"{function.__name__}, {name} {number - 1} and {number}: expected {says!r}, got {found!r}")
+            dist.barrier()
+    return wrong
+
+
+def _is_error(found: Any, says: str, kind: Any = (ValueError, TypeError, IndexError, RuntimeError)) -> bool:
+    return isinstance(found, kind) and re.search(says, str(found)) is not None
+
+
+def _bad_calls() -> list[str]:
+    """What the tables lack: one wrong label on all ranks, unknown arguments, DTensors, two functions, no_grad, new facts."""
+    rank, wrong, loss = dist.get_rank(), [], cast(Any, linear_cross_entropy)
+    given = _defaults(values_of(loss))
+    tensors, shard = (given["input"], given["linear_weight"], given["target"]), given["shard"]
+    split = distribute_tensor(torch.randn(V, D), init_device_mesh("cpu", (2,)), [Shard(0)])
+    change = ({}, dict(no_option=1))[rank]
+    calls: list[tuple[Callable[[], Any], type, str]] = [
+        (lambda: loss(**given | dict(target=torch.arange(N) + V)), IndexError, r"target\[0\]"),
+        (lambda: loss(**given | change), TypeError, "no_option"),
+        (lambda: loss(tensors[0], split, tensors[2], reduction=("mean", "most")[rank]), ValueError, "reduction"),
+        (lambda: (loss, linear_log_probs)[rank](*tensors, shard=shard), RuntimeError, "disagree on function"),
+        (lambda: merge.assert_ranks_agree("", ({}, {"new": 1})[rank], (0, 0), shard.group, 0), RuntimeError, "disagree on new"),
+        (lambda: (loss, torch.no_grad()(loss))[rank](*tensors, shard=shard), RuntimeError, "grad_mode"),
+    ]  # fmt: skip
+    for call, kind, says in calls:
+        found = _result(call)
+        if not _is_error(found, says, kind):
+            wrong.append(f"expected {says!r}, got {found!r}")
+        dist.barrier()
     return wrong
 
 
 def _agreement() -> list[str]:
-    """Catches a check that sees differences where there are none: shards, bias, inputs of ignored tokens."""
-    rank = float(dist.get_rank())
-    ignored, inputs = torch.arange(N).index_fill(0, torch.tensor([1]), -100), torch.ones(N)
-    inputs[1] = rank
-    bias = torch.full((V // 2,), rank)
-    got = _error(lambda: _call(linear_bias=bias, num_tokens=torch.tensor(5)))
-    got = got or _error(lambda: _call(target=ignored, token_loss=_weighted, token_inputs=(inputs,)))
-    return [f"a call that agrees: got {got!r}"] if got is not None else []
+    """Catches a check that sees differences where there are none: in shards, biases, and inputs of ignored tokens."""
+    rank, loss = float(dist.get_rank()), cast(Any, linear_cross_entropy)
+    given = _defaults(values_of(loss))
+    target, own = torch.arange(N).masked_fill(torch.arange(N) == 1, -100), torch.ones(N)
+    own[1] = rank
+    given |= dict(linear_bias=torch.full((V // 2,), rank), target=target)
+    for more in (dict(token_loss=_weighted, token_inputs=(own,)), dict(reduction="none", expected_weights=own)):
+        found = _result(lambda more=more: loss(**(given | more)))
+        if isinstance(found, Exception):
+            return [f"a call that agrees: got {found!r}"]
+    return []
 
 
-def _error(function: Callable[[], Any]) -> Exception | None:
-    try:
-        function()
-    except Exception as error:
-        return error
-    return None
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", [62, 63])
+def test_random_disagreements(seed: int) -> None:
+    run_ranks(_random_disagreements, 2, seed, timeout_seconds=WAIT_SECONDS)
 
 
-def _matches(error: Exception | None, kind: Any, says: str) -> bool:
-    return isinstance(error, kind) and re.search(says, str(error)) is not None
+def _random_disagreements(seed: int) -> None:
+    """Each rank draws its own values of arguments. Catches a rank that waits, or that answers while the other one raises."""
+    os.environ["CCE_DIST_DEBUG"] = "1"
+    wrong = []
+    for number in range(SWEEP):
+        shared = random.Random(f"{seed} {number}")
+        function, rows, alike = shared.choice(FUNCTIONS), shared.choice((None, 4)), shared.random() < 0.2
+        own, values = random.Random(f"{seed} {number} {alike or dist.get_rank()}"), values_of(function)
+        changes = {name: own.randrange(len(values[name])) for name in own.sample([*values], own.choice((0, 1, 2, 4)))}
+        with groups.of_rows(rows):
+            found = _call(function, values, *changes.items())
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, (isinstance(found, Exception), str(found)))
+        raised, agree = isinstance(found, Exception), everyone[0] == everyone[1]
+        if raised:
+            agree = everyone[1 - dist.get_rank()][0] and not re.search("gloo|Connection", str(found))
+        if not agree:
+            wrong.append(f"{number}: {function.__name__} {changes}: {everyone}")
+        dist.barrier()
+    assert not wrong, f"rank {dist.get_rank()}:\n" + "\n".join(wrong)

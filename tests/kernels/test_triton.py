@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from shards import DEVICE, GPU, Problem, launch_nothing, nan_memory, needs_gpu, upstream_of
+from shards import DEVICE, GPU, Problem, captured, launch_nothing, nan_memory, needs_gpu, upstream_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -772,17 +772,10 @@ def test_cuda_graph(cached: int) -> None:
     other = p._replace(labels=p.labels.roll(7).masked_fill(torch.rand(len(p.labels), device=DEVICE) < 0.5, -1))
 
     expected = both(other, case)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        both(p, case)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both(p, case)
+    graph, found = captured(lambda: both(p, case))
     p.labels.copy_(other.labels)
     graph.replay()
-    assert same_bits(captured, expected)
+    assert same_bits(found, expected)
 
 
 @needs_gpu

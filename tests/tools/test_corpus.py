@@ -94,17 +94,9 @@ def test_tokenizing_can_be_stopped(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     words = [bytes(rng.integers(97, 123, 8, dtype=np.uint8)).decode() for _ in range(60_000)]
     (tmp_path / "texts" / "words.txt").write_text("\n".join(words * 4))
-    argv = ["pretrain", "--preset", "toy", "--vocab-size", "30000", "--device", "cpu"]
-    argv += [
-        "--corpus",
-        str(tmp_path / "texts"),
-        "--cache",
-        str(tmp_path / "cache"),
-        "--out",
-        str(tmp_path / "out"),
-        "--tp",
-        "2",
-    ]
+    argv = ["pretrain", "--preset", "toy", "--vocab-size", "30000", "--device", "cpu", "--tp", "2"]
+    for option, folder in (("--corpus", "texts"), ("--cache", "cache"), ("--out", "out")):
+        argv += [option, str(tmp_path / folder)]
     with Command(argv, tmp_path / "log") as command:
         command.wait_until(lambda: any((tmp_path / "cache").glob("bpe-*.[0-9]*")))
         time.sleep(0.5)

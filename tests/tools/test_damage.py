@@ -28,7 +28,7 @@ from toy_runs import ALONE, go_back, losses, newest, options, prepared, pretrain
 
 from cce_dist.tools.pretrain import checkpoint, exits, launch, log
 from cce_dist.tools.pretrain.engine import Engine, Step
-from cce_dist.tools.pretrain.exits import CheckpointError, Stopped, UsageError
+from cce_dist.tools.pretrain.exits import CheckpointError, UsageError
 from cce_dist.tools.pretrain.launch import train_on
 from cce_dist.tools.pretrain.ranks import make_mesh
 
@@ -52,13 +52,12 @@ def step_that(
     number: int,
     before: Callable[[], Any] = lambda: None,
     after: Callable[[Engine, Step], Step] = lambda engine, done: done,
-    rank: int = 0,
 ) -> Any:
-    """Have something happen before a step, on one rank, or to its outcome, on all."""
+    """Have something happen before a step, or to its outcome."""
     original = Engine.step
 
     def step(self: Engine, given: int, *batch: Any) -> Step:
-        if given == number and self.ranks.rank == rank:
+        if given == number:
             before()
         done = original(self, given, *batch)
         return after(self, done) if given == number else done
@@ -102,12 +101,6 @@ def _lose_nothing(cache: Path, out: Path) -> None:
         return out / folder
 
     whole = train("whole", "--log-every", "1")
-
-    # The last rank alone hears a signal in its third step.
-    signalled = step_that(3, before=lambda: os.kill(os.getpid(), signal.SIGUSR1), rank=1)
-    with signalled, pytest.raises(Stopped, match=r"after step [45]:"):
-        train("stopped", "--log-every", "1", "--checkpoint-every", "100")
-    assert losses(train("stopped", "--log-every", "1")) == losses(whole)
 
     # Not a number in the sixth step, between two records and two checkpoints.
     message = r"not finite at step 6.*newest checkpoint is of step 4"

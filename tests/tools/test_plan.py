@@ -131,28 +131,6 @@ def rows_of(text: str) -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
-def test_the_largest_batch_is_of_all_ranks(capsys) -> None:
-    """Catches a batch of one GPU, and a ratio with the columns exchanged."""
-    layout = ["--dp", "4", "--cp", "2", "--zero-stage", "3", "--gpu", "a100"]
-    shown = rows_of(printed(["--models", "gemma-2-2b", "llama-3-70b", *layout], capsys))
-    one = {
-        each.loss: each.largest_tokens for each in plan("gemma-2-2b", Layout(dp=4, cp=2, zero_stage=3), "a100").losses
-    }
-    assert {loss: shown[0][loss] for loss in LOSSES} == {loss: f"{8 * tokens:,}" for loss, tokens in one.items()}
-    assert shown[0]["budget / dense"] == f"{one['budget'] / one['dense']:.1f}"
-    assert shown[1]["dense"] == "0" and shown[1]["budget / dense"] == "-"
-
-
-def test_the_head_in_layers() -> None:
-    """The worth of a head that the issue of pipelines is about: measured times over a layer's products."""
-    names = ("llama-3-8b", "gemma-2-2b")
-    worth = {name: {row["loss"]: row["layers"] for row in plan(name, workspace_bytes=256 << 20).head} for name in names}
-    expected = {"llama-3-8b": (2.53, 3.54, 1.28), "gemma-2-2b": (7.86, 11.1, 3.75)}
-    for name, numbers in expected.items():
-        for loss, number, rel in zip(("kept", "budget", "filtered"), numbers, (0.03, 0.03, 0.12), strict=True):
-            assert worth[name][loss] == pytest.approx(number, rel=rel)
-
-
 def test_the_best_cut_is_the_best_of_all() -> None:
     generator = random.Random(0)
     for _ in range(40):
@@ -218,13 +196,6 @@ def test_torchtitans_last_stage_is_the_cuts() -> None:
         less = torchtitan_less_layers(cut.layers)
         stages = divide(pp, num_layers, 0, less)
         assert sum(name.startswith("layers.") for name in stages[-1]) == cut.layers[-1], (num_layers, pp, head)
-
-
-def test_parameters_are_as_published() -> None:
-    """Catches a model whose sizes are wrong."""
-    billions = {"gemma-2-2b": 2.61, "gemma-2-27b": 27.2, "llama-3-8b": 8.03, "llama-3-70b": 70.6, "mixtral-8x7b": 46.7}
-    for name, published in billions.items():
-        assert MODELS[name].params / 1e9 == pytest.approx(published, rel=3e-3), name
 
 
 def test_memory_of_a_stage() -> None:
@@ -363,7 +334,7 @@ MISTAKES = {  # arguments, and what the line says
     "--model gpt-2 --pp 16": "12 layers cannot be cut into 16",
     "--model gpt-2 --gpu v100": "unknown GPU v100",
     "--config /nowhere/config.json": "--config /nowhere/config.json: No such file",
-    f"--config {ROOT}/LICENSE": "is not a JSON file",
+    f"--config {ROOT}/LICENSE": "pass the config.json of a model",
     f"--config {ROOT} --ffn-size 64": "leave out --ffn-size",
     "--model gpt-2 --scale 8 --tp 3": "cannot be split",
     "--model gpt-2 --num-kv-heads 5": "cannot share 5 heads",
@@ -412,16 +383,7 @@ def test_no_size_of_a_file_is_impossible(tmp_path: Path) -> None:
                 read_config(tmp_path)
 
 
-def test_wrong_sizes_in_python() -> None:
-    for wrong in (
-        {"hidden_size": 0},
-        {"num_heads": True},
-        {"num_kv_heads": 0},
-        {"vocab_size": "9"},
-        {"head_size": 1.5},
-    ):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be a whole number"):
-            dataclasses.replace(MODELS["gpt-2"], **wrong)
+def test_wrong_layouts_in_python() -> None:
     wrongs: list[dict[str, Any]] = [
         {"tp": 0}, {"num_tokens": 1 << 40}, {"pp": "2"}, {"framework": "jax"}, {"zero_stage": 4},
     ]  # fmt: skip

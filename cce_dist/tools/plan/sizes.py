@@ -131,6 +131,11 @@ class Counted(Model):
     def __post_init__(self) -> None:
         """Check nothing: transformers has built the model."""
 
+    @property
+    def model(self) -> Counted:
+        """The model itself, for code that expects ``read_config`` to return a record with a model."""
+        return self
+
 
 def padded(model: Model, multiple: int) -> Model:
     """Return a model whose vocabulary is rounded up to a multiple, as Megatron pads it."""
@@ -221,7 +226,7 @@ def _check_file(path: Path, kinds: Mapping[str, Any]) -> None:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not a JSON file: {error}") from error
+        raise ValueError(f"is not a JSON file: {error}: pass the config.json of a model, or its folder") from error
     if not isinstance(given, dict):
         raise ValueError("is not a JSON object")
     text = given.get("text_config")

@@ -201,6 +201,7 @@ class LogProbCase(Case):
     change: Callable[[Tensor], Tensor] | None = None  # changes ids [N, K] that were drawn evenly
     own: tuple[str, ...] = ()  # arguments that are a number for each token, drawn from 0.5 to 1.5
     kept: int = 0  # take the softmax over lists of at most so many ids; 0: over the vocabulary
+    whole: int = 0  # with lists: the first of every so many tokens takes the whole vocabulary; 0: none
 
 
 @dataclass(frozen=True)
@@ -416,6 +417,10 @@ KEPT_CASES = [
     LogProbCase("kept", "an own id outside of its list, an empty list, a long one beside short ones", kept=40),
     LogProbCase("kept-everything", "options that only work alone", {**SOFTCAP, "workspace_bytes": 1},
                 Gaussian(300, 70, 300, bias=True), num_ids=1, change=ignored, own=OWN, kept=300),
+    LogProbCase("kept-whole", "a label that lists and sweep both subtract; lists of tokens that have none",
+                problem=Gaussian(bias=True), own=OWN, kept=40, whole=3, shards=uneven),
+    LogProbCase("kept-all-whole", "a list for nobody", {"sequence_parallel": True, **SOFTCAP}, Gaussian(24), kept=9, whole=1),
+    LogProbCase("kept-whole-bf16", "exponentials of other rows", problem=Gaussian(scale=0.2), dtype=BF16, kept=60, whole=2),
     LogProbCase("kept-empty-shards", "a list of which a shard has nothing", shards=with_empty, kept=3),
     LogProbCase("kept-gap-of-1e4", "a log-sum-exp in one number", problem=Gaussian(spike=1e4, grid=True), kept=200),
     LogProbCase("kept-sequence-parallel", "lists of the slice", {"sequence_parallel": True}, Gaussian(24), kept=9),

@@ -241,8 +241,9 @@ def _draw_groups(apart: random.Random, call: SimpleNamespace, setting: Setting) 
     """Force groups of tokens, which take the loss alone and one upstream gradient per token."""
     call.options.pop("return_aux", None)
     call.upstream = ("loss",)
-    if call.dtype == FP16:  # a gradient made in forward may underflow; calls that nobody forces never make it there
+    if call.dtype == FP16:  # a gradient made in forward leaves its range; calls that nobody forces never make it there
         call.scale = 1.0
+        call.options.pop("z_loss_weight", None)
     expected = apart.choice(["", "upstream", "other"])
     call.expected = expected if call.options.get("reduction") == "none" else ""
     count = torch.Size(call.shape).numel()
@@ -282,8 +283,9 @@ def draw_log_probs(setting: Setting, number: int) -> cases.LogProbCase:
 def draw_kept(setting: Setting, number: int) -> cases.LogProbCase:
     """Draw a call of ``linear_log_probs`` over lists of ids."""
     case = draw_log_probs(setting, number)
-    longest = _randoms(setting, number)[1].choice((1, 4, 20, 100, 1000))
-    return replace(case, name=f"kept {number}", num_ids=0, change=None, kept=longest)
+    r = _randoms(setting, number)[1]
+    longest, whole = r.choice((1, 4, 20, 100, 1000)), r.choice((0, 0, 1, 3))
+    return replace(case, name=f"kept {number}", num_ids=0, change=None, kept=longest, whole=whole)
 
 
 def draw_divergence(setting: Setting, number: int) -> cases.DivergenceCase:

@@ -32,13 +32,14 @@ def draw(case: LogProbCase, generator: torch.Generator) -> Drawn:
     upstream = check.draw_upstream(case, shapes, generator)
     options = case.options | own
     if case.kept:
-        options["kept"] = _lists(case.kept, ids, vocab_size, generator)
+        options["kept"] = _lists(case, ids, vocab_size, generator)
     return Drawn(case, replace(problem, labels=ids), options, upstream)
 
 
-def _lists(longest: int, ids: Tensor, vocab_size: int, generator: torch.Generator) -> KeptIds:
-    """Return lists of 0 to ``longest`` ids, a third of them with the token's own; the first is as long as it can be."""
-    lists = []
+def _lists(case: LogProbCase, ids: Tensor, vocab_size: int, generator: torch.Generator) -> KeptIds:
+    """Return lists of 0 to ``case.kept`` ids, a third of them with the token's own; the first is as long as it can be."""
+    lists: list[Tensor | None] = []
+    longest = case.kept
     for number, own in enumerate(ids.flatten().tolist()):
         length = min(longest, vocab_size)
         if number > 0:
@@ -47,8 +48,9 @@ def _lists(longest: int, ids: Tensor, vocab_size: int, generator: torch.Generato
         if number % 3 == 0 and length and own >= 0 and own not in of_token:
             of_token[length // 2] = own
         lists.append(of_token)
-    lengths = torch.tensor([0, *map(len, lists)])
-    return KeptIds(lengths.cumsum(0), torch.cat([lengths[:0], *lists]))
+    if case.whole:
+        lists[:: case.whole] = [None] * len(lists[:: case.whole])
+    return KeptIds.from_lists(lists)
 
 
 def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
