@@ -229,6 +229,11 @@ def test_bf16_on_a_cpu_takes_one_pass_if_one_group_holds_all_tokens() -> None:
     assert explain(hidden[:2048], weight, labels[:2048], label_smoothing=0.1).startswith(
         "plain torch, one pass, 625 MiB"
     )
-    for options in ({"workspace_bytes": 749 << 20}, {"grad_weight_out": torch.zeros(32_000, 8)}, {"reduction": "none"}):
+    two: list[Any] = [
+        {"workspace_bytes": 749 << 20},
+        {"grad_weight_out": torch.zeros(32_000, 8)},
+        {"reduction": "none"},
+    ]
+    for options in two:
         assert explain(hidden, weight, labels, **options).startswith("plain torch, two passes")
     assert explain(*meta(8192, 64, 65_536), backend="torch") == "plain torch, two passes, 256 MiB"
