@@ -35,7 +35,7 @@ def label_error(name: str, labels: Tensor, ids: Tensor, vocab_size: int, ignore_
     position = int(outside.nonzero()[0])
     return (
         f"{name}[{position}] (flattened) is {int(labels[position])}: neither in [0, {vocab_size}) "
-        f"nor ignore_index {ignore_index}"
+        f"nor ignore_index {ignore_index}: label padding so, resize the head for more ids, or pass the shard of a split weight"
     )
 
 

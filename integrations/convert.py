@@ -150,13 +150,16 @@ def require(model: Callable[..., Any]) -> None:
     asked for its loss is not known yet.
 
     Args:
-        model: The model. It may be wrapped by DDP, FSDP, DeepSpeed or PEFT.
+        model: The model. It may be wrapped by DDP, FSDP, DeepSpeed or PEFT. A model that a trainer of TRL has taken after
+            ``cce_dist.integrations.trl.install()`` needs no conversion.
 
     Raises:
         RuntimeError: No head is converted; or forwards in training have ended, and other code computed the loss of all of them.
         TypeError: ``model`` is no ``nn.Module``.
     """
     heads = _heads(model, "require")
+    if any(hasattr(getattr(module, "forward", None), "cce_scores") for module in model.modules()):
+        return  # a trainer of TRL asks the model for log-probabilities (``trl.install``)
     if not heads:
         advice = "call cce_dist.convert(model), before Trainer, accelerator.prepare or DDP"
         if transformers.section_of_trainer() is not None:

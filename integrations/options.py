@@ -93,7 +93,7 @@ class Options:
         return [key for key in KEYS if key.startswith("filter") or key in fields]
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], spell: Callable[[str], str], what: str = "the options") -> Self:
+    def read(cls, values: Mapping[str, Any], spell: Callable[[str], str], what: str = "this call") -> Self:
         """Make options of keys and their values.
 
         Args:

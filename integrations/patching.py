@@ -106,6 +106,9 @@ def install_all(patches: Sequence[Patch], options: dict[str, Any]) -> None:
         ImportError, RuntimeError: The package is missing; or a function does not have the known parameters.
         ValueError: An option is unknown or not allowed.
     """
+    for key in options:
+        if key.startswith("filter"):  # upstream gradients of a policy have both signs
+            raise ValueError(f"{key}: log-probabilities have no filter")
     chosen = ScoreOptions.read(options, spell=str)
     uninstall_all(patches)
     try:

@@ -184,6 +184,7 @@ def _add_forward(model: Any, score: _Score) -> None:
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
 
+    forward.cce_scores = True  # type: ignore[attr-defined]  # for ``cce_dist.require``
     model.forward = types.MethodType(forward, model)
 
 
@@ -192,8 +193,8 @@ def _deferring(output: Any, options: ScoreOptions) -> Iterator[None]:
     """Have the head of a model defer in a block."""
     if isinstance(peft.in_use(output), Head):
         raise ValueError(
-            "cce_dist: this model is converted, and TRL's trainers compute the loss outside of it: revert the model, and "
-            "call cce_dist.integrations.trl.install() alone"
+            "cce_dist: this model is converted, and TRL's trainers compute the loss outside of it: revert the model. "
+            "cce_dist.integrations.trl.install() alone is enough, and cce_dist.require(model) passes"
         )
     with _without_cast(peft.in_use(output)):
         head = checked(output, path="the output embedding")

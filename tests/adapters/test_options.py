@@ -100,5 +100,5 @@ def test_a_wrong_section_is_one_line_naming_the_key(section: Any, message: str) 
     with pytest.raises(ValueError, match=message) as error:
         Section.from_config({"cce_dist": section})
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match='the options has no key "reduce_dtype"'):
+    with pytest.raises(ValueError, match='this call has no key "reduce_dtype"'):
         Options.read({"reduce_dtype": "float32"}, str)

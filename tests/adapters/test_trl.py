@@ -635,7 +635,12 @@ def test_what_is_not_served_is_one_line() -> None:
     model = tiny_model()
     with pytest.raises(ValueError, match="top2_gap is none of them"):
         add(model, outputs=("log_probs", "top2_gap"))
+    with pytest.raises(ValueError, match="filter: log-probabilities have no filter"):
+        cce_trl.install(filter="compensated")
+    with pytest.raises(RuntimeError, match="no head of this"):
+        cce_dist.require(model)
     add(model)
+    cce_dist.require(model)
     model.lm_head.forward = types.MethodType(nn.Linear.forward, model.lm_head)
     with pytest.raises(ValueError, match="somebody has replaced its forward"):
         model(**batch(), fused_lm_head=True)

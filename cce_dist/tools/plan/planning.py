@@ -160,7 +160,8 @@ def named(table: dict[str, T], value: T | str, kind: str) -> T:
     if not isinstance(value, str):
         return value
     if value not in table:
-        raise ValueError(f"unknown {kind} {value}; choose from {', '.join(table)}")
+        more = ", or pass a config.json by --config" if kind == "model" else ""
+        raise ValueError(f"unknown {kind} {value}; choose from {', '.join(table)}{more}")
     return table[value]
 
 
