@@ -128,6 +128,7 @@ def check_ranks(shard: VocabShard) -> None:
     if call is None or shard.group is None or not environment()[1]:
         return
     arguments, facts = call.arguments(), {}
+    refuse_transforms(call.function.__name__, arguments["input"])  # inside of them values cannot be read
     ignored = _ignored(arguments)
     for name, value in arguments.items():
         facts |= _facts(name, value, SHARED.get(name, ("shape", "dtype", "requires_grad", "values")), ignored)

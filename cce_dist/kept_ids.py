@@ -53,16 +53,16 @@ class KeptIds(NamedTuple):
 
         Raises:
             TypeError: A list holds something else than integers.
-            ValueError: The numbers of entries and labels differ, offsets do not fit, or a label is not in its list.
+            ValueError: The numbers of entries and labels differ, offsets do not fit, an id does not fit in int32, a request has
+                no mask, or a label is not in its list.
         """
         import numpy as np
 
         checks.choice("missing", missing, ("error", "add"))
         counts, ids = _flattened(lists)
-        if counts.clip(0).sum() != len(ids):
-            raise ValueError(f"lists has {len(ids)} ids, its offsets are for {counts.clip(0).sum()}")
         places, num_tokens = np.arange(len(counts)), len(counts)
         if labels is not None:
+            checks.tensors({"labels": labels})
             flat = labels.detach().cpu().numpy().ravel()
             places, num_tokens = np.flatnonzero(flat != ignore_index), len(flat)
             if len(places) != len(counts):
@@ -151,24 +151,38 @@ def _flattened(lists: Sequence[Any]) -> tuple[Any, Any]:
     chunks = [np.empty(0, np.int32)]
 
     def add(ids: Any) -> int:
-        array = np.asarray(ids)
+        try:
+            array = np.asarray(ids)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"lists must have a list of integer ids for each token: {error}") from None
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise TypeError(f"lists must have a list of integer ids for each token, got {array.dtype} {array.shape}")
-        chunks.append(array.astype(np.int32, copy=False))
+        if array.size:
+            chunks.append(array)
         return len(array)
 
     for entry in lists:
         rows = [entry]
         if isinstance(entry, Mapping):
-            rows = entry["output_token_sampling_mask"]
+            rows = entry.get("output_token_sampling_mask")
         elif hasattr(entry, "token_ids"):
             rows = entry.token_ids  # a list for each token, unless there are offsets
-            if hasattr(entry, "offsets"):
-                add(rows)
-                counts += np.diff(entry.offsets).tolist()
+            if getattr(entry, "offsets", None) is not None:
+                steps = np.diff(np.asarray(entry.offsets).astype(np.int64), prepend=0)
+                if steps[:1].any() or (steps < 0).any() or steps.sum() != add(rows):
+                    raise ValueError(f"offsets in lists must rise from 0 to {len(rows)}, the number of token_ids")
+                counts += steps[1:].tolist()
                 continue
+        if rows is None:
+            raise ValueError(
+                "lists has a request without a mask: ask the engine for return_sampling_mask, and pass SGLang's meta_info"
+            )
         counts += [-1 if row is None else add(row) for row in rows]
-    return np.asarray(counts, dtype=np.int64), chunks[1] if len(chunks) == 2 else np.concatenate(chunks)
+    wide = chunks[1] if len(chunks) == 2 else np.concatenate(chunks)
+    ids = wide.astype(np.int32, copy=False)
+    if ids is not wide and (ids != wide).any():
+        raise ValueError(f"lists must have ids that fit in int32, got {wide[ids != wide][0]}")
+    return np.asarray(counts, dtype=np.int64), ids
 
 
 def _with_labels(counts: Any, ids: Any, labels: Any, places: Any, missing: str) -> tuple[Any, Any]:
@@ -203,7 +217,7 @@ def check(kept: KeptIds, x: Operands) -> None:
     """Raise unless dtypes, devices and shapes fit the call's tokens. Reads no values."""
     checks.kind("kept", kept, KeptIds)
     tensors = {f"kept.{name}": tensor for name, tensor in zip(kept._fields, kept, strict=True) if tensor is not None}
-    checks.tensors(tensors)
+    checks.tensors({"kept.offsets": kept.offsets, "kept.ids": kept.ids} | tensors)
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) or tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
             raise TypeError(

@@ -84,7 +84,8 @@ class TokenLoss(NamedTuple):
 
     def _check_ranks(self, group: ProcessGroup, nll_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor) -> None:
         """Raise on every rank if the function raises an error on one, or if its losses or their derivatives differ."""
-        token = self._replace(group=None, outputs=None, have_gradient=[])
+        outputs = None if self.outputs is None else []  # metrics are checked
+        token = self._replace(group=None, outputs=outputs, have_gradient=[])
         with merge.agreement("token_loss", group) as facts:
             if nll_N.requires_grad:
                 ids_N = counts_N.int() - 1  # of which ``differentiated`` takes the sign

@@ -149,10 +149,11 @@ def gradients(x: Operands, lists: KeptLists, grad_M: Tensor, grads: Grads, spec:
                 grads.hidden_ready(d_hidden)
         if grads.want_weight or grads.want_bias:
             add = grads.weight_out is not None
-            d_weight = torch.empty_like(x.weight) if grads.weight_out is None else grads.weight_out
-            d_bias = torch.zeros(x.weight.shape[0], dtype=torch.float32, device=x.hidden.device)
-            if not add:
+            d_weight = grads.weight_out
+            if grads.want_weight and not add:
+                d_weight = torch.empty_like(x.weight)
                 d_weight[x.num_valid :] = 0.0
+            d_bias = torch.zeros(x.weight.shape[0], dtype=torch.float32, device=x.hidden.device)
             if x.num_valid:
                 _column_rows_kernel[(x.num_valid, num_parts)](
                     x.hidden, lists.first_V1, lists.order_M, lists.token_M, grad_M,
@@ -160,7 +161,7 @@ def gradients(x: Operands, lists: KeptLists, grad_M: Tensor, grads: Grads, spec:
                     *sizes,
                     WANT_WEIGHT=grads.want_weight, ADD=add, **tiles,
                 )
-    return d_hidden, d_weight if grads.want_weight and grads.weight_out is None else None, d_bias
+    return d_hidden, d_weight if grads.weight_out is None else None, d_bias
 
 
 @kernel("weight_ptr", "d_hidden_ptr", "hidden_size")
@@ -203,7 +204,7 @@ def _column_rows_kernel(
     order_ptr,  # in: [M] int64
     token_ptr,  # in: [M] int32
     grad_ptr,  # in: [M] fp32
-    d_weight_ptr,  # out: [V, D], added to with ADD
+    d_weight_ptr,  # out: [V, D], added to with ADD; None without WANT_WEIGHT
     d_bias_ptr,  # out: [V] fp32
     hidden_size,
     WANT_WEIGHT: tl.constexpr,

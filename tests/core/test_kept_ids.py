@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cce_dist import KeptIds, VocabShard, linear_log_probs, merge
 from cce_dist.kernels import dense
+from cce_dist.kernels.dry_run import Live
 from cce_dist.tools.verify.cases import KEPT_CASES, Gaussian
 from cce_dist.tools.verify.check import run_case
 from cce_dist.tools.verify.log_probs import LOG_PROBS
@@ -124,6 +125,20 @@ def test_the_weights_gradient_is_added_to_a_buffer(backend: str, kept: KeptIds) 
     out.log_probs.sum().backward()
     torch.testing.assert_close(buffer, 2 + expected)
     assert weight.grad is None and unused.grad is not None and unused.grad.any()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_biass_gradient_alone(backend: str, kept: KeptIds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches memory for the gradient of a weight that needs none."""
+    monkeypatch.setattr("cce_dist.autograd.is_unobserved", lambda *_: True)  # Live observes
+    hidden, weight, bias = torch.randn(N, 1024), torch.randn(V, 1024), torch.zeros(V, requires_grad=True)
+    ids = draw()[2]
+    out = any_call(hidden, weight, ids, kept=kept, backend=backend, linear_bias=bias)
+    with Live() as live:
+        (d_bias,) = torch.autograd.grad(out.log_probs.sum(), bias)
+    assert live.peak < weight.nbytes // 2
+    torch.testing.assert_close(d_bias.sum(), torch.zeros(()), atol=1e-5, rtol=0)
+    assert d_bias[28] == 1
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -230,11 +245,18 @@ def test_from_lists_does_not_copy_and_checks_the_labels() -> None:
     assert kept.offsets.tolist() == [0, 2, 5, 6, 6] and kept.ids.tolist() == [4, 2, 1, 4, 5, 3]
     for wrong, error, message in (
         (dict(lists=[mask]), ValueError, "lists is for 2 tokens, labels has 1 other than ignore_index"),
-        (
-            dict(lists=[SimpleNamespace(token_ids=[1, 2], offsets=[0, 1])]),
-            ValueError,
-            "has 2 ids, its offsets are for 1",
+        *(
+            (
+                dict(lists=[SimpleNamespace(token_ids=[1, 2], offsets=o)]),
+                ValueError,
+                "offsets in lists must rise from 0",
+            )
+            for o in ([0, 1], [1, 3], np.array([0, 2, 1], np.uint32), [])
         ),
+        (dict(lists=[[1], [2**32 + 1]], labels=None), ValueError, "ids that fit in int32, got 4294967297"),
+        (dict(lists=[{"meta_info": {}}]), ValueError, "lists has a request without a mask"),
+        (dict(lists=[[[1, 2], None]]), TypeError, "a list of integer ids for each token"),
+        (dict(labels=[1]), TypeError, "labels must be a tensor, got list"),
         (dict(lists=[[1.5]]), TypeError, "a list of integer ids for each token, got float64"),
         (dict(missing="drop"), ValueError, "missing must be"),
     ):
@@ -261,6 +283,7 @@ def test_one_sweep_for_tokens_of_the_whole_vocabulary() -> None:
 
 BAD = [
     (dict(kept=(KEPT.offsets, KEPT.ids)), TypeError, "kept must be a KeptIds"),
+    (dict(kept=KEPT._replace(offsets=None)), TypeError, r"kept\.offsets must be a tensor, got NoneType"),
     (dict(kept=KEPT._replace(ids=KEPT.ids.float())), TypeError, r"kept\.ids must be a plain tensor of one dimension"),
     (dict(kept=KEPT._replace(offsets=KEPT.offsets[1:])), ValueError, r"kept\.offsets must be \[6\]"),
     (dict(kept=KEPT._replace(offsets=KEPT.offsets.flip(0))), ValueError, r"kept\.offsets must rise from 0 to 15"),

@@ -254,18 +254,25 @@ def _is_error(found: Any, says: str, kind: Any = (ValueError, TypeError, IndexEr
 
 
 def _bad_calls() -> list[str]:
-    """What the tables lack: one wrong label on all ranks, unknown arguments, DTensors, two functions, no_grad, new facts."""
+    """What the tables lack: one label on all ranks, unknown arguments, DTensors, two functions, metrics, modes, new facts."""
     rank, wrong, loss = dist.get_rank(), [], cast(Any, linear_cross_entropy)
     given = _defaults(values_of(loss))
     tensors, shard = (given["input"], given["linear_weight"], given["target"]), given["shard"]
     split = distribute_tensor(torch.randn(V, D), init_device_mesh("cpu", (2,)), [Shard(0)])
     change = ({}, dict(no_option=1))[rank]
+    metric = dict(token_loss=lambda p, _: (-p, {"m": p[: N - rank]}), return_aux=True)
+
+    def of_input(x: Tensor) -> Any:
+        return loss(x, *tensors[1:], shard=shard)
+
     calls: list[tuple[Callable[[], Any], type, str]] = [
         (lambda: loss(**given | dict(target=torch.arange(N) + V)), IndexError, r"target\[0\]"),
         (lambda: loss(**given | change), TypeError, "no_option"),
         (lambda: loss(tensors[0], split, tensors[2], reduction=("mean", "most")[rank]), ValueError, "reduction"),
         (lambda: (loss, linear_log_probs)[rank](*tensors, shard=shard), RuntimeError, "disagree on function"),
         (lambda: merge.assert_ranks_agree("", ({}, {"new": 1})[rank], (0, 0), shard.group, 0), RuntimeError, "disagree on new"),
+        (lambda: loss(**given | metric), ValueError, r"metrics\['m'\]"),
+        (lambda: (of_input, torch.func.grad(of_input))[rank](tensors[0]), RuntimeError, "not with torch.func"),
         (lambda: (loss, torch.no_grad()(loss))[rank](*tensors, shard=shard), RuntimeError, "grad_mode"),
     ]  # fmt: skip
     for call, kind, says in calls:
