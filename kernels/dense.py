@@ -161,7 +161,8 @@ def statistics(
 def _saves_exponentials(x: Operands, spec: Spec) -> bool:
     if not spec.once or x.num_tokens == 0 or not spec.can_keep_logits(str(x.hidden.dtype)):
         return False
-    most = memory.dense_rows(x.num_valid, x.hidden.itemsize, spec.workspace_bytes, spec.want.uniform)
+    sizes = memory.Sizes(x.num_tokens, x.hidden.shape[1], x.num_valid, x.hidden.itemsize)
+    most = memory.dense_rows(sizes, spec.workspace_bytes, spec.want.uniform)
     return x.num_tokens <= most
 
 

@@ -50,6 +50,7 @@ COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a list
 
 LIVE_BLOCKS = 8  # most blocks of logits that the dense backend has alive at a time
 BLOCK_N, BLOCK_V = 128, 256  # groups of tokens are multiples of the first, blocks of the dense backend of both
+DENSE_N = 32  # the dense backend's groups of tokens are multiples of this
 # Most tokens and columns of a block on a CPU, whose caches hold a few such blocks. On an AMD EPYC they take 0.6 to 0.9 of the
 # time of blocks of 32 MiB, and wider blocks of few tokens up to five times as long in oneDNN (2026-11).
 CPU_ROWS, CPU_COLUMNS = 1024, 2048
@@ -325,36 +326,41 @@ def dense_block(
     return Chunks(rows, min(num_columns, elements // rows // BLOCK_V * BLOCK_V) or 1)
 
 
-def dense_rows(num_columns: int, itemsize: int, workspace_bytes: int, uniform: bool) -> int:
-    """Return the most tokens whose logits the dense backend keeps until their gradients are done: 0 if less than a block.
+def dense_rows(sizes: Sizes, workspace_bytes: int, uniform: bool) -> int:
+    """Return the most tokens whose logits the dense backend keeps until their gradients are done: 0 if less than a unit."""
+    return workspace_bytes // _dense_bytes(sizes, uniform) // DENSE_N * DENSE_N
 
-    Label smoothing (``uniform``) reads the logits once more, which takes a second block. Gradients in bf16 are copied.
+
+def _dense_bytes(sizes: Sizes, uniform: bool) -> int:
+    """Bytes of a token: logits, in bf16 a copy of their gradients, hidden states without NaN of ignored tokens, and d_hidden.
+
+    Label smoothing (``uniform``) reads the logits once more, which takes a second block.
     """
-    return workspace_bytes // (max(1, num_columns) * _logit_bytes(itemsize, uniform)) // BLOCK_N * BLOCK_N
-
-
-def _logit_bytes(itemsize: int, uniform: bool) -> int:
-    return max(4, itemsize) * (1 + uniform) + (2 if itemsize == 2 else 0)
+    wide = max(4, sizes.itemsize)
+    of_logit = wide * (1 + uniform) + (2 if sizes.itemsize == 2 else 0)
+    return sizes.num_columns * of_logit + sizes.hidden_size * (wide + sizes.itemsize)
 
 
 def default_dense(sizes: Sizes, uniform: bool) -> int:
     """Return the dense backend's default budget where exponentials can be kept: in bf16 enough for all, within two limits."""
-    rows = cdiv(sizes.num_tokens, BLOCK_N) * BLOCK_N
-    wanted = rows * sizes.num_columns * _logit_bytes(2, uniform) if sizes.itemsize == 2 else 0
+    rows = cdiv(sizes.num_tokens, DENSE_N) * DENSE_N
+    wanted = rows * _dense_bytes(sizes, uniform) if sizes.itemsize == 2 else 0
     return wanted if LEAST_DEFAULT < wanted <= MOST_DEFAULT else LEAST_DEFAULT
 
 
 def dense_groups(sizes: Sizes, workspace_bytes: int, uniform: bool, *, holds_weight: bool = False) -> Groups | None:
     """Return the groups of tokens of one pass of the dense backend, or None if no group fits. Sizes as in ``groups_of``."""
+    if sizes.num_tokens == 0 or sizes.num_columns == 0:
+        return None
     available = workspace_bytes - (sizes.num_columns * sizes.hidden_bytes if holds_weight else 0)
-    rows = dense_rows(sizes.num_columns, sizes.itemsize, available, uniform)
-    if rows <= 0 or sizes.num_tokens == 0 or sizes.num_columns == 0:
+    rows = dense_rows(sizes, available, uniform)
+    if rows <= 0:
         return None
     count = cdiv(sizes.num_tokens, rows)
     if sizes.itemsize == 2 and (holds_weight or count > 1):  # d_weight would be rounded after each group
         return None
     even = cdiv(sizes.num_tokens, count)
-    return Groups(cdiv(even, BLOCK_N) * BLOCK_N)
+    return Groups(cdiv(even, DENSE_N) * DENSE_N)
 
 
 def piece_columns(num_columns: int, top_k: int) -> int:
