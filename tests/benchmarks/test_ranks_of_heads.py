@@ -26,7 +26,7 @@ def test_ranks_split_the_vocabulary_and_say_what_they_send(tmp_path, capsys):
         assert not row["problem"] and len(row["total"]["seconds"]) == 2 and 0 < row["errors"]["d_weight"] < 2e-2
     statistics = ["all_gather", 32 * 2 * 3 * 4, 1, None, None]  # T x K x N in fp32; a CPU has no times
     d_hidden = ["all_reduce", 32 * 256 * 2, 1, None, None]  # in bf16; gloo makes its reduce-scatter of one
-    gathers = ["all_gather", 32 * 256 * 2, 2, None, None]
+    gathers = ["all_gather", 32 * 256 * 2, 1, None, None]  # one pass
     sent = {name: [list(kind.values()) for kind in kinds] for name, kinds in case["collectives"].items()}
     assert sent["cce-dist"] == [statistics, d_hidden]
     assert sent["cce-dist-sp"] == [gathers, statistics, d_hidden]
