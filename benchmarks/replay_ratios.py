@@ -2,7 +2,7 @@
 
     python benchmarks/replay_ratios.py --out docs/replay.png
 
-The policy is that of docs/examples/sampled_sets.py, which samples with top-p 0.9 and is trained on the sets.
+docs/examples/sampled_sets.py has the policy, which samples with top-p 0.9 and is trained on the sets.
 """
 
 from __future__ import annotations

@@ -146,7 +146,10 @@ def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
     sizes = sizes._replace(alone=not where.summed)
     backend, why_off = _backend_of(sizes, spec, where)
     can_keep = backend == "exact" and spec.can_keep(where.dtype)
-    workspace_bytes = spec.workspace_bytes or memory.default_workspace(sizes, can_keep)
+    one_pass_on_torch = backend == "dense" and spec.can_keep_logits(where.dtype) and where.upstream == "number"
+    uniform = spec.want.uniform
+    default = memory.default_dense(sizes, uniform) if one_pass_on_torch else memory.default_workspace(sizes, can_keep)
+    workspace_bytes = spec.workspace_bytes or default
     way = Way(backend, workspace_bytes=workspace_bytes)
     # The outer loop of "dense" is over the vocabulary, so that all rows of d_hidden become final together.
     if where.summed and backend != "dense":
@@ -155,9 +158,7 @@ def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
     if can_keep:
         groups, why_two = _groups_of(sizes, spec, where, workspace_bytes)
         way = way if groups is None else way._replace(passes="one", groups=groups)
-    elif backend == "dense" and spec.can_keep_logits(where.dtype) and where.upstream == "number":
-        workspace_bytes = spec.workspace_bytes or memory.default_dense(sizes, spec.want.uniform)
-        way = way._replace(workspace_bytes=workspace_bytes)
+    elif one_pass_on_torch:
         groups = memory.dense_groups(sizes, workspace_bytes, spec.want.uniform, holds_weight=where.has_buffer)
         way = way if groups is None else way._replace(passes="one", groups=groups)
     elif backend == "exact" and spec.want.grad:

@@ -1,7 +1,7 @@
 """Sampling replay in prime-rl, miles and SkyRL: what to put where each computes log-probabilities from logits.
 
-The shapes are those of prime-rl's pull request 3431, miles' 2595, and SkyRL's 2237, whose rows are padded to a batch here (its
-trainer has no replay yet). Entropies are over the lists.
+Shapes are as in the pull requests 3431 of prime-rl, 2595 of miles, and 2237 of SkyRL, whose trainer has no replay yet: its rows
+are padded to a batch here. Entropies are over the lists.
 """
 
 from types import SimpleNamespace

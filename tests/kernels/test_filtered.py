@@ -255,7 +255,7 @@ def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> 
 
 
 def exact_gradients(p: Problem, case: Case, d: Dense) -> list[Any]:
-    """Those of a call that keeps nothing for backward."""
+    """Return the gradients of a call that keeps nothing for backward."""
     x, spec = operands(p), spec_of(p, case)
     softmax = Softmax(d.maximum.float(), d.log_sum.float())
     saved = list(exact.new_saved(x, exact.compact(p.labels)))
