@@ -36,7 +36,6 @@ SAVED_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together
 # Bytes of a logit that is sorted, with its column and the buffers of torch.sort; most columns of a piece (``piece_columns``).
 SORT_BYTES, MOST_PIECE = 40, 256
 
-FALLBACK = 128  # most tokens, one tile of rows, whose gradient is exact while the filter lists the others; a power of 2
 MOST_COVARIANCE = 1 << 25  # most elements of the rows that ``covariance_columns`` samples: noise falls with columns and D
 SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient; a power of 2
 
@@ -280,12 +279,6 @@ def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int, items
     if keeps_sample(num_tokens, num_columns, itemsize, workspace_bytes):
         available -= _sample_bytes(num_columns, itemsize)
     return max(1, min(available // ENTRY_BYTES, num_tokens * min(MOST_LISTED, num_columns // COLUMNS_PER_ENTRY)))
-
-
-def fallback_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
-    """Return the columns per chunk of the exact gradient of ``rows`` tokens: a chunk takes a quarter of the budget."""
-    most = max(workspace_bytes, LEAST_BYTES) // 4 // (rows * itemsize) // tile_cols * tile_cols
-    return max(tile_cols, min(most, cdiv(num_columns, tile_cols) * tile_cols))
 
 
 def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int) -> Chunks:

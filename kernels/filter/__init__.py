@@ -2,7 +2,7 @@
 
 forward                                               backward
   logits of the frequent columns, of the label and      exact gradients of tokens that the lists cannot serve
-    of sampled columns bound each token's                 (lists.decide, fallback)
+    of sampled columns bound each token's                 (lists.decide, exact)
     log-sum-exp (frequent, bound)                       listed columns (lists); a control variate for the others,
   log-sum-exp; each logit that reaches the                corrected by samples (shares, sampling, covariance)
     threshold is marked (lse)                           frequent columns: dlogits, d_hidden and d_weight as matrix
@@ -18,9 +18,10 @@ columns, and share_j is column j's part of all dropped mass, estimated from samp
 right to rounding, and its column sums to the sample's error. Sampled columns correct d_hidden, and sampled tokens correct
 d_weight (sampling).
 
-A token falls back to the exact kernels if its list is too long, backward needs more columns than forward listed, the bound was
-too high, or a number is not finite. Most steps have few of these tokens, and without any the exact kernels return at once. All
-tokens fall back if the lists together are too long. Only the device knows which tokens fall back, and nothing waits for it.
+A token is unserved if its list is too long, backward needs more columns than forward listed, the bound was too high, or a
+number is not finite. All tokens are if the lists together are too long. The exact kernels compute the gradients of unserved
+tokens. Most steps have none, and these kernels return at once. Only the device knows which tokens are unserved, and nothing
+waits for it.
 
 Source: the filter of *Cut Your Losses* (Wijmans et al., 2024, section 4.3), which judges tiles of a sorted vocabulary. Lists,
 frequent columns and compensation are this project's.
@@ -36,7 +37,7 @@ import torch
 
 from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, exact, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.d_hidden import Sum, add_d_hidden
+from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter.bound import bound_of_shard, sample_outside, sampled_sums
@@ -82,7 +83,7 @@ from cce_dist.kernels.lse import (
     lse_partials,
     new_partials,
 )
-from cce_dist.kernels.memory import FALLBACK, SAMPLE
+from cce_dist.kernels.memory import SAMPLE
 from cce_dist.kernels.tiles import Tiles, choose_tiles
 from cce_dist.kernels.tokens import (
     coefficients,
@@ -90,7 +91,6 @@ from cce_dist.kernels.tokens import (
     gathered,
     label_ids,
     ordered_ids,
-    some_rows,
     sums_of_rows,
 )
 from cce_dist.kernels.waves import cdiv
@@ -325,15 +325,15 @@ def _filtered_gradients(
         tiles = choose_tiles(x.hidden.dtype, device)
         frequent = gather_frequent(lists.ids_F, x, cdiv(num_valid, 32))
         how = decide(x, softmax, coef_4N, lists, frequent.slot_V, spec.filter.eps)
-        # First set the exact gradients, of all tokens or of those that fall back. Then add the filtered ones.
+        # First set the exact gradients of unserved tokens, then add the filtered ones. Chunks of the vocabulary are cut for the
+        # case that all tokens are unserved.
         d_hidden, d_weight, _ = exact.gradients_by(
-            x._replace(ids=how.exact_labels), softmax, coef_4N, exact.new_saved(x, how.exact_order),
+            x, softmax, coef_4N, exact.new_saved(x, how.unserved_order),
             grads._replace(hidden_ready=None, ready_rows=None, often_empty=True), spec,
         )
         target = None
         if grads.want_weight:
             target = d_weight if grads.weight_out is None else grads.weight_out
-        _add_fallback(x, softmax, coef_4N, how, (d_hidden, target), grads, spec)
         entries = new_entries(lists.columns_M.shape[0], device)
         total = _listed_sum(d_hidden, x, spec)
         factor_N = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
@@ -419,36 +419,6 @@ def _compensation(
         covariance_DD = covariance_of(dropped, num_covariance, at_once, sampled, sample, factors, x, tiles)
         comp = comp._replace(covariance_DD=covariance_DD)
     return comp._replace(sampled=sampled if grads.want_hidden else None, tokens=tokens, factors=factors)
-
-
-def _add_fallback(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, how: Decisions,
-    out: tuple[torch.Tensor | None, torch.Tensor | None], grads: Grads, spec: Spec,
-) -> None:
-    """Set the exact gradients of the tokens that fall back while the lists of other tokens are used.
-
-    These tokens are at most one tile of rows, so chunks of the vocabulary are long. If there are none, the kernels return at
-    once and d_weight is not written.
-    """
-    d_hidden, d_weight = out
-    num_valid = x.num_valid
-    tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-    rows = gathered(x.hidden, (how.fallback, how.num_fallback), new_rows(x, FALLBACK))
-    cols = memory.fallback_columns(num_valid, FALLBACK, x.hidden.itemsize, spec.workspace_bytes, tiles.dlogits.cols)
-    dlogits_RV = new_rows(x, FALLBACK, cols)
-    total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, FALLBACK))
-    for first in range(0, num_valid, cols):
-        stop = min(first + cols, num_valid)
-        dlogits_chunk(x, rows, softmax, coef_4N, first, dlogits_RV, tiles)
-        if total is not None:
-            add_d_hidden(
-                total, dlogits_RV, some_rows(x.weight, first, stop), rows, None, None, tiles.grad_hidden, first=first == 0
-            )
-        if d_weight is not None:
-            add_d_weight(
-                some_rows(d_weight, first, stop), dlogits_RV, rows, None, tiles.grad_weight, add=grads.weight_out is not None,
-                often_empty=True,
-            )
 
 
 def _add_rows(

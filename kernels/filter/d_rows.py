@@ -169,7 +169,8 @@ def listed_weight(
         frequent_FD: The frequent columns' rows of the gradient.
         share_V: Each column's part of the dropped mass.
         shared_D: sum_i scale P_i m_i hidden_i, fp32.
-        how: If some tokens fall back, d_weight_VD holds their gradient and is added to. If all are exact, nothing is written.
+        how: If there are unserved tokens, d_weight_VD holds their gradient and is added to. If no token is listed beside them,
+            nothing is written.
         factors: If GAIN is not 0, ``compensated_weight`` has set the rows to all other parts.
         add: Add to d_weight_VD in any case.
     """
@@ -180,7 +181,7 @@ def listed_weight(
     _filtered_weight_kernel[(cdiv(num_items, 2),)](
         # in
         hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, frequent_FD, share_V, shared_D,
-        how.num_exact, how.num_fallback, None if factors is None else factors.values_4,
+        how.num_listed, how.num_unserved, None if factors is None else factors.values_4,
         # in, out
         d_weight_VD,
         # sizes
@@ -204,8 +205,8 @@ def _filtered_weight_kernel(
     frequent_ptr,  # in: [F, D]
     share_ptr,  # in: [V] fp32
     shared_ptr,  # in: [D] fp32
-    num_exact_ptr,  # in: [1] int32
-    num_fallback_ptr,  # in: [1] int32
+    num_listed_ptr,  # in: [1] int32
+    num_unserved_ptr,  # in: [1] int32
     factors_ptr,  # in: [4] fp32, as in ``Factors``; with HAS_FACTORS
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
@@ -218,10 +219,11 @@ def _filtered_weight_kernel(
     BLOCK_K: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    if tl.load(num_exact_ptr) > 0:
+    num_unserved = tl.load(num_unserved_ptr)
+    if (num_unserved > 0) & (tl.load(num_listed_ptr) == 0):
         return
     num_blocks_v = tl.cdiv(num_cols, BLOCK_V)
-    adding = (add != 0) | (tl.load(num_fallback_ptr) > 0)
+    adding = (add != 0) | (num_unserved > 0)
     others_done = (tl.load(factors_ptr + GAIN) != 0) if HAS_FACTORS else False
     adding |= others_done
     # An item is [BLOCK_V, BLOCK_D] of d_weight. Neighbouring programs share BLOCK_D elements of hidden states in the cache.
@@ -319,7 +321,7 @@ def compensated_weight(
         # in
         operand(parts_SV, tile.inner, tile.rows, tma), operand(centered_SD, tile.inner, tile.cols, tma),
         tokens.rows.num_labelled, factors.values_4,
-        tokens.reweighting_2V, slot_V, frequent_FD, share_V, shared_D, how.num_exact, how.num_fallback,
+        tokens.reweighting_2V, slot_V, frequent_FD, share_V, shared_D, how.num_listed, how.num_unserved,
         # in, out
         d_weight_VD,
         # sizes
@@ -341,8 +343,8 @@ def _compensated_weight_kernel(
     frequent_ptr,  # in: [F, D]
     share_ptr,  # in: [V] fp32
     shared_ptr,  # in: [D] fp32
-    num_exact_ptr,  # in: [1] int32
-    num_fallback_ptr,  # in: [1] int32
+    num_listed_ptr,  # in: [1] int32
+    num_unserved_ptr,  # in: [1] int32
     d_weight_ptr,  # in, out: [V, D]
     num_rows,
     num_cols,
@@ -358,9 +360,10 @@ def _compensated_weight_kernel(
 ):
     gain = tl.load(factors_ptr + GAIN)
     num_sampled = tl.load(num_sampled_ptr)
-    adding = (add != 0) | (tl.load(num_fallback_ptr) > 0)
+    num_unserved = tl.load(num_unserved_ptr)
+    adding = (add != 0) | (num_unserved > 0)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    nothing = (tl.load(num_exact_ptr) > 0) | (gain == 0)
+    nothing = ((num_unserved > 0) & (tl.load(num_listed_ptr) == 0)) | (gain == 0)
     # For each tile: acc [BLOCK_V, BLOCK_D] = parts [S, BLOCK_V].T @ centered [S, BLOCK_D], then the other parts are added.
     for tile in range(tl.program_id(0), tl.where(nothing, 0, num_tiles), tl.num_programs(0)):
         row = tile // num_col_blocks * BLOCK_V

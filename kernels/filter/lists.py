@@ -7,8 +7,8 @@ coefficients are known. ``decide`` then decides for each token whether its list 
 
 A list holds all logits above ``bound + log eps`` minus ``log SLACK``, so it can be used unless the threshold is lower. A short
 list is kept whole: its rows of the weight have to be read in any case. A list cannot be used if it is too long, or if a number
-of the token is not finite. Up to ``FALLBACK`` tokens without a usable list take the exact path. If there are more, or if the
-lists overflow (``memory.list_capacity``), all tokens do. ``listed_gradients`` computes, for the listed columns j of a token,
+of the token is not finite. Tokens without a usable list are *unserved*: their gradient is exact. All tokens are if the lists
+overflow (``memory.list_capacity``). ``listed_gradients`` computes, for the listed columns j of a token,
 
     z_j = hidden . weight_j        g_j = scale * slope * (P p_j + LABEL [j = label])
 
@@ -30,14 +30,11 @@ from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.frequent import Frequent
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
-from cce_dist.kernels.memory import FALLBACK
 from cce_dist.kernels.tiles import stages_of_rows
 from cce_dist.kernels.waves import cdiv
 
 SLACK = 1.125  # factor by which lists reach below the threshold of the bound: enough for a usual z-loss
-# Most columns of a list. A single token without a usable list takes one tile of rows through the exact kernels: 1.7 ms for
-# gemma-2-2b (H200, 2026-11).
-LONGEST = 16384
+LONGEST = 16384  # most columns of a list
 BLOCK = 256  # listed columns per program
 WARP_ELEMENTS = 1024  # elements of the weight's rows that a warp holds at a time: more registers would allow fewer programs
 # With this limit four programs of 4 warps share a multiprocessor, without it three. ROCm's compiler has no such limit.
@@ -166,36 +163,32 @@ def _list_columns_kernel(
 
 
 class Decisions(NamedTuple):
-    """How backward treats each token: "listed" (its list is used), exact together with all others, or fallback.
+    """How backward treats each labelled token: listed, which means that its list is used, or unserved.
 
     Attributes:
         listed_labels: [N] int64: the label if the token is listed, else -1.
-        exact_labels: [N] int64: the label if all tokens take the exact path, else -1.
         frequent_labels: [N] int64: position of a listed token's label among the frequent columns, else -1.
-        index: [N] int32: the listed tokens in order (or all labelled tokens if all are exact), then the others.
+        index: [N] int32: the listed tokens in order, then the others.
+        unserved: [N] int32: the unserved tokens in order; the rest is not written.
         ends_2N: [2, N] int32, for listed tokens: the end of the token's entries; the end of its blocks.
         numbers_3N: [3, N] fp32: the threshold, below which logits are dropped; the softmax mass of the shard's infrequent
             columns, times the softcap's slope; the reference, LSE minus log |P|, so that exp(z - reference) = |P| p.
-        num_exact: [1] int32: number of labelled tokens if all are exact, else 0.
         num_listed: [1] int32: number of listed tokens.
-        num_fallback: [1] int32: number of tokens that are exact while others are listed.
+        num_unserved: [1] int32: number of unserved tokens.
         num_blocks: [1] int32: number of blocks of all tokens.
-        fallback: [FALLBACK] int32: the tokens that are exact while others are listed.
         block_token: int32: the token of each block. The entries of a token are cut into blocks of BLOCK.
         block: BLOCK.
     """
 
     listed_labels: torch.Tensor
-    exact_labels: torch.Tensor
     frequent_labels: torch.Tensor
     index: torch.Tensor
+    unserved: torch.Tensor
     ends_2N: torch.Tensor
     numbers_3N: torch.Tensor
-    num_exact: torch.Tensor
     num_listed: torch.Tensor
-    num_fallback: torch.Tensor
+    num_unserved: torch.Tensor
     num_blocks: torch.Tensor
-    fallback: torch.Tensor
     block_token: torch.Tensor
     block: int
 
@@ -205,34 +198,31 @@ class Decisions(NamedTuple):
         return [self.index, self.num_listed]
 
     @property
-    def exact_order(self) -> list[torch.Tensor]:
-        """The compact order of the exact tokens; no token is kept unless all tokens are exact."""
-        return [self.index, self.num_exact]
+    def unserved_order(self) -> list[torch.Tensor]:
+        """The compact order of the unserved tokens."""
+        return [self.unserved, self.num_unserved]
 
 
 def decide(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor | None, eps: float
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor, eps: float
 ) -> Decisions:
-    """Return the decisions. Without ``slot_V`` the frequent_labels are not written.
-
-    All tokens are exact if the lists overflowed, or if more than FALLBACK tokens have no usable list.
-    """
+    """Return the decisions. All tokens are unserved if the lists overflowed."""
     num_tokens, capacity = x.num_tokens, lists.columns_M.shape[0]
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.ids.device)
 
     how = Decisions(
-        new(num_tokens, dtype=torch.int64), new(num_tokens, dtype=torch.int64), new(num_tokens, dtype=torch.int64),
-        new(num_tokens), new(2, num_tokens), new(3, num_tokens, dtype=torch.float32),
-        new(1), new(1), new(1), new(1), new(FALLBACK), new(num_tokens + capacity // BLOCK), BLOCK,
+        new(num_tokens, dtype=torch.int64), new(num_tokens, dtype=torch.int64), new(num_tokens), new(num_tokens),
+        new(2, num_tokens), new(3, num_tokens, dtype=torch.float32),
+        new(1), new(1), new(1), new(num_tokens + capacity // BLOCK), BLOCK,
     )
     _decide_kernel[(1,)](
         x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_N, slot_V,
         *how[:-1],
         num_tokens, LONGEST, capacity, x.start, x.num_valid,
         math.log(eps), SLACK,
-        HAS_SLOT=slot_V is not None, FALLBACK=FALLBACK, ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
+        ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
     )
     return how
 
@@ -261,8 +251,8 @@ def _served(
 
 
 @kernel(
-    "slot_ptr", "listed_labels_ptr", "exact_labels_ptr", "frequent_labels_ptr", "index_out_ptr", "ends_ptr", "out_ptr",
-    "fallback_ptr", "block_token_ptr",
+    "slot_ptr", "listed_labels_ptr", "frequent_labels_ptr", "index_ptr", "unserved_ptr", "ends_ptr", "out_ptr",
+    "block_token_ptr",
 )
 def _decide_kernel(
     labels_ptr,  # in: [N] int64
@@ -273,16 +263,14 @@ def _decide_kernel(
     count_ptr,  # in: [N] int32
     slot_ptr,  # in: [V] int32
     listed_labels_ptr,  # out: [N] int64
-    exact_labels_ptr,  # out: [N] int64
-    frequent_labels_ptr,  # out: [N] int64; with HAS_SLOT
-    index_out_ptr,  # out: [N] int32: the compact order
+    frequent_labels_ptr,  # out: [N] int64
+    index_ptr,  # out: [N] int32
+    unserved_ptr,  # out: [N] int32
     ends_ptr,  # out: [2, N] int32: end of the entries; end of the blocks
     out_ptr,  # out: [3, N] fp32
-    num_exact_ptr,  # out: [1] int32
     num_listed_ptr,  # out: [1] int32
-    num_fallback_ptr,  # out: [1] int32
+    num_unserved_ptr,  # out: [1] int32
     num_blocks_ptr,  # out: [1] int32
-    fallback_ptr,  # out: [FALLBACK] int32
     block_token_ptr,  # out: [blocks] int32
     num_tokens,
     longest,
@@ -291,32 +279,20 @@ def _decide_kernel(
     num_valid,
     log_eps,
     slack,
-    HAS_SLOT: tl.constexpr,
-    FALLBACK: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program, because positions of entries are running sums over the tokens. The first loop decides whether all tokens are
-    # exact, the second one decides for each token.
+    # One program, because positions of entries are running sums over the tokens. Forward stored the lists in any order: unless
+    # all of them fit, it is not known which do.
     needed = tl.zeros((), tl.int64)
-    num_unserved = tl.zeros((), tl.int32)
     for first in range(0, num_tokens, BLOCK):
         offs_n = first + tl.arange(0, BLOCK)
-        in_n = offs_n < num_tokens
-        live = tl.load(labels_ptr + offs_n, mask=in_n, other=-1) >= 0
-        served, count, _, _, _ = _served(
-            max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack,
-            ENTRIES,
-        )
-        # Forward stored the lists in any order: unless all of them fit, it is not known which do.
-        needed += tl.sum(count.to(tl.int64), 0)
-        num_unserved += tl.sum((live & (served == 0)).to(tl.int32), 0)
-    all_exact = (needed > capacity) | (num_unserved > FALLBACK)
+        needed += tl.sum(tl.load(count_ptr + offs_n, mask=offs_n < num_tokens, other=0).to(tl.int64), 0)
 
     stride = num_tokens.to(tl.int64)
     taken = tl.zeros((), tl.int32)
-    num_chosen = tl.zeros((), tl.int32)
-    num_fallback = tl.zeros((), tl.int32)
+    num_listed = tl.zeros((), tl.int32)
+    num_unserved = tl.zeros((), tl.int32)
     num_blocks = tl.zeros((), tl.int32)
     for first in range(0, num_tokens, BLOCK):
         offs_n = first + tl.arange(0, BLOCK)
@@ -330,31 +306,24 @@ def _decide_kernel(
         tl.store(out_ptr + stride + offs_n, mass, mask=in_n)
         tl.store(out_ptr + 2 * stride + offs_n, reference, mask=in_n)
 
-        live = label >= 0
         # tl.where, because Triton 3.9's interpreter takes no block & scalar of booleans.
-        fallback = tl.where(all_exact, False, live & (served == 0))
-        served = tl.where(all_exact, False, served)
-        exact = tl.where(all_exact, live, False)
-        length = tl.where(live & served, count, 0)
+        listed = tl.where(needed <= capacity, served & (label >= 0), False)
+        unserved = ((label >= 0) & (listed == 0)).to(tl.int32)
+        length = tl.where(listed, count, 0)
         tl.store(ends_ptr + offs_n, taken + tl.cumsum(length, 0), mask=in_n)
         taken += tl.sum(length, 0)
 
-        tl.store(listed_labels_ptr + offs_n, tl.where(served, label, -1), mask=in_n)
-        tl.store(exact_labels_ptr + offs_n, tl.where(exact, label, -1), mask=in_n)
-        if HAS_SLOT:
-            here = live & served & (label >= start) & (label - start < num_valid)
-            slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0)
-            tl.store(frequent_labels_ptr + offs_n, slot.to(tl.int64) - 1, mask=in_n)
+        tl.store(listed_labels_ptr + offs_n, tl.where(listed, label, -1), mask=in_n)
+        here = listed & (label >= start) & (label - start < num_valid)
+        slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0)
+        tl.store(frequent_labels_ptr + offs_n, slot.to(tl.int64) - 1, mask=in_n)
 
-        chosen = (exact | (live & served)).to(tl.int32)
-        chosen_before = num_chosen + tl.cumsum(chosen, 0) - chosen
-        position = tl.where(chosen > 0, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
-        num_chosen += tl.sum(chosen, 0)
-        tl.store(index_out_ptr + position, offs_n, mask=in_n)
-
-        position = num_fallback + tl.cumsum(fallback.to(tl.int32), 0) - 1
-        tl.store(fallback_ptr + position, offs_n, mask=fallback)
-        num_fallback += tl.sum(fallback.to(tl.int32), 0)
+        listed_before = num_listed + tl.cumsum(listed.to(tl.int32), 0) - listed.to(tl.int32)
+        position = tl.where(listed, listed_before, num_tokens - 1 - (offs_n - listed_before))
+        tl.store(index_ptr + position, offs_n, mask=in_n)
+        num_listed += tl.sum(listed.to(tl.int32), 0)
+        tl.store(unserved_ptr + num_unserved + tl.cumsum(unserved, 0) - unserved, offs_n, mask=unserved > 0)
+        num_unserved += tl.sum(unserved, 0)
 
         blocks = (length + ENTRIES - 1) // ENTRIES
         block = num_blocks + tl.cumsum(blocks, 0)
@@ -363,9 +332,8 @@ def _decide_kernel(
         while tl.max(blocks, 0) > 0:
             tl.store(block_token_ptr + block - blocks, offs_n, mask=blocks > 0)
             blocks = tl.maximum(blocks - 1, 0)
-    tl.store(num_exact_ptr, tl.where(all_exact, num_chosen, 0))
-    tl.store(num_listed_ptr, tl.where(all_exact, 0, num_chosen))
-    tl.store(num_fallback_ptr, num_fallback)
+    tl.store(num_listed_ptr, num_listed)
+    tl.store(num_unserved_ptr, num_unserved)
     tl.store(num_blocks_ptr, num_blocks)
 
 

@@ -64,7 +64,6 @@ class Case(NamedTuple):
     budget: int = 1 << 30
     longest: int = 8192  # more than there are columns
     capacity: int = 2048 if not GPU else 1 << 20  # more than all lists hold
-    fallback: int = 128
     sampled: int = 0
 
 
@@ -88,7 +87,6 @@ CASES = [
     ),
     pytest.param(Case(num_tokens=40 if not GPU else 3000, budget=1000, sampled=32), id="groups-of-tokens"),
     pytest.param(Case(capacity=50 if not GPU else 400), id="lists-without-room-so-all-is-exact"),
-    pytest.param(Case(coefs="large", fallback=1), id="more-than-a-few-are-not-served-so-all-is-exact"),
 ]
 OF_BOTH_SIGNS = Case(
     40 if not GPU else 70, 32, logit_scale=0.8, softcap=9.0, coefs="signed", sampled=32
@@ -184,7 +182,7 @@ def exact_tokens(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) ->
     whole = (p.coef[0] == 0) | (p.coef[1] == 0)
     ratio = torch.where(whole, 1.0, p.coef[0].abs() / p.coef[1].abs())
     exact = labelled & ((count > case.longest) | (gap * ratio > 1.125) | state[0].isnan())
-    return labelled if count.sum() > columns.shape[0] or exact.sum() > case.fallback else exact
+    return labelled if count.sum() > columns.shape[0] else exact
 
 
 def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,8 +278,6 @@ def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def limits(monkeypatch: pytest.MonkeyPatch):
     def set_limits(case: Case) -> None:
         monkeypatch.setattr(lists, "LONGEST", case.longest)
-        monkeypatch.setattr(lists, "FALLBACK", case.fallback)
-        monkeypatch.setattr(filter, "FALLBACK", case.fallback)
         monkeypatch.setattr(memory, "list_capacity", lambda *_: case.capacity)
         monkeypatch.setattr(memory, "sampled_columns", lambda _: case.sampled)
         monkeypatch.setattr(memory, "ROWS", memory.ROWS if GPU else 16)  # groups of a few tokens
@@ -363,10 +359,9 @@ def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
 
     # the case is one: something is dropped, and where the name says so, some tokens are exact and some are not
     served = labelled & ~exact
-    all_exact = not room or case.fallback < 10
-    assert all_exact == (not served.any())
-    assert all_exact or (grad - exact_grad)[served].abs().sum() > 0
-    assert all_exact or exact.any() == (case.coefs == "large")
+    assert room == served.any()
+    assert not room or (grad - exact_grad)[served].abs().sum() > 0
+    assert not room or exact.any() == (case.coefs == "large")
 
 
 @pytest.mark.slow
