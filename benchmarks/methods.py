@@ -50,7 +50,7 @@ def _at(mib: int) -> str:
 
 
 def _build_ours(build: Build, options: dict[str, Any], shard: VocabShard, hidden: Tensor) -> Any:
-    """Build a row of this library. On a GPU an exact row in 16 bits never falls back to plain torch, so it times the kernels."""
+    """Build a row of this library. On a GPU an exact row in 16 bits is never plain torch, so it times the kernels."""
     options = dict(options)
     if "grad_filter" not in options:
         options["backend"] = "triton" if hidden.is_cuda and hidden.element_size() == 2 else "auto"
