@@ -268,6 +268,6 @@ def _scatter_panel(axis: Any, environment: dict[str, Any], case: Case) -> None:
     axis.tick_params(labelsize=12)
     gpu = environment["device"].removeprefix("NVIDIA ").split()[0]
     axis.set_title(f"{case.shape}, {case.num_tokens:,} tokens, {gpu}", fontsize=14)
-    calls = "synchronised calls, wall time" if case.wall else "GPU time, the host launches ahead"
+    calls = "wall time, synchronised" if case.wall else "GPU time"
     axis.set_xlabel(f"D {case.hidden_size:,}, V {case.vocab_size:,}; {calls}", fontsize=11)
     axis.spines[["top", "right"]].set_visible(False)
