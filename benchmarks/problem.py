@@ -174,7 +174,8 @@ def measure_problem(
 ) -> Measured:
     """Measure the methods that can run on this size of group, and the plain matmuls of one shard.
 
-    ``problem`` is the whole input, on every rank. With ``forward`` the forward pass is timed alone, too. ``wall``: see ``Clock``.
+    ``problem`` is the whole input, on every rank. With ``forward`` the forward pass is timed alone, too. For ``wall`` see
+    ``Clock``.
     """
     progress("reference")
     # The reference moves to the host, to leave the device's memory to the timed steps.
