@@ -357,10 +357,12 @@ def gradients_by(
             _recompute_exponentials(x, saved, tiles, spec)
             # Through .data, as kernels write: autograd would refuse a saved tensor whose version has changed.
             saved.overwritten.data.fill_(softmax.entropy is not None)
-        at_once, cols = memory.exact_chunks(
-            sizes_of(x)._replace(num_columns=last - num_saved), spec.workspace_bytes, saved.exp_NV.nbytes, tiles,
-            num_programs(x.hidden.device),
-        )
+        at_once, cols = x.num_tokens, 1
+        if num_saved < last:
+            at_once, cols = memory.exact_chunks(
+                sizes_of(x)._replace(num_columns=last - num_saved), spec.workspace_bytes, saved.exp_NV.nbytes, tiles,
+                num_programs(x.hidden.device),
+            )
         chunks = [(col, min(col + cols, last)) for col in range(num_saved, last, cols)]
         num_parts = len(chunks) + (num_saved > 0)
         gathers = (bool(chunks) or d_weight is not None) and not weight_first
