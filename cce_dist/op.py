@@ -29,7 +29,6 @@ from cce_dist.kernels.outputs import (
     listed,
     merge_cells,
     merge_listed,
-    names,
 )
 from cce_dist.kernels.precision import accumulator
 from cce_dist.merge import Distributed
@@ -107,8 +106,7 @@ def run_forward(
         if x.cells is not None and stats_TKN is not None:
             ids_NI = x.cells.ids_NI
             losses[0], target_NI = merge_cells(stats_TKN, softmax, ids_NI, spec)
-        further = merge_listed(stats_TKN, softmax, x.ids, spec)
-        others = [further[name] for name in names(spec.want)]
+        others = [*merge_listed(stats_TKN, softmax, x.ids, spec).values()]
         kept = Saved(softmax.max, softmax.log_sum, softmax.entropy, x.ids, count, ids_NI, target_NI, saved)
         return *losses, others, kept.listed()
 

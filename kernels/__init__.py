@@ -64,7 +64,6 @@ and dL/du_j is that times 1 - (z_j / softcap)^2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -135,11 +134,6 @@ class Head(NamedTuple):
     def of_tokens(self, rows: slice) -> Head:
         """Return the head of some tokens."""
         return self if self.factors is None else self._replace(factors=self.factors[rows])
-
-
-@lru_cache(maxsize=64)
-def _bare_head(logits: ShardLogits) -> Head:
-    return Head.of(logits)
 
 
 class Filter(NamedTuple):
@@ -276,8 +270,7 @@ class Operands(NamedTuple):
         **tensors: torch.Tensor | None,
     ) -> Operands:
         """Return the operands of a shard, with the options in ``logits`` and these tensors of the head."""
-        head = Head.of(logits, **tensors) if tensors else _bare_head(logits)
-        return cls(hidden, weight, head, ids, logits.start, logits.num_valid)
+        return cls(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid)
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,6 @@ fixed: the bits are the same in every run and on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,16 +45,11 @@ class Outputs(NamedTuple):
     @classmethod
     def of(cls, results: Sequence[Any], want: Want) -> Outputs:
         """Return the record of the operator's results: NUM_LOSSES tensors, then a list of the others that are wanted."""
-        return cls(*results[:NUM_LOSSES], **dict(zip(names(want), results[NUM_LOSSES], strict=True)))
+        losses, others = results[:NUM_LOSSES], results[NUM_LOSSES]
+        return cls(*losses, **dict(zip(listed(want, 0), others, strict=True))) if others else cls(*losses)
 
 
 NUM_LOSSES = 6
-
-
-@lru_cache(maxsize=64)
-def names(want: Want) -> tuple[str, ...]:
-    """Return the names of the wanted outputs that follow the losses, in order."""
-    return tuple(listed(want, 0))
 
 
 def listed(want: Want, num_tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
