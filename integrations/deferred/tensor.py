@@ -359,7 +359,7 @@ def _cross_entropy(
         raise TensorLogits._refused("cross_entropy with labels")
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
-    if target.is_floating_point() or input.ndim != target.dim() + 1 or input.ndim > 2:
+    if target.is_floating_point() or input.shape[:-1] != target.shape or input.ndim > 2:
         raise ValueError(
             f"cce_dist: F.cross_entropy needs logits [N, V] and class ids [N], got {tuple(input.shape)} and "
             f"{tuple(target.shape)} {target.dtype}; flatten them"
@@ -383,7 +383,10 @@ def _cross_entropy(
                 "losses of reduction='none' by them"
             )
         call["weight"] = weight
-    answer = input._ask(lambda head, hidden: task.loss(head, hidden, target, **call))
+    try:
+        answer = input._ask(lambda head, hidden: task.loss(head, hidden, target, **call))
+    except IndexError as error:
+        raise IndexError(f"labels, which F.cross_entropy gets as target: {error}") from None
     loss = task.keep(answer, target != ignore_index) if isinstance(answer, tuple) else answer
     # Autocast computes a cross-entropy in fp32. Without it the loss has the dtype of the logits.
     in_fp32 = torch.is_autocast_enabled(loss.device.type) and input.dtype != torch.float64

@@ -81,7 +81,7 @@ def test_missing_extra_is_one_line_that_names_it(fake, capsys):
     fake.run = run
     assert cli.main(["fake"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install tokenizers filelock matplotlib tqdm" in line
+    assert 'matplotlib, which is not installed: pip install "cce-dist[train]"' in line
 
 
 def test_exit_code_is_what_run_returns(fake):
