@@ -163,7 +163,7 @@ def require(model: Callable[..., Any]) -> None:
             ``cce_dist.integrations.trl.install()`` needs no conversion.
 
     Raises:
-        RuntimeError: No head is converted, no forward in training has ended yet, or other code computed the loss of all of them.
+        RuntimeError: No head is converted, no forward in training has ended, or other code computed the loss of all of them.
         TypeError: ``model`` is no ``nn.Module``.
     """
     heads = _heads(model, "require")
