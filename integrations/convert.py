@@ -171,7 +171,7 @@ def require(model: Callable[..., Any]) -> None:
         return  # a trainer of TRL asks the model for log-probabilities (``trl.install``)
     if not heads:
         advice = "call cce_dist.convert(model), before Trainer, accelerator.prepare or DDP"
-        if "cce_dist.integrations.trl" in sys.modules:
+        if "trl" in sys.modules:
             advice += ", or cce_dist.integrations.trl.install() before the trainer of TRL is made"
         if transformers.section_of_trainer() is not None:
             advice = (

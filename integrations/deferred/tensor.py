@@ -45,10 +45,10 @@ class TensorLogits(DeferredLogits):
     """
 
     HINT = (
-        "in training the loss comes from hidden states, by F.cross_entropy of logits [N, V] and class ids; log-probabilities, "
-        "entropies and top-k come from cce_dist.linear_log_probs, divergences from linear_kl_divergence, other losses from "
-        "linear_cross_entropy(token_loss=...), a z-loss from convert(model, z_loss_weight=...); call the model in eval() or "
-        "under no_grad to get logits"
+        "call the model in eval() or under no_grad to get logits; in training the loss comes from hidden states, by "
+        "F.cross_entropy of logits [N, V] and class ids; log-probabilities, entropies and top-k come from "
+        "cce_dist.linear_log_probs, divergences from linear_kl_divergence, other losses from "
+        "linear_cross_entropy(token_loss=...), a z-loss from convert(model, z_loss_weight=...)"
     )
     SMOOTHING = (  # Trainer's label_smoothing_factor calls log_softmax
         '; label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing") in place of '
