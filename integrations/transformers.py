@@ -40,8 +40,8 @@ class Task(task.Task):
             if model.training and torch.is_grad_enabled():
                 raise ValueError(
                     "cce_dist: this model is converted, which serves SFTTrainer alone and goes with no trl.install(): for "
-                    "TRL's DPO, GRPO, KTO and RLOO revert the model, and call cce_dist.integrations.trl.install() alone, before "
-                    "the trainer is made"
+                    "TRL's DPO, GRPO, KTO and RLOO revert the model, and call cce_dist.integrations.trl.install() alone, "
+                    "before the trainer is made"
                 )
         elif kwargs.get(FUSED):
             options = self.options
