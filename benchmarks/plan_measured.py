@@ -3,7 +3,6 @@
     python benchmarks/plan_measured.py benchmarks/results/h200-*.json
 
 Rows of other libraries, and of DeepSpeed's loss without logits, are not predicted: two measurements of the last differ by 15 %.
-Rows of the filter have a range, and tests/kernels/test_filter_costs.py holds them to it.
 """
 
 from __future__ import annotations
