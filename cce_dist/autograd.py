@@ -92,7 +92,7 @@ class Operator(NamedTuple):
             library.impl(name, function, "CompositeExplicitAutograd")
             torch.library.register_fake(f"cce_dist::{name}", fake, lib=library)
         torch.library.register_autograd(
-            f"cce_dist::{self.forward_name}", self.differentiate_operator, setup_context=self.save, lib=library
+            f"cce_dist::{self.forward_name}", self.differentiate_operator, setup_context=self.save_operator, lib=library
         )
         return forward, backward
 
@@ -105,6 +105,11 @@ class Operator(NamedTuple):
 
         return with_flat_call
 
+    def save_operator(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """``save`` for torch.library, whose autograd looks into lists."""
+        self.save(ctx, inputs, output)
+        ctx.mark_non_differentiable(*(tensor for other in output[self.num_outputs :] for tensor in other))
+
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Save what backward needs. ``inputs`` end with the call, or with its flat values."""
         tensors, others = inputs[: self.num_tensors], output[self.num_outputs :]
@@ -114,12 +119,13 @@ class Operator(NamedTuple):
         inputs = tensors[: self.num_saved]
         flattened = [tensor for value in inputs for tensor in (value if isinstance(value, list) else [value])]
         ctx.save_for_backward(*flattened, *others[-1])
-        ctx.mark_non_differentiable(*(tensor for other in others for tensor in other))
         ctx.set_materialize_grads(False)
 
     def differentiate(self, ctx: Any, want: list[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of hidden states, weight and each tensor of the head; None for unwanted gradients."""
-        d_outputs = [grad.resolve_neg() if grad is not None else None for grad in grads[: self.num_outputs]]
+        d_outputs = [
+            grad.resolve_neg() if grad is not None and grad.is_neg() else grad for grad in grads[: self.num_outputs]
+        ]
         if all(d is None for d in d_outputs):
             return [None] * len(want)
         refuse_transforms(self.public_name, *d_outputs)
@@ -130,7 +136,7 @@ class Operator(NamedTuple):
         ]
         hidden, weight, head, *_ = operands
         create_graph = torch.is_grad_enabled()
-        with torch.no_grad():
+        with torch.no_grad() if create_graph else nullcontext():
             args = (d_outputs, *operands, [*tensors], ctx.grad_weight_out, want)
             values = ctx.call_values
             if is_unobserved(hidden, weight):
@@ -244,10 +250,12 @@ class _Eager(torch.autograd.Function):
         return None, None, None, *ctx.operator.differentiate(ctx, list(ctx.needs_input_grad[3:]), grads)
 
 
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
 def is_unobserved(*tensors: Tensor) -> bool:
     """Whether a call may skip the dispatcher: no dispatch mode is active, and no tensor is of a subclass."""
-    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
-    return plain and torch._C._len_torch_dispatch_stack() == 0
+    return _PLAIN.issuperset(map(type, tensors)) and torch._C._len_torch_dispatch_stack() == 0
 
 
 def is_wanted(tensor: Tensor) -> bool:
@@ -306,10 +314,10 @@ def refuse_transforms(public_name: str, *tensors: Tensor | None) -> None:
     """Raise RuntimeError inside a transform of torch.func, for batched tensors, and for forward-mode dual numbers."""
     if torch.compiler.is_compiling():
         return
-    batched = any(tensor is not None and is_legacy_batchedtensor(tensor) for tensor in tensors)
-    if batched or maybe_current_level() is not None:
+    given = [tensor for tensor in tensors if tensor is not None]
+    if maybe_current_level() is not None or any(map(is_legacy_batchedtensor, given)):
         raise RuntimeError(f"{public_name} works with backward() and torch.autograd.grad, not with torch.func or vmap")
     if forward_ad._current_level >= 0:
-        for tensor in tensors:
-            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+        for tensor in given:
+            if forward_ad.unpack_dual(tensor).tangent is not None:
                 raise RuntimeError(f"{public_name} has no forward-mode derivative: use backward()")

@@ -153,9 +153,8 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
         token = _outermost.set(call)
         try:
             # Before an argument is read, which a batched one does not allow.
-            numbers = [kwargs[name] for name in _NUMBERS if name in kwargs]
-            numbers = [each for each in numbers if isinstance(each, Tensor)]
-            if numbers:
+            if not _NUMBERS.isdisjoint(kwargs):
+                numbers = [value for name, value in kwargs.items() if name in _NUMBERS and isinstance(value, Tensor)]
                 refuse_transforms(function.__name__, *numbers)
             return function(*args, **kwargs)
         except Exception as raised:
@@ -173,7 +172,7 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return checked
 
 
-_NUMBERS = ("logit_scale", "z_loss_weight", "num_tokens", "weight")
+_NUMBERS = frozenset({"logit_scale", "z_loss_weight", "num_tokens", "weight"})
 
 
 def _of_subclass(raised: Exception, given: dict[str, Any]) -> TypeError | None:

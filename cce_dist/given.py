@@ -206,7 +206,7 @@ def modes_of(input: Tensor) -> dict[str, Any]:
     }
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _KNOWN: dict[tuple[Any, ...], tuple[Given, torch.dtype | None]] = {}
 
 
@@ -218,7 +218,7 @@ def _is_observed(*tensors: Any) -> bool:
     """Whether transforms of torch.func, forward mode, a dispatch mode, tensor subclasses or negated views are at work."""
     if maybe_current_level() is not None or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    return any(type(tensor) not in _PLAIN or tensor.is_neg() for tensor in tensors)
+    return not _PLAIN.issuperset(map(type, tensors)) or any(map(Tensor.is_neg, tensors))
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -367,12 +367,14 @@ def check_divisor(options: Options, ids: Tensor) -> None:
 def _spec(x: Operands, logits: ShardLogits, weighted: bool, shard: VocabShard, parts: Terms, options: Options) -> Spec:
     # The operator computes a plain mean itself, in one launch.
     plain = options.label_smoothing == 0 and not options.has_z_loss and not weighted and parts.token is None
+    mean = plain and options.reduction == "mean" and options.num_tokens is None
     want = Want(
         grad=torch.is_grad_enabled() and x.requires_grad,
         uniform=options.label_smoothing > 0 and not weighted,
         entropy="entropy" in options.return_aux or (parts.token is not None and parts.token.needs_entropy),
         largest=not {"max_logit", "label_is_max"}.isdisjoint(options.return_aux),
-        mean=plain and options.reduction == "mean" and options.num_tokens is None,
+        mean=mean,
+        tokens=not mean or bool(options.return_aux),
     )
     f = options.grad_filter
     kept = Filter() if f is None else Filter(f.eps, f.compensate, f.hidden, f.weight, f.always)

@@ -21,7 +21,16 @@ from cce_dist.given import Found, Given
 from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec, Upstream
 from cce_dist.kernels.backends import Backend, named
 from cce_dist.kernels.dry_run import compile_ahead
-from cce_dist.kernels.outputs import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
+from cce_dist.kernels.outputs import (
+    NUM_LOSSES,
+    Outputs,
+    any_id,
+    cell_gradients,
+    listed,
+    merge_cells,
+    merge_listed,
+    names,
+)
 from cce_dist.kernels.precision import accumulator
 from cce_dist.merge import Distributed
 
@@ -39,7 +48,7 @@ class Saved(NamedTuple):
     of_backend: list[Tensor]  # what the backend saves
 
     def listed(self) -> list[Tensor]:
-        return [*(tensor for tensor in self[:-1] if tensor is not None), *self.of_backend]
+        return [tensor for tensor in (*self[:-1], *self.of_backend) if tensor is not None]
 
     @classmethod
     def of(cls, tensors: list[Tensor], spec: Spec) -> Saved:
@@ -81,7 +90,7 @@ def run_forward(
         if spec.several:
             cells = Cells(ids.view(-1, spec.num_ids))
             ids = any_id(cells.ids_NI)
-        x = _with_ids(x, ids)._replace(cells=cells, order=order)
+        x = _prepared(x, ids, cells, order)
         if ranks.size == 1 and not arriving:
             found, softmax, stats_TKN, saved = backend.losses_alone(x, spec, merge_bound)
         else:
@@ -92,27 +101,31 @@ def run_forward(
             stats_TKN = ranks.gather(stats_KN)
             found, softmax = backend.token_losses(stats_TKN, x, spec)
         *losses, count = found
+        if not spec.want.tokens:
+            losses[:3] = None, None, None
         ids_NI = target_NI = None
         if x.cells is not None and stats_TKN is not None:
             ids_NI = x.cells.ids_NI
             losses[0], target_NI = merge_cells(stats_TKN, softmax, ids_NI, spec)
         further = merge_listed(stats_TKN, softmax, x.ids, spec)
-        others = [further[name] for name in listed(spec.want, 0)]
+        others = [further[name] for name in names(spec.want)]
         kept = Saved(softmax.max, softmax.log_sum, softmax.entropy, x.ids, count, ids_NI, target_NI, saved)
         return *losses, others, kept.listed()
 
 
-def operands_of(hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec) -> Operands:
+def operands_of(
+    hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec, cells: Cells | None = None
+) -> Operands:
     """Return the operands of a shard. ``head`` has the tensors that ``spec`` names."""
-    return _with_ids(Operands.of(hidden, weight, ids, spec.logits, **spec.logits.named(head)), ids)
+    return _prepared(Operands.of(hidden, weight, ids, spec.logits, **spec.logits.named(head)), ids, cells, None)
 
 
-def _with_ids(x: Operands, ids: Tensor) -> Operands:
+def _prepared(x: Operands, ids: Tensor, cells: Cells | None, order: list[Tensor] | None) -> Operands:
     """Replace labels by ids, and the factors of ignored tokens, which may hold anything, by 1."""
-    if x.head.factors is not None:
-        factors = torch.where(ids[:, None] >= 0, x.head.factors, 1.0)
-        x = x._replace(head=x.head._replace(factors=factors))
-    return x._replace(ids=ids)
+    head = x.head
+    if head.factors is not None:
+        head = head._replace(factors=torch.where(ids[:, None] >= 0, head.factors, 1.0))
+    return Operands(x.hidden, x.weight, head, ids, x.start, x.num_valid, cells, order)
 
 
 def _statistics_on_arrival(
@@ -157,7 +170,7 @@ def run_backward(
     want_hidden, want_weight, *want_head = want
     with without_autocast(hidden.device.type):
         arriving = ranks.arriving(hidden)
-        x = operands_of(hidden, weight, head, ids, spec)._replace(cells=cells)
+        x = operands_of(hidden, weight, head, ids, spec, cells)
         rows = call.way.ready_rows or None
         hidden_sum = ranks.hidden_sum(ids.numel(), rows)
         start_sum = None if hidden_sum is None else hidden_sum.start
@@ -180,8 +193,8 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     def empty(*shape: int) -> Tensor:
         return hidden.new_empty(shape, dtype=accumulator(hidden.dtype))
 
-    nll = empty(*labels.shape)
-    losses = (empty(num_tokens if wanted else 0) for wanted in (True, True, want.uniform, want.entropy))
+    nll = empty(*labels.shape) if want.tokens else empty(0)
+    losses = (empty(num_tokens if wanted else 0) for wanted in (want.tokens, want.tokens, want.uniform, want.entropy))
     ids = labels.new_empty(num_tokens)
     call = call.decided(hidden, num_tokens, Distributed(call.layout).size)
     x = Operands.of(hidden, weight, ids, call.spec.logits, **call.spec.logits.named(head))

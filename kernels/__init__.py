@@ -64,6 +64,7 @@ and dL/du_j is that times 1 - (z_j / softcap)^2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -85,6 +86,8 @@ class ShardLogits(NamedTuple):
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return a dict from the names in ``tensors`` to ``values``, which are in the same order."""
+        if not self.tensors:
+            return {}
         return dict(zip(self.tensors.split(), values, strict=True))
 
     def listed(self, **values: _T) -> list[_T | None]:
@@ -134,6 +137,11 @@ class Head(NamedTuple):
         return self if self.factors is None else self._replace(factors=self.factors[rows])
 
 
+@lru_cache(maxsize=64)
+def _bare_head(logits: ShardLogits) -> Head:
+    return Head.of(logits)
+
+
 class Filter(NamedTuple):
     """Options of the gradient filter, documented at ``cce_dist.GradFilter``. eps = 0 drops nothing."""
 
@@ -145,7 +153,7 @@ class Filter(NamedTuple):
 
 
 class Want(NamedTuple):
-    """Optional outputs of a call. Nll, log-sum-exp and target logit are always computed."""
+    """The outputs of a call that are wanted."""
 
     grad: bool = True  # A backward pass may follow
     uniform: bool = False  # Nll of the uniform distribution, for label smoothing
@@ -155,6 +163,7 @@ class Want(NamedTuple):
     best: bool = False  # Id of the largest logit
     top_k: int = 0  # How many of the largest logits, with their ids
     mean: bool = False  # Mean of nll over the labels that are not ignored
+    tokens: bool = True  # Nll, log-sum-exp and target logit of each token
 
 
 class Spec(NamedTuple):
@@ -267,7 +276,8 @@ class Operands(NamedTuple):
         **tensors: torch.Tensor | None,
     ) -> Operands:
         """Return the operands of a shard, with the options in ``logits`` and these tensors of the head."""
-        return cls(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid)
+        head = Head.of(logits, **tensors) if tensors else _bare_head(logits)
+        return cls(hidden, weight, head, ids, logits.start, logits.num_valid)
 
     @property
     def num_tokens(self) -> int:

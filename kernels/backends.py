@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Protocol
 
 from torch import Tensor
@@ -80,6 +81,7 @@ class Backend(Protocol):
         ...
 
 
+@lru_cache(maxsize=4)
 def named(name: str) -> Backend:
     """Return the backend "dense", "exact" or "filter". The last two need Triton and are imported on first use."""
     if name == "dense":

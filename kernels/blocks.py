@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist.kernels.direct import Kernel, current, passes_triton_by
-from cce_dist.kernels.tiles import interpreted, major_of
+from cce_dist.kernels.tiles import has_descriptors
 
 
 def kernel(*specialized: str) -> Callable[[Callable], Kernel]:
@@ -55,7 +55,7 @@ def has_tma(*matrices: torch.Tensor) -> bool:
     for matrix in matrices:
         if matrix.data_ptr() % 16 or matrix.stride(0) * matrix.itemsize % 16:
             return False
-    return interpreted() or major_of(matrices[0].device) >= 9
+    return has_descriptors(matrices[0].device)
 
 
 class Memory(NamedTuple):

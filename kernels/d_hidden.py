@@ -56,7 +56,7 @@ def add_d_hidden(
     if not has_low and total.high_ND.itemsize == 2:
         # One chunk needs no remainder, but uses the kernel for several chunks, so that fewer kernels are compiled.
         assert first
-        write, has_low, total = 2, True, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=device))
+        write, has_low, total = 2, True, total._replace(low_RD=_nothing(device))
     sizes = (dlogits_RV.shape[0], *weight_VD.shape, dlogits_RV.stride(0), write, dlogits_RV.shape[0] if first and zeros else 0)
     has = (scale_R is not None, gain is not None, has_low, total.by_token)
     launches = _launches(sizes, has, tile, num_programs(device), often_empty, tma, precision(dlogits_RV.dtype))
@@ -67,6 +67,11 @@ def add_d_hidden(
     )
     if launches.add_parts is not None:
         launches.add_parts(*target)
+
+
+@lru_cache(maxsize=16)
+def _nothing(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.bfloat16, device=device)
 
 
 class _Launches(NamedTuple):

@@ -3,6 +3,8 @@
 The first launch with arguments of a kind goes through Triton, which compiles. Later ones of that kind call Triton's launcher
 in C with that compiled kernel. The kind is a key (``kinds``) that differs wherever Triton would compile differently.
 
+What does not depend on a launch's tensors is worked out once for equal sizes and options (``prepared``).
+
 Launches go through Triton if this version's launcher is unknown here, while hooks are set on launches, and with
 ``CCE_DIST_LAUNCH=triton``. In a dry run they go to a function instead (``launching``).
 """
@@ -11,12 +13,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
+from itertools import accumulate, count
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +28,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 _LOG = logging.getLogger("cce_dist")
+Launch = Callable[..., Any]  # takes a kernel's tensors
 NO_CHANGE = nullcontext()
 MOST_KINDS = 1024  # of launches of one kernel; then the dictionary begins anew
+_COUNT = count()
 MOST_CODES = 64  # of tensor descriptors of one argument of a kind
 
 
@@ -59,7 +65,7 @@ def watched() -> bool:
 
 def current(device: torch.device) -> AbstractContextManager:
     """Return a context in which a GPU is the current device; it does nothing if the GPU is current, as nearly always."""
-    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    is_current = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
     return NO_CHANGE if is_current else torch.cuda.device(device)
 
 
@@ -109,6 +115,49 @@ def passes_triton_by() -> bool:
     return _THREAD.launch is None and _is_wanted()
 
 
+class Part:
+    """A part of an allocation, contiguous and in fp32, that only kernels take for a tensor. A view takes the host longer."""
+
+    __slots__ = ("address", "first", "shape", "whole")
+    dtype = torch.float32
+
+    def __init__(self, whole: Tensor, address: int, first: int, shape: tuple[int, ...]) -> None:
+        self.whole, self.address, self.first, self.shape = whole, address, first, shape
+
+    def of_rows(self, num_rows: int) -> Part:
+        """Return the part with another size of its last dimension."""
+        if num_rows == self.shape[-1]:
+            return self
+        return Part(self.whole, self.address, self.first, (*self.shape[:-1], num_rows))
+
+    def tensor(self) -> Tensor:
+        return self.whole[self.first : self.first + math.prod(self.shape)].view(self.shape)
+
+
+def allocate(device: torch.device, *shapes: tuple[int, ...]) -> list[Part]:
+    """Allocate parts at once, at multiples of 256 bytes."""
+    firsts = _firsts(shapes)
+    whole = torch.empty(firsts[-1], dtype=torch.float32, device=device)
+    address = whole.data_ptr()
+    return [Part(whole, address + 4 * first, first, shape) for first, shape in zip(firsts, shapes, strict=False)]
+
+
+@lru_cache(maxsize=MOST_KINDS)
+def _firsts(shapes: tuple[tuple[int, ...], ...]) -> list[int]:
+    return [0, *accumulate(-(-math.prod(shape) // 64) * 64 for shape in shapes)]
+
+
+def _tensors(args: Any) -> Any:
+    """Return arguments with tensors in place of parts."""
+    of = type(args)
+    if of is Part:
+        return args.tensor()
+    if isinstance(args, tuple):
+        items = map(_tensors, args)
+        return of._make(items) if hasattr(of, "_make") else tuple(items)
+    return args
+
+
 class Kernel:
     """A kernel of ``triton.jit``, launched by ``kernel[grid](*args, **options)`` as Triton's own object is.
 
@@ -117,7 +166,7 @@ class Kernel:
     """
 
     def __init__(self, jitted: Any) -> None:
-        self.jitted, self.known = jitted, dict[tuple, _Known]()
+        self.jitted, self.known, self.kinds = jitted, dict[tuple, _Known](), dict[tuple, int]()
         parameters = getattr(jitted, "params", ())  # none if interpreted
         self.names = [parameter.name for parameter in parameters]
         self.constants = {parameter.name for parameter in parameters if parameter.is_constexpr}
@@ -125,73 +174,61 @@ class Kernel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.jitted, name)
 
-    def __getitem__(self, grid: Sequence[int]) -> Callable[..., Any]:
+    def __getitem__(self, grid: Sequence[int]) -> Launch:
         return partial(self._launch, grid)
 
     def _launch(self, grid: Sequence[int], *args: Any, **options: Any) -> Any:
-        return Launch(self, grid, (), options)(*args)
+        return self.prepared(grid, **options)(*args)
 
     def prepared(self, grid: Sequence[int], *numbers: Any, **options: Any) -> Launch:
-        """Return a launch that takes the arguments before ``numbers``. It is made once for all calls of equal sizes."""
-        return Launch(self, grid, numbers, options)
+        """Return a launch that takes the arguments before ``numbers``. Callers keep it for calls of equal sizes and options."""
+        kind = (tuple(options), *options.values(), *kinds(numbers)[0])
+        try:
+            number = self.kinds.get(kind)
+            if number is None:
+                number = _keep(self.kinds, kind, next(_COUNT))
+        except TypeError:  # a constexpr that cannot be hashed
+            number = None
+        return partial(self.launch, (*grid, 1, 1)[:3], numbers, options, number)
+
+    def launch(
+        self, grid: Sequence[int], numbers: tuple[Any, ...], options: dict[str, Any], kind: int | None, *args: Any
+    ) -> Any:
+        """Launch with arguments and ``numbers``. ``kind`` stands for the kind of numbers and options; None: it has no hash."""
+        if _THREAD.launch is not None:
+            return _THREAD.launch(self, (*_tensors(args), *numbers), grid, options)
+        if kind is None or not _is_wanted() or watched() or self.jitted.pre_run_hooks:
+            return self.by_triton((*_tensors(args), *numbers), grid, options)
+        device = torch._C._cuda_getDevice()
+        of_args, values = kinds(args)
+        key = (device, kind, *of_args)
+        known = self.known.get(key)
+        if known is None:
+            args = (*_tensors(args), *numbers)
+            compiled = self.by_triton(args, grid, options)
+            if hasattr(compiled, "packed_metadata") and self._are_constants(len(args), options):
+                _keep(self.known, key, _Known.of(compiled, self.names, args, options))
+            return compiled
+        known.launch(grid, torch._C._cuda_getCurrentRawStream(device), values, numbers)
+        return known.compiled
 
     def by_triton(self, args: Sequence[Any], grid: Sequence[int], options: dict[str, Any]) -> Any:
         """Launch through Triton, which loads the launcher in C of a kernel that is new."""
         with _LOADING:
             return self.jitted.run(*args, grid=grid, warmup=False, **options)
 
-    def are_constants(self, num_args: int, options: dict[str, Any]) -> bool:
+    def _are_constants(self, num_args: int, options: dict[str, Any]) -> bool:
         """Return whether exactly the kernel's constexprs are passed by name."""
         given = [name for name in options if name in self.names]
         return {*given} == self.constants and num_args + len(given) == len(self.names)
 
-    def keep(self, key: tuple, known: _Known) -> None:
-        if len(self.known) >= MOST_KINDS:
-            self.known.clear()
-        self.known[key] = known
 
-
-class Launch:
-    """A launch of a kernel but for its first arguments, with which it is called."""
-
-    def __init__(self, kernel: Kernel, grid: Sequence[int], numbers: Sequence[Any], options: dict[str, Any]) -> None:
-        self.kernel, self.grid, self.numbers, self.options = kernel, grid, numbers, options
-        self.programs = [*grid, 1, 1][:3]
-        self.known = dict[tuple, _Known]()
-
-    def __call__(self, *args: Any) -> Any:
-        if _THREAD.launch is not None:
-            return _THREAD.launch(self.kernel, (*args, *self.numbers), self.grid, self.options)
-        if not _is_wanted() or watched() or self.kernel.jitted.pre_run_hooks:
-            return self.kernel.by_triton((*args, *self.numbers), self.grid, self.options)
-        device = torch._C._cuda_getDevice()
-        kind, values = kinds(args)
-        key = (device, *kind)
-        known = self.known.get(key) or self._known_to_kernel(key)
-        if known is None:
-            return self._first_launch(key, args)
-        known.launch(self.programs, torch._C._cuda_getCurrentRawStream(device), values, self.numbers)
-        return known.compiled
-
-    def _kind(self, key: tuple) -> tuple:
-        return (tuple(self.options), *self.options.values(), *key, *kinds(self.numbers)[0])
-
-    def _known_to_kernel(self, key: tuple) -> _Known | None:
-        with suppress(TypeError):  # a constexpr that cannot be hashed
-            known = self.kernel.known.get(self._kind(key))
-            if known is not None:
-                self.known[key] = known
-            return known
-        return None
-
-    def _first_launch(self, key: tuple, args: Sequence[Any]) -> Any:
-        """Launch through Triton, and keep what it compiles."""
-        kernel, args = self.kernel, (*args, *self.numbers)
-        compiled = kernel.by_triton(args, self.grid, self.options)
-        if hasattr(compiled, "packed_metadata") and kernel.are_constants(len(args), self.options):
-            with suppress(TypeError):
-                kernel.keep(self._kind(key), _Known.of(compiled, kernel.names, args, self.options))
-        return compiled
+def _keep(records: dict[tuple, Any], key: tuple, record: Any) -> Any:
+    """Keep a record, and return it."""
+    if len(records) >= MOST_KINDS:
+        records.clear()
+    records[key] = record
+    return record
 
 
 def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -203,6 +240,10 @@ def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     key, values = [], []
     for value in args:
         of = type(value)
+        if of is Part:
+            values.append(value.address)
+            key.append(Part.dtype)
+            continue
         if of is Tensor or of is Parameter:  # isinstance() of a tensor is slow
             address = value.data_ptr()
             values.append(address)

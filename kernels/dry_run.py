@@ -201,12 +201,10 @@ def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor 
     # Dispatch modes must not see the dry run's operators, and nothing can be compiled while a graph is captured.
     if not spec.want.grad or not x.weight.is_cuda or not compiles_ahead() or torch._C._len_torch_dispatch_stack():
         return
-    if torch.cuda.is_current_stream_capturing() or spec.several or spec.factors or spec.want.top_k:
-        return
     tensors = tuple((t.shape, t.dtype) for t in (x.weight, *x.head.tensors.values(), weight_out) if t is not None)
     options = _kind_of_task(spec)
     call = id(backend), x.weight.device, options, x.num_tokens.bit_length(), tensors, num_ranks == 1
-    if call in _COMPILED:
+    if call in _COMPILED or spec.several or spec.factors or spec.want.top_k or torch.cuda.is_current_stream_capturing():
         return
     _COMPILED[call] = None
     if len(_COMPILED) > MOST_KINDS:

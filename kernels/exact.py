@@ -16,7 +16,7 @@ Nothing here waits for the device, so a CUDA graph can capture it; shapes known 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
+from cce_dist.kernels.direct import MOST_KINDS, Part, allocate
 from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.losses import (
@@ -41,10 +42,9 @@ from cce_dist.kernels.lse import (
     NOTHING_MORE,
     Keep,
     Span,
-    choose_splits,
     gathered_with_targets,
     lse_partials,
-    new_partials,
+    shape_of_partials,
 )
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.outputs import NO_ID, largest
@@ -62,7 +62,7 @@ from cce_dist.kernels.tokens import (
     sums_of_rows,
     token_groups,
 )
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.waves import cdiv, num_parts
 
 __all__ = [
     "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
@@ -71,26 +71,27 @@ __all__ = [
 
 
 _NO_UPSTREAM = Upstream()
+FIRST_TILE = Span(0, 1, 1)
 
 
 def saved_columns(x: Operands, spec: Spec) -> int:
     """Return how many of the shard's first columns keep their exponentials: as many as fit in the budget."""
     if not spec.can_keep(str(x.hidden.dtype)):
         return 0
-    return memory.saved_columns(sizes_of(x)._replace(alone=spec.alone), spec.workspace_bytes)
+    return memory.saved_columns(sizes_of(x, spec.alone), spec.workspace_bytes)
 
 
-def sizes_of(x: Operands) -> Sizes:
-    return Sizes(x.num_tokens, x.hidden.shape[1], x.num_valid, x.hidden.itemsize)
+def sizes_of(x: Operands, alone: bool = False) -> Sizes:
+    return Sizes(x.ids.shape[0], x.hidden.shape[1], x.num_valid, x.hidden.itemsize, alone=alone)
 
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
     order = [x.ids.new_empty(n, dtype=torch.int32) for n in (x.num_tokens, 2)]
-    return list(new_saved(x, order, saved_columns(x, spec), spec.want.entropy))
+    return new_saved(x, order, saved_columns(x, spec), spec.want.entropy).listed()
 
 
 def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
-    return None if saved_columns(x, spec) > 0 else list(new_saved(x, order_of(x)))
+    return None if saved_columns(x, spec) > 0 else new_saved(x, order_of(x)).listed()
 
 
 def new_saved(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy: bool = False) -> SavedExp:
@@ -98,8 +99,8 @@ def new_saved(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy:
     device, num_rows = x.hidden.device, x.num_tokens if columns else 0
     exp_NV = torch.empty(x.num_tokens, columns, dtype=x.hidden.dtype, device=device)
     reference_N, target_N = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
-    overwritten = torch.empty(int(columns > 0 and entropy), dtype=torch.int32, device=device)
-    return SavedExp(*order, exp_NV, reference_N, target_N, overwritten.zero_() if overwritten.shape[0] else overwritten)
+    overwritten = torch.zeros(1, dtype=torch.int32, device=device) if columns and entropy else None
+    return SavedExp(*order, exp_NV, reference_N, target_N, overwritten)
 
 
 def order_of(x: Operands) -> list[torch.Tensor]:
@@ -115,8 +116,8 @@ def statistics(
     if x.num_tokens == 0 or x.num_valid == 0:
         stats_KN[: spec.first_top].zero_()[0] = float("-inf")
     else:
-        _sweep(x, spec, saved, stats_KN, None)
-    return stats_KN, list(saved)
+        _sweep(x, spec, saved, stats_KN)
+    return stats_KN, saved.listed()
 
 
 def losses_alone(
@@ -128,9 +129,9 @@ def losses_alone(
     stats_TKN = _empty(x, 1, spec.num_rows, x.num_tokens) if spec.num_rows > spec.num_stats else None
     stats_KN = None if stats_TKN is None else stats_TKN[0]
     saved = _saved_after_largest(x, spec, order_of(x), stats_KN)
-    out = Finished.new(x, saved.num_labelled, spec.want, cdiv(x.num_tokens, rows_per_program(saved.exp_NV.shape[1] > 0)))
-    _sweep(x, spec, saved, stats_KN, out)
-    return out.losses, out.softmax, stats_TKN, list(saved)
+    out = _sweep(x, spec, saved, stats_KN, alone=True)
+    assert out is not None
+    return out.losses, out.softmax, stats_TKN, saved.listed()
 
 
 def _empty(x: Operands, *shape: int) -> torch.Tensor:
@@ -167,40 +168,72 @@ def _write_largest(x: Operands, spec: Spec, order: list[torch.Tensor], top_2KN: 
             ids_KN[:top_k].index_copy_(1, rows.index.long(), (columns_RK + x.start).int().t())
 
 
-def _sweep(x: Operands, spec: Spec, saved: SavedExp, stats_KN: torch.Tensor | None, out: Finished | None) -> None:
-    """Fill the saved exponentials, and unless they are None ``out`` and stats_KN, except for the largest logits.
+def _sweep(x: Operands, spec: Spec, saved: SavedExp, stats_KN: torch.Tensor | None, *, alone: bool = False) -> Finished | None:
+    """Fill the saved exponentials, and unless it is None stats_KN, except for the largest logits.
 
-    Beside ``out``, stats_KN has no TARGET.
+    If this shard is ``alone``, return ``Finished``. Then stats_KN has no TARGET.
     """
     if stats_KN is not None and spec.several:
         stats_KN[2].zero_()
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        at_once = _forward_rows(x, spec, saved)
-        num_tiles = cdiv(x.num_valid, tiles.lse.cols)
-        keeping, parts = _saved_span(x, saved, tiles, at_once), 0
-        if keeping.last < num_tiles:
-            # ``invariant`` calls always use the number of parts that 400 to 8,192 tokens get on an H100.
-            cut_for = 16 * tiles.lse.rows if spec.invariant else at_once
-            parts = choose_splits(cut_for, num_tiles - keeping.last, tiles.lse, x.hidden.device)
-        buffer_RD = torch.empty(at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
+        how = _sweep_of(sizes_of(x), spec, saved.exp_NV.shape[1], tiles, num_programs(x.hidden.device), alone)
+        buffer_RD = torch.empty(how.at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
+        inner = allocate(x.hidden.device, *how.shapes)
+        out = Finished.new(x, saved.num_labelled, spec.want, inner[3:]) if alone else None
         targets, programs = _targets(spec, saved, stats_KN, out), 0
         target_N = None if out is None or spec.several else targets[0]
-        for number, group in enumerate(token_groups(saved.order, at_once)):
+        for number, group in enumerate(token_groups(saved.order, how.at_once)):
             rows, leveling = gathered_with_targets(x, group, buffer_RD, *targets), None
-            partials_KPR = new_partials(keeping.num_parts + parts, rows.index.shape[0], spec.want, x.hidden)
-            if keeping.num_parts:
-                saved_of_group = saved.of_group(number, at_once)
-                leveling = _keep_exponentials(x, rows, tiles, keeping, partials_KPR, saved_of_group, spec.want)
-            if parts:
-                span = Span(keeping.last, num_tiles, parts, keeping.num_parts)
-                lse_partials(x, rows, tiles, span, partials_KPR, want=spec.want)
+            partials = [part.of_rows(rows.index.shape[0]) for part in inner[:3]]
+            if how.keeping is not None:
+                leveling = _keep_exponentials(x, rows, how, partials, saved.of_group(number, how.at_once), spec.want)
+            if how.others is not None:
+                lse_partials(x, rows, tiles, how.others, partials[0], want=spec.want)
             programs += finish(
-                x, rows, partials_KPR, want=spec.want, leveling=leveling, target_N=target_N, vocab_size=spec.vocab_size,
+                x, rows, partials[0], want=spec.want, leveling=leveling, target_N=target_N, vocab_size=spec.vocab_size,
                 stats_KN=stats_KN, out=out, first_program=programs,
             )
         if stats_KN is not None and spec.want.best:  # columns become ids
             stats_KN[spec.best_row].view(torch.int32).add_(x.start)
+        return out
+
+
+class _Sweep(NamedTuple):
+    """How a forward of given sizes and options sweeps over the vocabulary."""
+
+    at_once: int  # Tokens of a group
+    tiles: Tiles
+    first_tiles: Tiles  # For the first tile of columns, whose maximum saved exponentials are relative to
+    keeping: Span | None  # Tiles whose exponentials are saved
+    others: Span | None  # The tiles after them
+    # Of ``allocate``: the partials of all parts, those of the first tile, references of tiles, and what ``Finished`` needs
+    shapes: list[tuple[int, ...]]
+
+
+@lru_cache(maxsize=MOST_KINDS)
+def _sweep_of(sizes: Sizes, spec: Spec, saved: int, tiles: Tiles, programs: int, alone: bool) -> _Sweep:
+    """Return how to sweep if the exponentials of ``saved`` columns are saved. The device runs ``programs`` at a time."""
+    at_once, tile = min(sizes.num_tokens, memory.forward_rows(sizes, spec.workspace_bytes, saved)), tiles.lse
+    num_tiles = cdiv(sizes.num_columns, tile.cols)
+    num_kept = min(saved // tile.cols, num_tiles)
+    kept_parts = num_parts(at_once, num_kept, tile.rows, programs) if num_kept else 0
+    other_parts = 0
+    if num_kept < num_tiles:
+        # ``invariant`` calls always use the number of parts that 400 to 8,192 tokens get on an H100.
+        other_parts = num_parts(16 * tile.rows if spec.invariant else at_once, num_tiles - num_kept, tile.rows, programs)
+    keeping = Span(0, num_kept, kept_parts) if num_kept else None
+    others = Span(num_kept, num_tiles, other_parts, kept_parts) if other_parts else None
+    if tile.warps >= 8:  # one tile per block of rows would occupy half of a device, so halve the blocks
+        tile = tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)
+    shapes: list[tuple[int, ...]] = [
+        shape_of_partials(kept_parts + other_parts, at_once, spec.want),
+        shape_of_partials(min(1, num_kept), at_once, NOTHING_MORE),
+        (num_kept, at_once),
+    ]
+    if alone:
+        shapes += Finished.shapes_inside(sizes.num_tokens, spec.want, cdiv(sizes.num_tokens, rows_per_program(num_kept > 0)))
+    return _Sweep(at_once, tiles, tiles._replace(lse=tile), keeping, others, shapes)
 
 
 def _targets(
@@ -215,45 +248,32 @@ def _targets(
     return out.losses.target if saved_N is None else saved_N, 0, None
 
 
-def _forward_rows(x: Operands, spec: Spec, saved: SavedExp) -> int:
-    """Return how many tokens forward works on at a time."""
-    return min(x.num_tokens, memory.forward_rows(sizes_of(x), spec.workspace_bytes, saved.exp_NV.shape[1]))
-
-
-def _saved_span(x: Operands, saved: SavedExp, tiles: Tiles, at_once: int) -> Span:
-    """Return the tiles whose exponentials are saved, and the number of parts for groups of ``at_once`` tokens (0: no tiles)."""
-    num_tiles = min(saved.exp_NV.shape[1] // tiles.lse.cols, cdiv(x.num_valid, tiles.lse.cols))
-    parts = choose_splits(at_once, num_tiles, tiles.lse, x.hidden.device) if num_tiles else 0
-    return Span(0, num_tiles, parts)
-
-
 def _keep_exponentials(
-    x: Operands, rows: Rows, tiles: Tiles, span: Span, partials_KPR: torch.Tensor, saved: SavedExp, want: Want,
+    x: Operands, rows: Rows, how: _Sweep, partials: list[Part], saved: SavedExp, want: Want
 ) -> Leveling:
     """Run the log-sum-exp over a span and keep its exponentials, relative to the maximum of each row's first tile.
 
     ``finish`` still has to level them.
     """
-    num_rows, tile = rows.index.shape[0], tiles.lse
-    first_KPR = new_partials(1, num_rows, NOTHING_MORE, partials_KPR)
-    if tile.warps >= 8:  # one tile per block of rows would occupy half of a device, so halve the blocks
-        tile = tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)
-    lse_partials(x, rows, tiles._replace(lse=tile), Span(0, 1, 1), first_KPR)
-    tile_reference_BR = torch.empty(span.last, num_rows, dtype=torch.float32, device=partials_KPR.device)
-    keep = Keep(first_KPR, saved.exp_NV, tile_reference_BR)
-    lse_partials(x, rows, tiles, span, partials_KPR, keep=keep, want=want)
-    return Leveling(saved.exp_NV, tile_reference_BR, saved.reference_N, tiles.lse.cols)
+    assert how.keeping is not None
+    partials_KPR, first_KPR, tile_reference_BR = partials
+    lse_partials(x, rows, how.first_tiles, FIRST_TILE, first_KPR)
+    keep = Keep(first_KPR, tile_reference_BR)
+    lse_partials(x, rows, how.tiles, how.keeping, partials_KPR, keep=keep, exp_RV=saved.exp_NV, want=want)
+    return Leveling(saved.exp_NV, tile_reference_BR, saved.reference_N, how.tiles.lse.cols)
 
 
 def _recompute_exponentials(x: Operands, saved: SavedExp, tiles: Tiles, spec: Spec) -> None:
     """Compute the exponentials again if an earlier backward has overwritten them. Otherwise every launch returns at once."""
-    at_once = _forward_rows(x, spec, saved)  # the same groups, cut into the same parts, as in forward
-    span, buffer_RD = _saved_span(x, saved, tiles, at_once), x.hidden.new_empty(at_once, x.hidden.shape[1])
-    for number, group in enumerate(token_groups([saved.index_N, saved.num_labelled * saved.overwritten], at_once)):
+    assert saved.overwritten is not None
+    # The same groups, cut into the same parts, as in forward.
+    how = _sweep_of(sizes_of(x), spec, saved.exp_NV.shape[1], tiles, num_programs(x.hidden.device), False)
+    buffer_RD, inner = x.hidden.new_empty(how.at_once, x.hidden.shape[1]), allocate(x.hidden.device, *how.shapes)
+    for number, group in enumerate(token_groups([saved.index_N, saved.num_labelled * saved.overwritten], how.at_once)):
         rows = gathered(x.hidden, group, buffer_RD)
-        partials_KPR = new_partials(span.num_parts, rows.index.shape[0], spec.want, x.hidden)
-        saved_of_group = saved.of_group(number, at_once)
-        finish(x, rows, None, leveling=_keep_exponentials(x, rows, tiles, span, partials_KPR, saved_of_group, spec.want))
+        partials = [part.of_rows(rows.index.shape[0]) for part in inner]
+        leveling = _keep_exponentials(x, rows, how, partials, saved.of_group(number, how.at_once), spec.want)
+        finish(x, rows, None, leveling=leveling)
 
 
 class Output(NamedTuple):
@@ -333,14 +353,16 @@ def gradients_by(
             coef_4N, gain = normalised(coef_4N, x.hidden.dtype, x.cells)
         if x.cells is not None and gain is not None:
             x = x._replace(cells=x.cells._replace(grad_NI=x.cells.grad_NI / gain))
-        if saved.overwritten.shape[0]:
+        if saved.overwritten is not None:
             _recompute_exponentials(x, saved, tiles, spec)
             # Through .data, as kernels write: autograd would refuse a saved tensor whose version has changed.
             saved.overwritten.data.fill_(softmax.entropy is not None)
-        at_once, cols = memory.exact_chunks(
-            sizes_of(x)._replace(num_columns=last - num_saved), spec.workspace_bytes, saved.exp_NV.nbytes, tiles,
-            num_programs(x.hidden.device),
-        )
+        at_once, cols = x.num_tokens, 1
+        if num_saved < last:
+            at_once, cols = memory.exact_chunks(
+                sizes_of(x)._replace(num_columns=last - num_saved), spec.workspace_bytes, saved.exp_NV.nbytes, tiles,
+                num_programs(x.hidden.device),
+            )
         chunks = [(col, min(col + cols, last)) for col in range(num_saved, last, cols)]
         num_parts = len(chunks) + (num_saved > 0)
         gathers = (bool(chunks) or d_weight is not None) and not weight_first

@@ -11,8 +11,9 @@ kernel that writes ``num_labelled`` sets it to 0, and so does the last program.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,7 +21,7 @@ import triton.language as tl
 
 from cce_dist.kernels import IGNORED, Losses, Operands, Rows, Softmax, Spec, Want
 from cce_dist.kernels.blocks import kernel, on_device
-from cce_dist.kernels.direct import MOST_KINDS, Launch
+from cce_dist.kernels.direct import MOST_KINDS, Launch, Part, allocate
 from cce_dist.kernels.lse import (
     BELOW,
     BEST,
@@ -51,22 +52,29 @@ class Finished(NamedTuple):
 
     losses: Losses
     softmax: Softmax
-    part_2B: torch.Tensor | None  # fp32: sum of nll and number of labels that are not ignored, by program; with the mean
+    part_2B: Part | None  # fp32: sum of nll and number of labels that are not ignored, by program; with the mean
     arrived: torch.Tensor  # ``num_labelled`` of the compact order, which has the counter of arrivals
 
     @classmethod
-    def new(cls, x: Operands, num_labelled: torch.Tensor, want: Want, num_programs: int) -> Finished:
-        wanted = (True, True, True, want.uniform, want.entropy, True, True, want.entropy)
-        *losses, row_max, log_sum, entropy = (_empty(x, x.num_tokens) if is_wanted else None for is_wanted in wanted)
-        mean = count = part_2B = None
-        if want.mean:
-            mean, count, part_2B = _empty(x), _empty(x, dtype=torch.int64), _empty(x, 2, num_programs)
-        softmax = Softmax(row_max, log_sum, entropy)  # type: ignore[arg-type]
-        return cls(Losses(*losses, mean, count), softmax, part_2B, num_labelled)  # type: ignore[arg-type]
+    def new(cls, x: Operands, num_labelled: torch.Tensor, want: Want, inner: Sequence[Part]) -> Finished:
+        """Allocate the tensors, with those of ``shapes_inside`` in ``inner``."""
 
+        def new(is_wanted: bool = True, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
+            return torch.empty(shape, dtype=dtype, device=x.ids.device) if is_wanted else None
 
-def _empty(x: Operands, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=x.ids.device)
+        num_tokens = x.ids.shape[0]
+        tokens: Any = [new(True, num_tokens) for _ in range(3)] if want.tokens else inner[1:]
+        entropy, of_softmax = new(want.entropy, num_tokens), new(want.entropy, num_tokens)
+        losses = Losses(
+            *tokens, new(want.uniform, num_tokens), entropy, new(want.mean), new(want.mean, dtype=torch.int64)
+        )
+        softmax = Softmax(new(True, num_tokens), new(True, num_tokens), of_softmax)
+        return cls(losses, softmax, inner[0] if want.mean else None, num_labelled)
+
+    @staticmethod
+    def shapes_inside(num_tokens: int, want: Want, num_programs: int) -> list[tuple[int, ...]]:
+        """Return the shapes of what only kernels need: parts of the mean, and losses of tokens that are not wanted."""
+        return [(2, num_programs if want.mean else 0), *([] if want.tokens else [(num_tokens,)] * 3)]
 
 
 def rows_per_program(levels: bool) -> int:
@@ -90,7 +98,7 @@ def merge_splits(
 def finish(
     x: Operands,
     rows: Rows,
-    partials_KPR: torch.Tensor | None,
+    partials_KPR: torch.Tensor | Part | None,
     *,
     want: Want = NOTHING_MORE,
     leveling: Leveling | None = None,
@@ -329,7 +337,8 @@ def token_losses(stats_TKN: torch.Tensor, x: Operands, spec: Spec) -> tuple[Loss
     stats_TKN = stats_TKN.contiguous()
     num_shards, num_stats, num_tokens = stats_TKN.shape
     programs = max(1, cdiv(num_tokens, _BLOCK))  # without tokens the mean is still to be written
-    out = Finished.new(x, (x.order or compact(x.ids))[1], spec.want, programs)
+    inner = allocate(x.ids.device, *Finished.shapes_inside(num_tokens, spec.want, programs))
+    out = Finished.new(x, (x.order or compact(x.ids))[1], spec.want, inner)
     with on_device(stats_TKN):
         launch = _token_losses_launch(num_shards, num_stats, spec.vocab_size, num_tokens, programs)
         launch(stats_TKN, x.ids, out.part_2B, out.arrived, out.losses, out.softmax)

@@ -38,7 +38,7 @@ from cce_dist.kernels.blocks import (
     store_tile,
     tile_of_products,
 )
-from cce_dist.kernels.direct import MOST_KINDS, Launch
+from cce_dist.kernels.direct import MOST_KINDS, Launch, Part
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
@@ -82,11 +82,10 @@ class Span(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Tensors for saved exponentials. The kernel takes ``exp_RV`` as a separate argument, which may be a descriptor."""
+    """Tensors for saved exponentials."""
 
-    reference_R: torch.Tensor  # in: each row's first reference, fp32, at the start of a tensor that may be larger
-    exp_RV: torch.Tensor  # out: the exponentials
-    tile_reference_BR: torch.Tensor  # out: the reference of each tile's exponentials, fp32
+    reference_R: torch.Tensor | Part  # in: each row's first reference, fp32, at the start of a tensor that may be larger
+    tile_reference_BR: torch.Tensor | Part  # out: the reference of each tile's exponentials, fp32
 
 
 class Marks(NamedTuple):
@@ -99,8 +98,11 @@ class Marks(NamedTuple):
 
 def new_partials(parts: int, num_rows: int, want: Want, like: torch.Tensor) -> torch.Tensor:
     """Allocate the partials of ``parts`` parts. -> [K, P, R] fp32."""
-    planes = NUM_PLANES + (2 if want.sum_p_squared or want.best else 0)
-    return torch.empty(planes, parts, num_rows, dtype=torch.float32, device=like.device)
+    return torch.empty(shape_of_partials(parts, num_rows, want), dtype=torch.float32, device=like.device)
+
+
+def shape_of_partials(parts: int, num_rows: int, want: Want) -> tuple[int, int, int]:
+    return NUM_PLANES + (2 if want.sum_p_squared or want.best else 0), parts, num_rows
 
 
 def lse_partials(
@@ -108,21 +110,19 @@ def lse_partials(
     rows: Rows,
     tiles: Tiles,
     span: Span,
-    partials_KPR: torch.Tensor,
+    partials_KPR: torch.Tensor | Part,
     *,
     want: Want = NOTHING_MORE,
     keep: Keep | None = None,
+    exp_RV: torch.Tensor | None = None,
     marks: Marks | None = None,
     want_sloped: bool = False,
 ) -> None:
-    """Write the partials of a span of tiles; fill what ``keep`` or ``marks`` ask for.
+    """Write the partials of a span of tiles; fill what ``marks`` ask for, and exponentials with their references in ``keep``.
 
     ``want_sloped`` adds the sum of exp times the softcap's slope.
     """
     tile = tiles.lse
-    exp_RV, references = None, None
-    if keep is not None:
-        exp_RV, references = keep.exp_RV, keep._replace(exp_RV=None)
     tma = has_tma(rows.hidden, x.weight) and (exp_RV is None or has_tma(exp_RV))
     num_columns = (
         x.num_valid, 0 if exp_RV is None else exp_RV.shape[1], 0 if marks is None else marks.words_RW.shape[1]
@@ -136,7 +136,7 @@ def lse_partials(
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
         rows.index, rows.num_labelled,
         # out
-        partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), references, marks,
+        partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), keep, marks,
     )
 
 
@@ -186,7 +186,7 @@ def _lse_kernel(
     num_labelled_ptr,  # in: [1] int32
     partial_ptr,  # out: [K, P, R] fp32
     exp,  # out: [R, B * BLOCK_V] descriptor or pointer, or None
-    keep,  # in, out: Keep without its exponentials, or None where ``exp`` is None
+    keep,  # in, out: Keep, or None where ``exp`` is None
     marks,  # in, out: Marks, or None
     num_rows,
     hidden_size,

@@ -7,6 +7,7 @@ fixed: the bits are the same in every run and on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +31,9 @@ class Outputs(NamedTuple):
     The first NUM_LOSSES are differentiable. An output that is not wanted is None; torch.library replaces it by an empty tensor.
     """
 
-    nll: Tensor  # [N]; [N, I] with several ids a token
-    lse: Tensor  # [N]
-    target_logit: Tensor  # [N]
+    nll: Any  # [N]; [N, I] with several ids a token
+    lse: Any  # [N]
+    target_logit: Any  # [N]
     uniform_nll: Any  # [N] nll of the uniform distribution
     entropy: Any  # [N]
     mean: Any  # [] mean of nll over the labels that are not ignored
@@ -45,10 +46,16 @@ class Outputs(NamedTuple):
     @classmethod
     def of(cls, results: Sequence[Any], want: Want) -> Outputs:
         """Return the record of the operator's results: NUM_LOSSES tensors, then a list of the others that are wanted."""
-        return cls(*results[:NUM_LOSSES], **dict(zip(listed(want, 0), results[NUM_LOSSES], strict=True)))
+        return cls(*results[:NUM_LOSSES], **dict(zip(names(want), results[NUM_LOSSES], strict=True)))
 
 
 NUM_LOSSES = 6
+
+
+@lru_cache(maxsize=64)
+def names(want: Want) -> tuple[str, ...]:
+    """Return the names of the wanted outputs that follow the losses, in order."""
+    return tuple(listed(want, 0))
 
 
 def listed(want: Want, num_tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

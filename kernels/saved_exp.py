@@ -21,7 +21,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Cells, Operands, Rows, Softmax, Upstream
 from cce_dist.kernels.blocks import kernel, rows_with_zeros
-from cce_dist.kernels.direct import MOST_KINDS, Launch
+from cce_dist.kernels.direct import MOST_KINDS, Launch, Part
 from cce_dist.kernels.fast_math import LOG_2, fast_log2, has_fast_math
 from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.lse import HEADROOM
@@ -40,7 +40,11 @@ class SavedExp(NamedTuple):
     exp_NV: torch.Tensor  # [N, columns]; no columns if nothing is saved
     reference_N: torch.Tensor  # fp32: the value that a row's exponentials are relative to; empty if nothing is saved
     target_N: torch.Tensor  # fp32: the logit of each token's label, by token, not compact; empty if nothing is saved
-    overwritten: torch.Tensor  # [1] int32: 1 once backward has overwritten the exponentials with gradients; [0] without entropy
+    # [1] int32: 1 once backward has overwritten the exponentials with gradients; None without entropy
+    overwritten: torch.Tensor | None = None
+
+    def listed(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self if tensor is not None]
 
     @property
     def order(self) -> list[torch.Tensor]:
@@ -58,7 +62,7 @@ class Leveling(NamedTuple):
     """Exponentials of a group whose tiles may have different references, and where their final reference is written."""
 
     exp_RV: torch.Tensor  # in, out
-    tile_reference_BR: torch.Tensor  # in: the reference of each tile's exponentials, fp32
+    tile_reference_BR: Part  # in: the reference of each tile's exponentials, fp32
     reference_R: torch.Tensor  # out: each row's largest reference, fp32
     tile_cols: int
 

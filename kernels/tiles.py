@@ -104,7 +104,7 @@ def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
     planned = planned_device()
     if planned is not None:
         return table_tiles(planned.major, 8 * dtype.itemsize)
-    return _chosen(dtype, real_device(device), precision(dtype))
+    return _chosen(dtype, device, precision(dtype))
 
 
 @lru_cache(maxsize=64)
@@ -114,7 +114,7 @@ def _chosen(dtype: torch.dtype, device: torch.device, dot_precision: str) -> Til
     bits = 0 if dtype == torch.float32 and dot_precision == "ieee" else dtype.itemsize * 8
     if torch.version.hip is not None:
         return _FALLBACK  # ROCm also reports 9.x, for devices with 64 KiB of shared memory
-    return table_tiles(torch.cuda.get_device_capability(device)[0], bits)
+    return table_tiles(torch.cuda.get_device_capability(real_device(device))[0], bits)
 
 
 def table_tiles(major: int, bits: int) -> Tiles:
@@ -146,7 +146,7 @@ def num_programs(device: torch.device) -> int:
     planned = planned_device()
     if planned is not None:
         return planned.num_programs
-    return 4 if interpreted() else _num_multiprocessors(real_device(device))
+    return 4 if _in_interpreter() else _num_multiprocessors(device)
 
 
 def beside_collectives() -> bool:
@@ -160,18 +160,26 @@ def beside_collectives() -> bool:
 
 @lru_cache(maxsize=16)
 def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(real_device(device)).multi_processor_count
+
+
+def has_descriptors(device: torch.device) -> bool:
+    """Return whether kernels can take tensor descriptors."""
+    planned = planned_device()
+    if planned is not None:
+        return planned.major >= 9
+    return _in_interpreter() or _major_of(device) >= 9
 
 
 def major_of(device: torch.device) -> int:
     """Return the major number of a GPU's compute capability; 0 on ROCm."""
     planned = planned_device()
-    return _major_of(real_device(device)) if planned is None else planned.major
+    return _major_of(device) if planned is None else planned.major
 
 
 @lru_cache(maxsize=16)
 def _major_of(device: torch.device) -> int:
-    return 0 if torch.version.hip is not None else torch.cuda.get_device_capability(device)[0]
+    return 0 if torch.version.hip is not None else torch.cuda.get_device_capability(real_device(device))[0]
 
 
 def real_device(device: torch.device) -> torch.device:

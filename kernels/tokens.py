@@ -143,13 +143,13 @@ def some_rows(matrix: torch.Tensor, first: int, stop: int) -> torch.Tensor:
 
 def gather_rows(hidden_ND: torch.Tensor, rows: Rows) -> None:
     """Copy the hidden states of a group's tokens to ``rows.hidden``; zeros fill the last tile's rest."""
-    _gather_rows_launch(*rows.hidden.shape)(hidden_ND, rows.index, rows.num_labelled, rows.hidden)
-
-
-@lru_cache(maxsize=MOST_KINDS)
-def _gather_rows_launch(num_rows: int, hidden_size: int) -> Launch:
+    num_rows, hidden_size = rows.hidden.shape
     grid = (cdiv(num_rows, 16), cdiv(hidden_size, 256))
-    return _gather_rows_kernel.prepared(grid, num_rows, hidden_size, MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256)
+    _gather_rows_kernel[grid](
+        hidden_ND, rows.index, rows.num_labelled, rows.hidden,
+        num_rows, hidden_size,
+        MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
+    )
 
 
 @kernel("hidden_ptr", "rows_ptr", "hidden_size")

@@ -63,7 +63,7 @@ class Kernel:
     def run(self, *args: Any, grid: Any, warmup: bool, num_warps: int = 4, **kwargs: Any) -> Any:
         self.launches += 1
         values = [*args, *(kwargs[parameter.name] for parameter in self.params[len(args) :])]
-        self.launcher(*grid, 1, 9, 7, (num_warps, 1, 0), None, None, None, *values)
+        self.launcher(*(*grid, 1)[:3], 9, 7, (num_warps, 1, 0), None, None, None, *values)
         return SimpleNamespace(run=self.launcher, function=7, packed_metadata=(num_warps, 1, 0))
 
 

@@ -34,6 +34,7 @@ from cce_dist.kernels import (
     exact,
     filter,
     memory,
+    tiles,
 )
 from cce_dist.kernels.direct import launching
 from cce_dist.kernels.filter import bound, compensation, frequent, lists, sampling, shares
@@ -522,7 +523,9 @@ def test_sampled_tokens_correct_d_weight(dtype: torch.dtype, limits, monkeypatch
 def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: the sampled columns' linear part left in, the mean hidden state left in, a mass or a sign lost, the wrong
     columns in the covariance, a factor fitted on other terms than those that are added."""
-    case = OF_BOTH_SIGNS if GPU else OF_BOTH_SIGNS._replace(num_tokens=48, num_rows=150)
+    case = OF_BOTH_SIGNS
+    if not GPU:
+        case = case._replace(num_tokens=48, num_rows=150, grad_filter=Filter(2.0**-6))
     limits(case)
     size, num_covariance = 32, 48
     monkeypatch.setattr(filter, "SAMPLE", size)
@@ -564,7 +567,7 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for ours, theirs in zip(factors, fitted, strict=True):
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=0.05 if GPU else 1e-3, atol=1e-3)
-    assert 0.05 < factors[0] < 1.0
+    assert 0.1 < factors[0] < 1.0
     whole, of_draws = factors[0].double(), factors[1].double()
     expected = whole * strength @ (apart.T @ apart) / num_covariance + of_draws * (terms - whole * lines) @ centered
     # The shares were moved towards the mean of all tokens less far than the linear says.
@@ -612,6 +615,50 @@ def test_nothing_can_be_filtered() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours[:2], exact_gradients(p, NARROW, d)[:2], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(ours[:2], again[:2], strict=True))
     assert_saved_as_said(p, NARROW, saved)
+
+
+@pytest.fixture
+def gpu_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An H200's tiles, interpreted or not."""
+    if not GPU:
+        monkeypatch.setattr(tiles, "_INTERPRETED", tiles.table_tiles(9, 16))
+        monkeypatch.setattr(tiles, "_major_of", lambda _: 9)
+    tiles._chosen.cache_clear()
+    yield
+    tiles._chosen.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(140, 40, 300, ignored=0.0, grad_filter=Filter(2.0**-5)),
+        Case(140, 33, 300, softcap=9.0, logit_scale=0.8, coefs="signed", ignored=0.0, budget=1),
+        Case(140, 40, 90, start=60, ids=200, num_valid=73, ignored=0.0, grad_filter=Filter(2.0**-14)),
+    ],
+    ids=["whole", "options-in-groups", "padded-shard-with-a-small-eps"],
+)
+@pytest.mark.parametrize("num_unserved", [0, 1, 129, 140])
+@pytest.mark.usefixtures("gpu_tiles")
+@pytest.mark.slow
+def test_unserved_tokens_are_exact(case: Case, num_unserved: int, limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of tokens, with a GPU's tiles. Catches: a token that is forgotten or counted twice, rows of another token, a
+    chunk left out, results that depend on the order of programs."""
+    limits(case)
+    monkeypatch.setattr(filter, "SAMPLE", 256 if not GPU else 4096)
+    p = problem(case)
+    d = dense(p)
+    nats = torch.zeros(case.num_tokens, device=DEVICE)
+    nats[torch.randperm(case.num_tokens)[:num_unserved]] = 1.0
+    _, *saved = local_stats(p, case, bound_above(d, nats))
+    grad, exact_grad, unserved = gradient_of_logits(tuple(saved), p, d, case)
+    assert torch.equal(unserved, nats > 0)
+    ours, again = (gradients(p, case, d, saved) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(ours[:2], again[:2], strict=True))
+    weight, hidden = p.weight[: p.logits.num_valid], p.hidden
+    assert_no_worse(ours[0], grad.to(DTYPE) @ weight, grad @ weight.double(), DTYPE, "d_hidden")
+    assert_no_worse(ours[1][: len(weight)], grad.to(DTYPE).T @ hidden, grad.T @ hidden.double(), DTYPE, "d_weight")
+    expected = (exact_grad @ weight.double())[unserved]
+    torch.testing.assert_close(ours[0][unserved].double(), expected, rtol=2e-2 if GPU else 1e-4, atol=1e-7)
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter counts")

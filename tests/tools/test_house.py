@@ -39,8 +39,9 @@ def is_jit(function: ast.FunctionDef) -> bool:
 
 
 def launches(function: ast.FunctionDef) -> bool:
-    """Whether it is the wrapper of a kernel's launch, ``kernel[grid](...)``."""
-    return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript) for n in ast.walk(function))
+    """Whether it is the wrapper of a kernel's launch: ``kernel[grid](...)``, or one of ``prepared``, which is named so."""
+    called = [n.func for n in ast.walk(function) if isinstance(n, ast.Call)]
+    return any(isinstance(f, ast.Subscript) or re.match(r"\w*launch(es\.|\(|$)", ast.unparse(f)) for f in called)
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
