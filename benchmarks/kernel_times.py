@@ -2,9 +2,8 @@
 
     python benchmarks/kernel_times.py gemma-2-2b --methods cce-dist-default torch-compile --out times.json
 
-Prints a table for each method with the median time of each kernel over the rounds, and writes the seconds of every round. The
-kernels of gradients that forward computes count as forward's. Without a GPU the rows are operators of torch. A method whose
-loss or gradients are wrong has no times.
+Prints a table for each method with the median time of each kernel over the rounds, and writes the seconds of every round.
+Gradients that forward computes count as forward's; without a GPU the rows are operators of torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Cross-entropy of a language-model head from hidden states and a vocabulary-sharded weight, without the logits.
 
 Public names are imported at their first use, so that ``import cce_dist`` and ``cce-dist --help`` do not wait for torch.
-
-Reading order: ``loss`` (the public function), ``given`` (its checked arguments), ``op`` (forward and backward), ``shard`` (a
-rank's rows), ``merge`` (the collectives), ``kernels`` (the arithmetic of one shard), ``log_probs``, ``filter``, ``reference``
-(the dense specification). ``convert``, ``require``, ``revert`` and ``VocabParallelHead`` are adapters, in ``integrations``.
+docs/design.md has the files in reading order.
 """
 
 from importlib import import_module

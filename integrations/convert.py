@@ -7,7 +7,9 @@ DeepSpeed and of Megatron have their own ``convert``, which also knows layers th
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,6 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
+from cce_dist.checks import kind
+from cce_dist.filter import GradFilter
 from cce_dist.integrations import fsdp, peft, transformers
 from cce_dist.integrations.deferred.find_head import find_head, innermost
 from cce_dist.integrations.deferred.subclass import Head, Watched, give_back, take, watch
@@ -30,6 +34,7 @@ def convert(
     *,
     shard_over: DeviceMesh | None = None,
     equal_tokens: bool = False,
+    grad_filter: GradFilter | None = None,
     **options: Unpack[ConvertOptions],
 ) -> _Model:
     """Have a model compute its loss from hidden states, without logits, and return the model.
@@ -54,6 +59,7 @@ def convert(
             ``fully_shard(model, mesh=mesh, ignored_params=set(model.lm_head.parameters()))``.
         equal_tokens: With ``shard_over``, a promise that the ranks of the mesh's last dimension have the same number of tokens
             in every call. Without it they tell each other, and the host waits for that.
+        grad_filter: As in ``linear_cross_entropy``, in place of ``filter`` and its numbers.
         **options: ``filter`` ("off", "compensated" or "plain"), ``filter_eps``, ``filter_hidden``, ``filter_weight``,
             ``filter_always``, ``label_smoothing``, ``z_loss_weight``, ``backend``, ``workspace_bytes`` (None: the shapes choose
             the budget; 1 takes the least memory, 1 << 40 keeps everything), ``reduce_dtype``, and ``head``, the name of the
@@ -71,6 +77,10 @@ def convert(
         TypeError: ``model`` is no ``nn.Module``.
     """
     chosen = ModelOptions.read(options, lambda key: f"cce_dist.convert: {key}", "cce_dist.convert")
+    if grad_filter is not None:
+        if any(key.startswith("filter") for key in options):
+            raise ValueError("cce_dist.convert: grad_filter and filter say the same: leave one of them out")
+        chosen = dataclasses.replace(chosen, grad_filter=kind("cce_dist.convert: grad_filter", grad_filter, GradFilter))
     heads = _heads(model, "convert")
     inner = innermost(model)
     if heads:
@@ -81,11 +91,11 @@ def convert(
             )
         for head in heads.values():
             task = head.cce_task
-            if options and type(task.options) is not ModelOptions:
+            if (options or grad_filter) and type(task.options) is not ModelOptions:
                 raise ValueError(
                     "the head's options come from its framework's adapter, as a section or flags: change them there"
                 )
-            task.options = chosen if options else task.options
+            task.options = chosen if options or grad_filter else task.options
             if task.shard.group is None:
                 task.shard = _all_rows(head)
             _shard_over(inner, head, shard_over, equal_tokens)
@@ -146,15 +156,14 @@ def revert(model: _Model) -> _Model:
 def require(model: Callable[..., Any]) -> None:
     """Raise unless this model's loss comes from hidden states.
 
-    Call it after a step. Before the first forward in training it raises only if no head is converted: whether the head will be
-    asked for its loss is not known yet.
+    Call it after a step: before one nobody knows who will compute the loss.
 
     Args:
         model: The model. It may be wrapped by DDP, FSDP, DeepSpeed or PEFT. A model that a trainer of TRL has taken after
             ``cce_dist.integrations.trl.install()`` needs no conversion.
 
     Raises:
-        RuntimeError: No head is converted; or forwards in training have ended, and other code computed the loss of all of them.
+        RuntimeError: No head is converted, no forward in training has ended, or other code computed the loss of all of them.
         TypeError: ``model`` is no ``nn.Module``.
     """
     heads = _heads(model, "require")
@@ -162,6 +171,8 @@ def require(model: Callable[..., Any]) -> None:
         return  # a trainer of TRL asks the model for log-probabilities (``trl.install``)
     if not heads:
         advice = "call cce_dist.convert(model), before Trainer, accelerator.prepare or DDP"
+        if "trl" in sys.modules:
+            advice += ", or cce_dist.integrations.trl.install() before the trainer of TRL is made"
         if transformers.section_of_trainer() is not None:
             advice = (
                 f'nobody has read "{SECTION}" of ds_config: call cce_dist.integrations.deepspeed.install() before training, or '

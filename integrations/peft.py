@@ -44,6 +44,17 @@ def in_use(head: Any) -> Any:
     return head.modules_to_save[head.active_adapters[0]]
 
 
+def check_order(model: nn.Module) -> None:
+    """Raise RuntimeError if PEFT has wrapped a head since it was converted."""
+    for name, module in model.named_modules() if "peft" in sys.modules else ():
+        inside = getattr(module, "base_layer", getattr(module, "original_module", None))
+        if inside is not in_use(module) and "cce_task" in getattr(inside, "__dict__", ()):
+            raise RuntimeError(
+                f"cce_dist: PEFT has wrapped {name} since convert: call convert after get_peft_model, or now call "
+                "cce_dist.revert(model), then convert"
+            )
+
+
 def is_lora(kind: type) -> bool:
     """Return whether modules of this class are ``nn.Linear`` with LoRA's adapters."""
     peft = sys.modules.get("peft")

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if missing not in OPTIONAL:
             raise
         print(
-            f"cce-dist {name} needs {missing}, which is not installed: pip install {' '.join(OPTIONAL)}",
+            f'cce-dist {name} needs {missing}, which is not installed: pip install "cce-dist[train]"',
             file=sys.stderr,
         )
         return 1

@@ -194,13 +194,13 @@ def convert(engine: Any, options: Options | None = None) -> Any:
 
 
 def require(engine: Any) -> None:
-    """Raise unless this engine's loss comes from hidden states, as ``cce_dist.require`` does for a model.
+    """Raise unless this engine's loss comes from hidden states, as ``cce_dist.require`` does for a model: call it after a step.
 
     A pipeline stage without a head always passes.
 
     Raises:
         RuntimeError: ``initialize`` of this module did not make the engine, or its ds_config does not enable the section; a
-            later engine has the model; or forwards in training have ended, and other code computed the loss of all of them.
+            later engine has the model; no forward in training has ended; or other code computed the loss of all of them.
     """
     if not hasattr(engine, "cce_heads"):
         raise RuntimeError(

@@ -48,13 +48,15 @@ def find_head(model: Any, name: str = "", own: tuple[type, ...] = ()) -> tuple[s
 
 
 def _advice(modules: dict[str, Any], own: tuple[type, ...]) -> str:
-    """Return how to name a head, with the model's linear modules, those over an embedding's vocabulary first."""
-    vocabularies = {module.num_embeddings for module in modules.values() if isinstance(module, nn.Embedding)}
+    """Return how to name a head, with the model's linear modules, those over the largest embedding's vocabulary first."""
+    vocabulary = max((x.num_embeddings for x in modules.values() if isinstance(x, nn.Embedding)), default=0)
     rows = {name: peft.num_rows(module) or 0 for name, module in modules.items() if is_plain(type(module), own)}
-    names = sorted(rows, key=lambda name: (rows[name] not in vocabularies, -rows[name]))
+    if hasattr(modules[""], "get_output_embeddings") and vocabulary not in rows.values():  # a model of transformers
+        return "it has no language-model head: load it with AutoModelForCausalLM"
+    names = sorted(rows, key=lambda name: (rows[name] != vocabulary, -rows[name]))
     if not names:
         return "it has no nn.Linear"
-    example = names[0] if rows[names[0]] in vocabularies else "its.name"
+    example = names[0] if rows[names[0]] == vocabulary else "its.name"
     seen = ", ".join(f"{name} ({rows[name]} rows)" for name in names[:4])
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return (

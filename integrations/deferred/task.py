@@ -75,6 +75,8 @@ class Task:
             self.rows.enter(model)
         if trains:
             self.last_training = []
+            if not torch.compiler.is_compiling() and not self.num_forwards:
+                peft.check_order(model)
         self.calls.append(defers)
         return args, kwargs
 
@@ -199,8 +201,10 @@ class Task:
         )
 
     def require(self, name: str) -> None:
-        """Raise if forwards in training have ended without asking the head for its loss."""
-        if self.num_forwards and not self.num_losses:
+        """Raise unless the head was asked for a loss in training."""
+        if not self.num_losses and not self.num_forwards:
+            raise RuntimeError("cce_dist: no forward in training has ended yet: call require after the first step")
+        if not self.num_losses:
             raise RuntimeError(
                 f"cce_dist: {self.num_forwards} forward(s) in training ended, and none asked the head {name} for its loss: "
                 "other code computed the loss, maybe from the head's weight, or called a part of the model that was converted"

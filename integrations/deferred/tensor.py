@@ -45,10 +45,10 @@ class TensorLogits(DeferredLogits):
     """
 
     HINT = (
-        "in training the loss comes from hidden states, by F.cross_entropy of logits [N, V] and class ids; log-probabilities, "
-        "entropies and top-k come from cce_dist.linear_log_probs, divergences from linear_kl_divergence, other losses from "
-        "linear_cross_entropy(token_loss=...), a z-loss from convert(model, z_loss_weight=...); call the model in eval() or "
-        "under no_grad to get logits"
+        "call the model in eval() or under no_grad to get logits; in training the loss comes from hidden states, by "
+        "F.cross_entropy of logits [N, V] and class ids; log-probabilities, entropies and top-k come from "
+        "cce_dist.linear_log_probs, divergences from linear_kl_divergence, other losses from "
+        "linear_cross_entropy(token_loss=...), a z-loss from convert(model, z_loss_weight=...)"
     )
     SMOOTHING = (  # Trainer's label_smoothing_factor calls log_softmax
         '; label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing") in place of '
@@ -359,7 +359,7 @@ def _cross_entropy(
         raise TensorLogits._refused("cross_entropy with labels")
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
-    if target.is_floating_point() or input.ndim != target.dim() + 1 or input.ndim > 2:
+    if target.is_floating_point() or input.shape[:-1] != target.shape or input.ndim > 2:
         raise ValueError(
             f"cce_dist: F.cross_entropy needs logits [N, V] and class ids [N], got {tuple(input.shape)} and "
             f"{tuple(target.shape)} {target.dtype}; flatten them"
@@ -383,7 +383,10 @@ def _cross_entropy(
                 "losses of reduction='none' by them"
             )
         call["weight"] = weight
-    answer = input._ask(lambda head, hidden: task.loss(head, hidden, target, **call))
+    try:
+        answer = input._ask(lambda head, hidden: task.loss(head, hidden, target, **call))
+    except IndexError as error:
+        raise IndexError(f"labels, which F.cross_entropy gets as target: {error}") from None
     loss = task.keep(answer, target != ignore_index) if isinstance(answer, tuple) else answer
     # Autocast computes a cross-entropy in fp32. Without it the loss has the dtype of the logits.
     in_fp32 = torch.is_autocast_enabled(loss.device.type) and input.dtype != torch.float64

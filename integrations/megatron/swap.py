@@ -68,12 +68,12 @@ def revert(model: Any) -> Any:
 
 
 def require(model: Any) -> None:
-    """Raise unless this model's loss comes from hidden states, as ``cce_dist.require`` does.
+    """Raise unless this model's loss comes from hidden states, as ``cce_dist.require`` does: call it after a step.
 
     A pipeline stage without a head always passes, so every rank makes the same call.
 
     Raises:
-        RuntimeError: A head is not converted; or forwards in training have ended, and other code computed the loss of all.
+        RuntimeError: A head is not converted; no forward in training has ended; or other code computed the loss of all.
         TypeError, ImportError: As in ``convert``.
     """
     for part, head in heads_of(model):

@@ -115,11 +115,15 @@ def test_a_converted_model_trains_as_it_did() -> None:
     stock, ours = pair()
     with pytest.raises(RuntimeError, match=r"was converted: call cce_dist.convert\(model\)"):
         cce_dist.require(stock)
+    with pytest.raises(RuntimeError, match="call require after the first step"):
+        cce_dist.require(ours)
     assert_same_step(stock, ours)
     cce_dist.require(ours)
     assert list(ours.state_dict()) == list(stock.state_dict())
     assert cce_dist.convert(ours, z_loss_weight=0.5) is ours and ours.lm_head.cce_task.options.z_loss_weight == 0.5
     assert cce_dist.convert(ours).lm_head.cce_task.options.z_loss_weight == 0.5
+    chosen = cce_dist.GradFilter(0.1)
+    assert cce_dist.convert(ours, grad_filter=chosen).lm_head.cce_task.options.grad_filter is chosen
 
 
 def causal(logits: Any, labels: Tensor) -> Tensor:
@@ -207,6 +211,7 @@ USES: dict[str, Callable] = {
     "equal": lambda x: x == 0,
     "assignment": lambda x: x.__setitem__(0, 0.0),
     "view": lambda x: x.view(-1, VOCAB + 1),
+    "other-length": lambda x: F.cross_entropy(x[0], batch()[0, 1:]),
     "not-flat": lambda x: F.cross_entropy(x, batch()),
     "probabilities": lambda x: F.cross_entropy(x[0], torch.ones(LENGTH, VOCAB)),
     "transpose": lambda x: F.cross_entropy(x.transpose(1, 2), batch()),
@@ -613,7 +618,8 @@ def test_a_part_that_is_called_alone_is_told() -> None:
     cce_dist.convert(whole)
     with torch.no_grad():
         whole.part(batch())
-    cce_dist.require(whole)  # nothing was trained yet
+    with pytest.raises(RuntimeError, match="call require after the first step"):
+        cce_dist.require(whole)
     loss_of(whole.part(batch())["logits"], batch()).backward()
     with pytest.raises(RuntimeError, match="or called a part of the model that was converted"):
         cce_dist.require(whole)
@@ -699,6 +705,8 @@ def test_an_error_of_the_model_stays_its_own() -> None:
     _, ours = pair()
     with pytest.raises(IndexError):
         ours(batch() + VOCAB, labels=batch())
+    with pytest.raises(IndexError, match=r"labels, which F\.cross_entropy gets as target: "):
+        ours(batch(), labels=batch() + VOCAB)
     assert ours.lm_head.cce_task.calls == []
 
 
@@ -756,6 +764,8 @@ REFUSED: dict[str, tuple] = {
         r'convert\(model, head="output"\).* it has the Linear output \(9 rows\), up \(99 rows\)',
     ),
     "no linear": (nn.Embedding(9, 4), {}, "found none: it has no nn.Linear"),
+    "two filters": (Model(), {"filter": "plain", "grad_filter": cce_dist.GradFilter()}, "leave one of them out"),
+    "no filter": (Model(), {"grad_filter": "plain"}, "grad_filter must be a GradFilter or None, got str"),
     "two": (nn.ModuleDict({"lm_head": nn.Linear(4, 4), "embed_out": nn.Linear(4, 4)}), {}, "found lm_head, emb"),
     "forward": (replaced_forward(), {}, "somebody has replaced its forward"),
     "another head": (cce_dist.convert(Model(), head="lm_head"), {"head": "embed"}, "but lm_head is converted"),

@@ -421,13 +421,13 @@ class ReadsTheWeight(Model):
 
 
 def check_require(zero: int) -> None:
-    """Before a step the head is converted or not; after one there was a loss of ours or not."""
+    """An evaluation tells nothing of training; after a step there was a loss of ours or not."""
     engine = engine_of(ReadsTheWeight(linear), True, Case(zero=zero))
-    cce.require(engine)
     ids, labels = next(batches(0, False, 0))
     engine.eval()
     engine(ids, labels=labels)
-    cce.require(engine)  # an evaluation tells nothing of training
+    with pytest.raises(RuntimeError, match="call require after the first step"):
+        cce.require(engine)
     with pytest.raises(RuntimeError, match="ended without asking the head for its loss"):
         train(engine, 0, Case())
     with pytest.raises(RuntimeError, match=r"1 forward.* none asked the head lm_head for its loss"):
@@ -436,7 +436,6 @@ def check_require(zero: int) -> None:
 
 def check_pipeline_require(case: Pipe) -> None:
     engine = pipeline(case, ours=True)
-    cce.require(engine)
     if engine.is_last_stage():
         head = engine.module.forward_funcs[-1]
         engine.module.loss_fn = lambda hidden, labels: cce.loss_fn(F.linear(hidden, head.weight), labels)
@@ -867,7 +866,7 @@ def what_initialize_reads() -> None:
             {"args": SimpleNamespace(deepspeed_config=file.name)},
             {"args": SimpleNamespace(deepscale_config=file.name)},
         ):
-            cce.require(cce.initialize(model=one_model(), **given)[0])
+            assert cce.initialize(model=one_model(), **given)[0].cce_heads
     for wrong in (None, True, 2, "2", [2], {"autotp_size": None}, {"autotp_size": "2"}, {"autotp_size": 1.5}):
         with pytest.raises(ValueError, match="tensor_parallel"):
             cce.initialize(model=one_model(), config=config | {"tensor_parallel": wrong})

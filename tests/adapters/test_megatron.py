@@ -670,7 +670,7 @@ def others_get_the_logits_that_they_want() -> None:
 
 
 def a_loss_that_is_not_ours_is_told() -> None:
-    """``require``: before a step by the head's class, after one by who computed the loss."""
+    """``require`` is told by the head's class, and after a step by who computed the loss."""
     inputs, labels = batch(inside=True)
     with pytest.raises(RuntimeError, match="output_layer of this GPTModel was not converted"):
         cce.require(build(Case())[0])
@@ -681,7 +681,8 @@ def a_loss_that_is_not_ours_is_told() -> None:
     with torch.no_grad():
         model.train()(**inputs, labels=labels)
     model(**inputs)  # logits, by which no loss of ours is missed
-    cce.require(model)
+    with pytest.raises(RuntimeError, match="call require after the first step"):
+        cce.require(model)
     model(**inputs, labels=labels)
     with pytest.raises(RuntimeError, match=r"1 forward.* none asked the head output_layer for its loss"):
         cce.require([model])

@@ -268,6 +268,19 @@ def test_what_is_no_sum_of_products_is_one_line(change: Callable, message: str) 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("config", ["lora", "modules-to-save", "frozen"])
+def test_peft_after_convert_is_one_line(config: str) -> None:
+    """The advice works, and a head that PEFT leaves alone trains."""
+    settings = LoraConfig(task_type="CAUSAL_LM", **CONFIGS[config])
+    model: Any = get_peft_model(cce_dist.convert(tiny_model("Llama")), settings)
+    if config != "frozen":
+        with pytest.raises(RuntimeError, match="PEFT has wrapped lm_head since convert: call convert after get_peft_"):
+            model(**batch())
+        cce_dist.convert(cce_dist.revert(model))
+    trained(model)
+    cce_dist.require(model)
+
+
 def test_dora_is_refused() -> None:
     """Catches a variant that only the first loss finds."""
     for variant in ({"use_dora": True}, {"use_rslora": True, "use_dora": True}):

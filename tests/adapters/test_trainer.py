@@ -124,7 +124,7 @@ def test_a_refused_model_is_one_line() -> None:
     for model, message in (
         (split, "transformers has split it over 2 ranks"),
         (wrapped, "that is a Sequential"),
-        (LlamaForSequenceClassification(split.config), "looked for the head of LlamaForSequenceClassification"),
+        (LlamaForSequenceClassification(split.config), "no language-model head: load it with AutoModelForCausalLM"),
     ):
         with pytest.raises(ValueError, match=message) as error:
             cce_dist.convert(model)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -301,15 +300,3 @@ def test_the_auto_chunker_says_if_it_split_nothing(settings, split, says, monkey
     monkeypatch.setattr(torch, "compile", lambda function, **options: run)
     (row,), _, _ = measure(tiny_workload(), {"chunked": methods.methods_of()["torch-compile-chunked"]}, repeats=1)
     assert row.problem == says and row.missing == bool(says)
-
-
-def test_a_library_that_is_not_here_is_one_line(monkeypatch):
-    """Catches a peer whose absence ends the run, and one that is no row."""
-    libraries = {"liger": "liger_kernel", "cce": "cut_cross_entropy", "mgmalek": "efficient_cross_entropy"}
-    for name, library in (libraries | {name: name for name in ("quack", "fla", "trl", "torchtune")}).items():
-        for module in [module for module in sys.modules if module.startswith(f"{library}.")]:
-            monkeypatch.delitem(sys.modules, module)
-        monkeypatch.setitem(sys.modules, library, None)
-        method = methods.methods_of()[name]._replace(needs_cuda=False)
-        (row,), _, _ = measure(tiny_workload(), {name: method}, repeats=1)
-        assert row.missing and library in row.problem and "\n" not in row.problem

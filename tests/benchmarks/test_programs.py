@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.plan_pairs import pairs
 
 import count_architectures
 import fingerprint
 import kernel_times
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAN = ROOT / "benchmarks" / "plan_measured.py"  # has no options
-SCRIPTS = [path for path in ROOT.glob("benchmarks/*.py") if path != PLAN and "if __name__" in path.read_text()]
+SCRIPTS = [path for path in ROOT.glob("benchmarks/*.py") if "if __name__" in path.read_text()]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -50,16 +47,6 @@ def test_the_kernels_of_a_loss_are_told_apart(
     *parts, total = [float(line.split("|")[2]) for line in lines[2:]]
     assert total == pytest.approx(sum(parts), abs=0.01)
     assert "quack" in refusals and "wrong loss: relative error 1.0e+00" in refusals
-
-
-def test_the_plans_errors_are_those_of_its_rows() -> None:
-    """Catches a file whose largest error is left out, and a script that starts only where the tests are known."""
-    files = [ROOT / "benchmarks" / "results" / f"h200-{name}.json" for name in ("heads", "kept")]
-    ran = subprocess.run([sys.executable, PLAN, *files], capture_output=True, text=True, timeout=200)
-    assert ran.returncode == 0, ran.stderr
-    cells = [cell.strip() for cell in ran.stdout.splitlines()[-1].split("|")]  # the second file has no such rows
-    errors = [pair.time_error for pair in pairs(files[0])]
-    assert cells[2:4] == [str(len(errors)), f"{min(errors):+.1%} to {max(errors):+.1%}"]
 
 
 def test_architectures_are_counted(

@@ -226,18 +226,8 @@ def steps_of_a_toy(argv: list[str]) -> int:
 def test_whole_steps_under_fsdp(tmp_path: Path) -> None:
     """Two ranks: bytes are those of the arithmetic in bf16, gradients the stock model's in fp32, with layers compiled, too."""
     run = [
-        "--models",
-        "gemma-3-270m",
-        "--fsdp",
-        "--tokens",
-        "64",
-        "--length",
-        "32",
-        "--device",
-        "cpu",
-        "--repeats",
-        "2",
-    ]
+        "--models", "gemma-3-270m", "--fsdp", "--tokens", "64", "--length", "32", "--device", "cpu", "--repeats", "2",
+    ]  # fmt: skip
     layers = ["cce-dist-default+layers", "cce-dist-shard-over+layers"]
     plain = ["cce-dist-default", "cce-dist-shard-over", "torch-compile"]
     cases = []

@@ -25,19 +25,8 @@ from workload import read_workload
 pytest.importorskip("transformers")
 
 RUN = [
-    "--model",
-    "gemma-3-270m",
-    "--layers",
-    "2",
-    "--length",
-    "32",
-    "--device",
-    "cpu",
-    "--steps",
-    "6",
-    "--measure-every",
-    "3",
-]
+    "--model", "gemma-3-270m", "--layers", "2", "--length", "32", "--device", "cpu", "--steps", "6", "--measure-every", "3",
+]  # fmt: skip
 RUN += ["--eval-batches", "2", "--batch-size", "4", "--lr", "1e-2", "--warmup", "2"]
 WAYS = ["stock", "default", "filtered"]
 

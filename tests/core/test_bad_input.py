@@ -215,8 +215,8 @@ def test_bf16_is_refused_by_the_interpreter(data, monkeypatch: pytest.MonkeyPatc
         linear_cross_entropy(**low, backend="triton")
 
 
-def test_labels_at_the_ends_of_int64(data):
-    for label in (2**63 - 1, -(2**63)):
+def test_labels_outside_the_vocabulary_up_to_the_ends_of_int64(data):
+    for label in (-1, V, -2, 2**40, 2**63 - 1, -(2**63)):
         with pytest.raises(IndexError, match=rf"target\[0\].* is {label}"):
             linear_cross_entropy(**(data | {"target": torch.full((N,), label)}))
     for ignored in (2**63 - 1, -(2**63)):

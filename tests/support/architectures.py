@@ -153,7 +153,7 @@ def difference(expected: torch.Tensor, gradients: dict, loss: torch.Tensor, ours
 
 def first_line(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:110]}"
+    return f"{type(error).__name__}: {text[:60]}"
 
 
 def run(name: str, limit_seconds: float) -> Result:

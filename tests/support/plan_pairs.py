@@ -1,4 +1,4 @@
-"""Predictions of ``cce-dist plan`` beside the rows of stored measurements, for test_plan.py and benchmarks/plan_measured.py.
+"""Predictions of ``cce-dist plan`` beside the rows of stored measurements.
 
 A row's name says its budget: "@64MiB", "-default" for the one that the loss chooses, and the benchmark's own if it has none.
 """
