@@ -11,6 +11,7 @@ import pickle
 import resource
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,7 @@ pytest.importorskip("tokenizers")
 
 from toy_runs import ALONE, go_back, losses, newest, options, prepared, pretrain, records
 
-from cce_dist.tools.pretrain import checkpoint, exits, log
+from cce_dist.tools.pretrain import checkpoint, exits, launch, log
 from cce_dist.tools.pretrain.engine import Engine, Step
 from cce_dist.tools.pretrain.exits import CheckpointError, UsageError
 from cce_dist.tools.pretrain.launch import train_on
@@ -316,6 +317,55 @@ def test_records_tell_the_share_of_the_peak_and_the_end_says_where_all_is(
     assert record["mfu"] == pytest.approx(record["tokens_per_s"] * flops / 1e9)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"finished: {tmp_path} holds metrics.jsonl, curves.png, checkpoints/step-00000004"
+
+
+@pytest.mark.parametrize("writer", [["--tensorboard"], ["--wandb", "project"]], ids=lambda writer: writer[0])
+def test_writers_that_are_missing_are_said(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, writer: list[str]
+) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    assert pretrain(cache, tmp_path / "run", *writer) == 1
+    assert "which is not installed: pip install" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_weights_and_biases_get_every_record(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package, which notes what it is given."""
+    board = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=lambda **said: board, Error=OSError))
+    go_on(cache, tmp_path, "--wandb", "project", "--steps", "2")
+    given = [(call.kwargs["step"], *call.args[0]) for call in board.log.call_args_list]
+    assert [(step, first) for step, first, *_ in given] == [(1, "train/loss"), (2, "train/loss"), (2, "val/loss")]
+    board.finish.assert_called_once()
+
+
+def test_tensorboard_reads_one_clean_history(cache: Path, run: Path) -> None:
+    """The real package. Catches records past the checkpoint, of a run that was killed, that stand beside those that follow."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    go_back(run)
+    board = log._tensorboard(run, 0)
+    for step in range(1, 7):
+        board.add_scalar("train/loss", 100.0 + step, step)
+    board.close()
+    go_on(cache, run, "--tensorboard")
+    events = reader.EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    history = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    ours = [(record["step"], pytest.approx(record["loss"])) for record in records(run)]
+    assert history == [(step, 100.0 + step) for step in range(1, 5)] + ours[4:]
+
+
+def test_a_refusal_of_weights_and_biases_is_one_line(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real package, without a key."""
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert pretrain(cache, tmp_path / "run", "--wandb", "project") == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cce-dist")]
+    assert len(lines) == 1 and "cannot write to Weights & Biases: No API key" in lines[0]
 
 
 @pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/*"])

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import uuid
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -202,7 +203,7 @@ def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> float:
 
 
 def check_flags(recipe: Recipe) -> None:
-    """Raise ``UsageError`` where flags do not go together."""
+    """Raise ``UsageError`` where flags do not go together, or one asks for a package that is not here."""
     uneven = recipe.num_ranks % recipe.nodes != 0 and recipe.ranks_per_node is None
     problems = {
         f"--filter-eps and --filter-always need a --loss that filters, not {recipe.loss}": recipe.grad_filter is None
@@ -213,6 +214,9 @@ def check_flags(recipe: Recipe) -> None:
     for text, is_so in problems.items():
         if is_so:
             raise UsageError(text)
+    for package, is_asked in {"tensorboard": recipe.tensorboard, "wandb": recipe.wandb is not None}.items():
+        if is_asked and find_spec(package) is None:
+            raise UsageError(f"--{package} needs {package}, which is not installed: pip install {package}")
 
 
 def _report(error: BaseException) -> int:

@@ -1,8 +1,9 @@
-"""The first rank's records of a run: metrics.jsonl, and a progress bar."""
+"""The first rank's records of a run: metrics.jsonl, a progress bar, and TensorBoard and Weights & Biases where asked for."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import sys
@@ -29,7 +30,7 @@ class Log:
     Records are JSON objects, one a line: ``step`` counts finished optimizer steps; ``split`` is "train" or "val"; ``loss`` is
     in nats per token. Records past ``step``, from which the run goes on, are dropped.
 
-    Methods raise ``OSError`` where the file could not be written whole.
+    Methods raise ``OSError`` where the file could not be written whole, or where Weights & Biases refused the run.
     """
 
     def __init__(self, recipe: Recipe, step: int) -> None:
@@ -38,6 +39,8 @@ class Log:
         durable.write(path, "".join(json.dumps(record) + "\n" for record in kept))
         # The file has no buffer: a record is on disk or its write raised, and nothing is left to fail at exit.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        self._board: Any = _tensorboard(recipe.out, step) if recipe.tensorboard else None
+        self._wandb: Any = _wandb(recipe) if recipe.wandb else None
         # Without a terminal there is no bar: ``advance`` prints a line from time to time instead.
         self._bar = tqdm(total=recipe.steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
         self._step, self._steps, self._loss, self._told = step, recipe.steps, "", time.monotonic()
@@ -47,6 +50,14 @@ class Log:
         line = (json.dumps(record) + "\n").encode()
         if self._file.write(line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file.name))
+        numbers = {
+            f"{record['split']}/{name}": value for name, value in record.items() if name not in ("step", "split")
+        }
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=record["step"])
         if record["split"] == "train":
             shown = {name: f"{record[name]:,.0f}" for name in ("tokens_per_s", "peak_mb")}
             self._bar.set_postfix({"loss": f"{record['loss']:.3f}", **shown})
@@ -69,9 +80,14 @@ class Log:
         self._told = time.monotonic()
 
     def close(self) -> None:
-        """Close the bar and the file. A second call does nothing."""
+        """Close all writers. A second call does nothing."""
         self._bar.close()
         self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._board = self._wandb = None
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -92,3 +108,23 @@ def _is_record(value: Any) -> bool:
         return False
     numbers = isinstance(value.get("loss"), float) and isinstance(value.get("uniform", 0.0), float)
     return numbers and isinstance(value.get("step"), int) and 0 <= value["step"] <= MOST
+
+
+def _tensorboard(out: Path, step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+
+
+def _wandb(recipe: Recipe) -> Any:
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    # The folder names the run, so that a resumed one goes on there.
+    name = hashlib.sha256(os.fsencode(recipe.out.absolute())).hexdigest()[:16]
+    config = recipe.arguments()
+    try:
+        return wandb.init(
+            project=recipe.wandb, id=name, name=recipe.out.name, resume="allow", dir=recipe.out, config=config
+        )
+    except wandb.Error as error:  # such as a key that is missing, or a server that does not answer
+        raise OSError(errno.EACCES, str(error), "to Weights & Biases") from error

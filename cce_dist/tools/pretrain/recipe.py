@@ -86,6 +86,10 @@ class Recipe:
         "run", 100, "steps from one checkpoint to the next; 0: none", type=whole(0), metavar="STEPS"
     )
     keep: int = flag("run", 2, "how many of the newest stay on disk", metavar="CHECKPOINTS")
+    tensorboard: bool = flag("run", False, "write the records to --out/tensorboard too (needs tensorboard)")
+    wandb: str | None = flag(
+        "run", None, "write the records to this project of Weights & Biases too (needs wandb)", metavar="PROJECT"
+    )
 
     loss: str = flag(
         "loss",

@@ -224,7 +224,7 @@ class _Run:
         except (ModuleNotFoundError, OSError, ValueError) as error:
             advice = " (pip install matplotlib)" if isinstance(error, ModuleNotFoundError) else ""
             print(f"no figure: {error}{advice}; 'cce-dist plot {recipe.out}' draws it later")
-        there += [f"checkpoints/step-{self.stored:08d}"] * bool(self.stored)
+        there += [f"checkpoints/step-{self.stored:08d}"] * bool(self.stored) + ["tensorboard"] * recipe.tensorboard
         print(f"finished: {recipe.out} holds {', '.join(there)}")
 
 
