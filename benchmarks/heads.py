@@ -54,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
     add("--objectives", nargs="*", choices=OBJECTIVES, metavar="LOSS", help=says)
     add("--stage", choices=("megatron", "deepspeed"), help="time the end of this framework's last pipeline stage")
     add("--workspace", nargs="+", type=whole(1), metavar="MIB", help="budgets of cce-dist, a row each (default: 256)")
+    says = "time synchronised calls by the wall clock: the host does not launch ahead, as it does otherwise"
+    add("--wall", action="store_true", help=says)
     add("--no-forward", action="store_true", help="do not time forward alone: a third of the work")
     return parser
 
@@ -131,7 +133,7 @@ def _cases_of(
                 dist.broadcast(tensor, src=0, group=group)
             rows = {name: method for name, method in _rows(task, args).items() if name in chosen}
             told = partial(show_progress, f"{label}, {task.name} T {size}: ")
-            found = measure_problem(problem, shard, rows, args.repeats, told, not args.no_forward)
+            found = measure_problem(problem, shard, rows, args.repeats, told, not args.no_forward, args.wall)
             num_tokens, hidden_size = workload.hidden.shape
             yield Case(
                 **names,
@@ -144,6 +146,7 @@ def _cases_of(
                 task=task.name,
                 stage=args.stage or "",
                 ignored=args.ignored,
+                wall=args.wall,
                 counts=problem.counts,
                 **workload.drawn,
                 **found._asdict(),

@@ -99,12 +99,12 @@ def measure(
     methods: dict[str, Method],
     make: Callable[[Method], Trial],
     repeats: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
+    clock: Clock,
     progress: Progress = lambda line: None,
     matmuls: Callable[[Floor], list[Job]] = lambda floor: [],
 ) -> Measured:
     """Check every method, then time those that are right, and the plain matmuls, for ``repeats`` rounds."""
+    device, group = clock.meeting.device, clock.group
     rows, trials, sent = [Row(name, method.ours) for name, method in methods.items()], {}, {}
     # Make all before checking any, because making a compiled method resets torch's compiler.
     for row in rows:
@@ -127,7 +127,7 @@ def measure(
     for row in rows:
         calls = trials[row.name].jobs if row.name in trials else {}
         jobs += [Job(row, getattr(row, name), call) for name, call in calls.items()]
-    time_in_turns(jobs, repeats, Clock(device, group), progress)
+    time_in_turns(jobs, repeats, clock, progress)
     take_slowest(jobs, group)
     found = {}
     if group is not None:
@@ -227,10 +227,13 @@ class Clock:
 
     On a GPU the same matmuls come before every job. They bring the card to its power limit, evict the job's data from
     the L2 cache, and let the host launch ahead. The host's time is the time of the call alone.
+
+    With ``wall`` the host does not launch ahead: the device is idle when the call begins, and the wall clock runs until it is
+    idle again.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, wall: bool = False) -> None:
+        self.group, self.wall = group, wall
         self.meeting = torch.zeros(1, device=device)
         if device.type == "cuda":
             self.heat = torch.randn(HEAT_SIDE, HEAT_SIDE, dtype=torch.bfloat16, device=device)
@@ -247,13 +250,15 @@ class Clock:
         for _ in range(HEAT_MATMULS):
             torch.mm(self.heat, self.heat, out=self.heated)
         self._meet()
+        if self.wall:
+            torch.cuda.synchronize()
         begin.record()
         start = time.perf_counter()
         job()
         host = time.perf_counter() - start
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3, host
+        return time.perf_counter() - start if self.wall else begin.elapsed_time(end) / 1e3, host
 
     def _meet(self) -> None:
         if self.group is not None:

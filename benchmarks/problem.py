@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cce_dist import VocabShard
 from cce_dist import reference as specification
-from loop import Job, Limits, Measured, Method, Progress, Trial, measure, relative_error
+from loop import Clock, Job, Limits, Measured, Method, Progress, Trial, measure, relative_error
 from records import Errors, Floor, describe
 from workload import IGNORE_INDEX
 
@@ -170,10 +170,12 @@ def measure_problem(
     repeats: int,
     progress: Progress = lambda line: None,
     forward: bool = True,
+    wall: bool = False,
 ) -> Measured:
     """Measure the methods that can run on this size of group, and the plain matmuls of one shard.
 
-    ``problem`` is the whole input, on every rank. With ``forward`` the forward pass is also timed alone.
+    ``problem`` is the whole input, on every rank. With ``forward`` the forward pass is timed alone, too. For ``wall`` see
+    ``Clock``.
     """
     progress("reference")
     # The reference moves to the host, to leave the device's memory to the timed steps.
@@ -188,7 +190,7 @@ def measure_problem(
 
     chosen = {name: method for name, method in methods.items() if method.is_for(shard.group_size)}
     floor = partial(matmuls, parts[False][0])
-    return measure(chosen, make, repeats, device, shard.group, progress, floor)
+    return measure(chosen, make, repeats, Clock(device, shard.group, wall), progress, floor)
 
 
 @contextmanager

@@ -117,6 +117,7 @@ class Case:
     stage: str = ""  # the framework whose last stage is measured
     rung: str = "trained"
     ignored: float = 0.0  # share of labels that are -100
+    wall: bool = False  # times are the wall clock's, of calls that the host does not launch ahead of
     teacher_size: int = 0
     counts: list[int] = field(default_factory=lambda: [1, 3, 4])  # matmuls of each timing of the floor
     # Statistics of the softmax, means over tokens; NaN or None if unknown.

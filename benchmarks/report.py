@@ -39,11 +39,13 @@ SCATTER_BASE = "torch-compile"
 MOST_TIME = 2.4  # slower methods are drawn at the edge, with their number
 # What a reader calls each method, where its name goes, and the corner of the text that is put there.
 SCATTER_LABELS: dict[str, tuple[str, tuple[float, float], str]] = {
-    "cce-dist-default": ("cce_dist", (-9, -3), "right"),
+    "cce-dist-default": ("cce_dist", (-9, -11), "right"),
     "cce-dist-filtered": ("cce_dist, filtered", (9, -3), "left"),
     "torch": ("PyTorch", (4, 11), "right"),
+    "torch-lce": ("F.linear_cross_entropy", (0, 11), "center"),
     SCATTER_BASE: ("torch.compile", (0, 11), "center"),
     "liger": ("Liger", (11, -4), "left"),
+    "cce-exact": ("Apple's CCE", (0, -20), "center"),
 }
 
 
@@ -57,7 +59,7 @@ def title(case: Case) -> str:
     layers = f", {case.num_layers} layers, sequences of {case.length:,}" if case.num_layers else ""
     return (
         f"{stage}{task}{case.shape}{rung}, N {case.num_tokens:,}, D {case.hidden_size:,}, V {case.vocab_size:,}{split}"
-        f"{layers}, {case.dtype}{ignored}"
+        f"{layers}, {case.dtype}{ignored}{', synchronised calls' if case.wall else ''}"
     )
 
 
@@ -234,7 +236,7 @@ def write_scatter(path: Path, files: Sequence[tuple[dict[str, Any], Case]]) -> N
     Raises:
         ValueError: A case has no row of ``torch-compile``.
     """
-    with picture(path, "", (4 * len(files), 4.2), dpi=120) as figure:
+    with picture(path, "", (4 * len(files), 4.5), dpi=120) as figure:
         axes = figure.subplots(1, len(files), sharey=True, squeeze=False)
         for axis, (environment, case) in zip(axes[0], files, strict=True):
             _scatter_panel(axis, environment, case)
@@ -266,4 +268,6 @@ def _scatter_panel(axis: Any, environment: dict[str, Any], case: Case) -> None:
     axis.tick_params(labelsize=12)
     gpu = environment["device"].removeprefix("NVIDIA ").split()[0]
     axis.set_title(f"{case.shape}, {case.num_tokens:,} tokens, {gpu}", fontsize=14)
+    calls = "wall time, synchronised" if case.wall else "GPU time"
+    axis.set_xlabel(f"D {case.hidden_size:,}, V {case.vocab_size:,}; {calls}", fontsize=11)
     axis.spines[["top", "right"]].set_visible(False)

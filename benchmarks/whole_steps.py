@@ -22,7 +22,7 @@ import command
 from cce_dist.tools.arguments import folder, pattern, whole
 from cce_dist.tools.pretrain.data import Batches, Corpus, CorpusError, prepare
 from cce_dist.tools.pretrain.exits import UsageError
-from loop import Limits, Method, Trial, free_memory, measure, relative_error, show_progress
+from loop import Clock, Limits, Method, Trial, free_memory, measure, relative_error, show_progress
 from models import STOCK
 from records import Case, Errors
 
@@ -172,7 +172,7 @@ def measure_steps(
         task="whole steps" if group is None else "whole steps under FSDP2",
         num_layers=config.num_hidden_layers,
         length=ids.shape[1],
-        **measure(methods, make, args.repeats, ids.device, group, progress)._asdict(),
+        **measure(methods, make, args.repeats, Clock(ids.device, group), progress)._asdict(),
     )
 
 

@@ -336,7 +336,9 @@ class Grads(NamedTuple):
     # on, as soon as these rows are final. None: it is only called with all rows.
     ready_rows: int | None = None
     hidden_out: torch.Tensor | None = None  # [N, D] storage that d_hidden is written to and returned in, or None
-    often_empty: bool = False  # Often no token has a label: kernels then return early and may leave d_weight unwritten
+    # Often no token has a label: kernels then return early and may leave d_weight unwritten. d_hidden of tokens without a label
+    # stays unwritten.
+    often_empty: bool = False
     # [V, D] int8: 8 more bits of a bf16 d_weight that several calls add to (``d_weight.py``), or None
     weight_low: torch.Tensor | None = None
 

@@ -9,6 +9,7 @@ the vocabulary into parts that fill one wave or two, and a second kernel adds th
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
+from cce_dist.kernels.direct import MOST_KINDS, Launch
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 from cce_dist.kernels.waves import cdiv, cut_last_wave, fitted
 
@@ -49,39 +51,51 @@ def add_d_hidden(
     outer product is added. ``often_empty``: calls often have no labelled token, so only as many programs are launched as run
     at a time.
     """
-    num_rows, num_cols = dlogits_RV.shape[0], weight_VD.shape[0]
-    hidden_size = weight_VD.shape[1]
-    tile = fitted(tile, hidden_size)
-    tma = has_tma(dlogits_RV, weight_VD)
-    num_tiles = cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols)
-    num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), num_programs(weight_VD.device))
-    num_parts = (num_tiles - num_whole) * splits
-    parts_PRC = torch.empty(num_parts, tile.rows, tile.cols, dtype=torch.float32, device=weight_VD.device)
-    write = int(first)
-    if total.low_RD is None and total.high_ND.itemsize == 2:
+    device, tma = weight_VD.device, has_tma(dlogits_RV, weight_VD)
+    write, has_low = int(first), total.low_RD is not None
+    if not has_low and total.high_ND.itemsize == 2:
         # One chunk needs no remainder, but uses the kernel for several chunks, so that fewer kernels are compiled.
         assert first
-        write, total = 2, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=weight_VD.device))
+        write, has_low, total = 2, True, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=device))
+    sizes = (dlogits_RV.shape[0], *weight_VD.shape, dlogits_RV.stride(0), write, dlogits_RV.shape[0] if first and zeros else 0)
+    has = (scale_R is not None, gain is not None, has_low, total.by_token)
+    launches = _launches(sizes, has, tile, num_programs(device), often_empty, tma, precision(dlogits_RV.dtype))
+    tile, parts_PRC = launches.tile, torch.empty(launches.parts, dtype=torch.float32, device=device)
     target = (rows.index, rows.num_labelled, scale_R, gain, *(outer or (None, None)), total.high_ND, total.low_RD, parts_PRC)
-    num_set = num_rows if first and zeros else 0
-    sizes = (num_rows, num_cols, hidden_size, dlogits_RV.stride(0), write, num_set, num_whole, splits)
-    options = {
-        "HAS_SCALE": scale_R is not None,
-        "HAS_GAIN": gain is not None,
-        "HAS_LOW": total.low_RD is not None,
-        "BY_TOKEN": total.by_token,
-    }
-    blocks = {"BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
-    programs = num_whole + num_parts
-    _grad_hidden_kernel[(min(programs, num_programs(weight_VD.device)) if often_empty else programs,)](
-        operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma), *target, *sizes,
-        programs, **options, OFTEN_EMPTY=often_empty, **blocks, BLOCK_V=tile.inner, TMA=tma,
-        PRECISION=precision(dlogits_RV.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    launches.products(
+        operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma), *target
     )
-    if num_parts:
-        _add_parts_kernel[(num_tiles - num_whole, 4)](
-            *target, hidden_size, write, num_set, num_whole, splits, **options, **blocks
-        )
+    if launches.add_parts is not None:
+        launches.add_parts(*target)
+
+
+class _Launches(NamedTuple):
+    tile: Tile
+    parts: tuple[int, int, int]  # shape of the parts of tiles that are cut
+    products: Launch
+    add_parts: Launch | None  # None: no tile is cut
+
+
+@lru_cache(maxsize=MOST_KINDS)
+def _launches(
+    sizes: tuple[int, ...], has: tuple[bool, ...], tile: Tile, at_once: int, often_empty: bool, tma: bool, dot_precision: str
+) -> _Launches:
+    num_rows, num_cols, hidden_size, _, write, num_set = sizes
+    tile = fitted(tile, hidden_size)
+    num_tiles = cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols)
+    num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), at_once)
+    num_parts = (num_tiles - num_whole) * splits
+    programs = num_whole + num_parts
+    options = dict(zip(("HAS_SCALE", "HAS_GAIN", "HAS_LOW", "BY_TOKEN"), has, strict=True))
+    blocks = {"BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
+    products = _grad_hidden_kernel.prepared(
+        (min(programs, at_once) if often_empty else programs,), *sizes, num_whole, splits, programs,
+        **options, OFTEN_EMPTY=often_empty, **blocks, BLOCK_V=tile.inner, TMA=tma, PRECISION=dot_precision,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )
+    numbers = (hidden_size, write, num_set, num_whole, splits)
+    add_parts = _add_parts_kernel.prepared((num_tiles - num_whole, 4), *numbers, **options, **blocks) if num_parts else None
+    return _Launches(tile, (num_parts, tile.rows, tile.cols), products, add_parts)
 
 
 @kernel("dlogits", "weight", "scale_ptr", "of_column_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")

@@ -9,12 +9,15 @@ A bf16 sum over many calls would be rounded in each of them. So d_weight may hav
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand, row_and_split, store_tile
+from cce_dist.kernels.direct import MOST_KINDS, Launch
 from cce_dist.kernels.tiles import Tile, beside_collectives, num_programs, precision
 from cce_dist.kernels.waves import cdiv, fitted
 
@@ -45,25 +48,35 @@ def add_d_weight(
     to 4,096, it takes 0.89 to 0.90 of the time at 1,024 tokens, 0.91 to 0.95 at 2,048, and 0.98 to 1.00 at 8,192. Beside
     collectives it can take twice as long, so there such a call launches a program for each tile (``beside_collectives``).
     """
-    num_rows, hidden_size = rows.hidden.shape
-    num_cols = d_weight_VD.shape[0]
-    tile = fitted(tile, hidden_size)
     tma = has_tma(dlogits_RV, rows.hidden, d_weight_VD)
-    num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
     is_set = not add and low_VD is None
     in_one_wave = tma and d_weight_VD.itemsize == 2 and (often_empty or (is_set and not beside_collectives()))
-    _grad_weight_kernel[(min(num_tiles, num_programs(d_weight_VD.device)) if in_one_wave else num_tiles,)](
+    at_once = num_programs(d_weight_VD.device) if in_one_wave else 0
+    sizes = (rows.hidden.shape[0], *d_weight_VD.shape, dlogits_RV.stride(0))
+    options = (gain is not None, add, low_VD is not None, often_empty)
+    tile, launch = _launch(sizes, options, tile, at_once, tma, precision(rows.hidden.dtype))
+    launch(
         # in
         operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows.hidden, tile.inner, tile.cols, tma), rows.num_labelled,
         gain, more_D,
         # out, or in and out
         operand(d_weight_VD, tile.rows, tile.cols // 2, tma and is_set), low_VD,
-        # sizes
-        num_rows, num_cols, hidden_size, dlogits_RV.stride(0),
-        # options
-        HAS_GAIN=gain is not None, ADD=add, HAS_LOW=low_VD is not None, SKIP_EMPTY=often_empty, ONE_WAVE=in_one_wave,
-        # tiles
-        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_N=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
+    )
+
+
+@lru_cache(maxsize=MOST_KINDS)
+def _launch(
+    sizes: tuple[int, ...], options: tuple[bool, ...], tile: Tile, at_once: int, tma: bool, dot_precision: str
+) -> tuple[Tile, Launch]:
+    """Return the tile and the launch. ``at_once``: programs of a loop over tiles; 0: one program for each tile."""
+    _, num_cols, hidden_size, _ = sizes
+    has_gain, add, has_low, often_empty = options
+    tile = fitted(tile, hidden_size)
+    num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
+    return tile, _grad_weight_kernel.prepared(
+        (min(num_tiles, at_once or num_tiles),), *sizes,
+        HAS_GAIN=has_gain, ADD=add, HAS_LOW=has_low, SKIP_EMPTY=often_empty, ONE_WAVE=at_once > 0,
+        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_N=tile.inner, TMA=tma, PRECISION=dot_precision,
         num_warps=tile.warps, num_stages=tile.stages,
     )
 

@@ -15,7 +15,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -129,39 +129,69 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: Sequence[int], *args: Any, **options: Any) -> Any:
-        if _THREAD.launch is not None:
-            return _THREAD.launch(self, args, grid, options)
-        if not _is_wanted() or watched() or self.jitted.pre_run_hooks:
-            return self.by_triton(args, grid, options)
-        device = torch._C._cuda_getDevice()
-        key, values = kinds(args)
-        key = (device, tuple(options), *options.values(), *key)
-        try:
-            known = self.known.get(key)
-        except TypeError:  # a constexpr that cannot be hashed
-            return self.by_triton(args, grid, options)
-        if known is None:
-            compiled = self.by_triton(args, grid, options)
-            if hasattr(compiled, "packed_metadata") and self._are_constants(len(args), options):
-                self._keep(key, _Known.of(compiled, self.names, args, options))
-            return compiled
-        known.launch([*grid, 1, 1][:3], torch._C._cuda_getCurrentRawStream(device), values)
-        return known.compiled
+        return Launch(self, grid, (), options)(*args)
+
+    def prepared(self, grid: Sequence[int], *numbers: Any, **options: Any) -> Launch:
+        """Return a launch that takes the arguments before ``numbers``. It is made once for all calls of equal sizes."""
+        return Launch(self, grid, numbers, options)
 
     def by_triton(self, args: Sequence[Any], grid: Sequence[int], options: dict[str, Any]) -> Any:
         """Launch through Triton, which loads the launcher in C of a kernel that is new."""
         with _LOADING:
             return self.jitted.run(*args, grid=grid, warmup=False, **options)
 
-    def _are_constants(self, num_args: int, options: dict[str, Any]) -> bool:
+    def are_constants(self, num_args: int, options: dict[str, Any]) -> bool:
         """Return whether exactly the kernel's constexprs are passed by name."""
         given = [name for name in options if name in self.names]
         return {*given} == self.constants and num_args + len(given) == len(self.names)
 
-    def _keep(self, key: tuple, known: _Known) -> None:
+    def keep(self, key: tuple, known: _Known) -> None:
         if len(self.known) >= MOST_KINDS:
             self.known.clear()
         self.known[key] = known
+
+
+class Launch:
+    """A launch of a kernel but for its first arguments, with which it is called."""
+
+    def __init__(self, kernel: Kernel, grid: Sequence[int], numbers: Sequence[Any], options: dict[str, Any]) -> None:
+        self.kernel, self.grid, self.numbers, self.options = kernel, grid, numbers, options
+        self.programs = [*grid, 1, 1][:3]
+        self.known = dict[tuple, _Known]()
+
+    def __call__(self, *args: Any) -> Any:
+        if _THREAD.launch is not None:
+            return _THREAD.launch(self.kernel, (*args, *self.numbers), self.grid, self.options)
+        if not _is_wanted() or watched() or self.kernel.jitted.pre_run_hooks:
+            return self.kernel.by_triton((*args, *self.numbers), self.grid, self.options)
+        device = torch._C._cuda_getDevice()
+        kind, values = kinds(args)
+        key = (device, *kind)
+        known = self.known.get(key) or self._known_to_kernel(key)
+        if known is None:
+            return self._first_launch(key, args)
+        known.launch(self.programs, torch._C._cuda_getCurrentRawStream(device), values, self.numbers)
+        return known.compiled
+
+    def _kind(self, key: tuple) -> tuple:
+        return (tuple(self.options), *self.options.values(), *key, *kinds(self.numbers)[0])
+
+    def _known_to_kernel(self, key: tuple) -> _Known | None:
+        with suppress(TypeError):  # a constexpr that cannot be hashed
+            known = self.kernel.known.get(self._kind(key))
+            if known is not None:
+                self.known[key] = known
+            return known
+        return None
+
+    def _first_launch(self, key: tuple, args: Sequence[Any]) -> Any:
+        """Launch through Triton, and keep what it compiles."""
+        kernel, args = self.kernel, (*args, *self.numbers)
+        compiled = kernel.by_triton(args, self.grid, self.options)
+        if hasattr(compiled, "packed_metadata") and kernel.are_constants(len(args), self.options):
+            with suppress(TypeError):
+                kernel.keep(self._kind(key), _Known.of(compiled, kernel.names, args, self.options))
+        return compiled
 
 
 def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -181,15 +211,15 @@ def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
                 key.append("unaligned")
             continue
         values.append(value)
-        if of is int:
+        if value is None:
+            key.append(None)
+        elif of is int:
             if value == 1:
                 key.append(1)
             elif 0 <= value < 1 << 31:  # nearly all
                 key.append(3 if value & 15 else 16)
             else:
                 key.append((value & 15 == 0, value.bit_length() >> 5, value < 0))
-        elif value is None:
-            key.append(None)
         elif of is bool:
             key.append((of, value))  # apart from the integer 1
         elif of is float:
@@ -231,15 +261,14 @@ class _Known(NamedTuple):
         encoders = [lru_cache(maxsize=MOST_CODES)(encode) for encode in launcher.encoders or []]
         return cls(compiled, launcher, constants, [*zip(places, encoders, strict=False)][::-1])
 
-    def launch(self, grid: Sequence[int], stream: int, values: list[Any]) -> None:
+    def launch(self, grid: Sequence[int], stream: int, values: list[Any], numbers: Sequence[Any]) -> None:
         for place, encode in self.matrices:
             values[place : place + 1] = encode(values[place])
         run, behind, _, in_one = self.launcher
-        values += self.constants
         if in_one:
-            run(*grid, stream, self.compiled.function, *behind, values)
+            run(*grid, stream, self.compiled.function, *behind, [*values, *numbers, *self.constants])
         else:
-            run(*grid, stream, self.compiled.function, *behind, *values)
+            run(*grid, stream, self.compiled.function, *behind, *values, *numbers, *self.constants)
 
 
 class Launcher(NamedTuple):

@@ -321,8 +321,7 @@ def gradients_by(
         return d_hidden, None if grads.weight_out is not None else d_weight, d_bias
     # Only d_weight needs the scaled hidden states. They are kept in d_hidden's storage if d_hidden may be computed last.
     weight_first = 0 < num_saved == last and grads.want_hidden and grads.want_weight and grads.hidden_ready is None
-    # ``add_d_hidden`` sets the rows of tokens without a label, unless there are often no other tokens.
-    d_hidden, d_weight, d_bias = new_gradients(x, grads, zeros=grads.often_empty)
+    d_hidden, d_weight, d_bias = new_gradients(x, grads, zeros=False)  # ``add_d_hidden`` sets rows without a label to 0
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
         gain = None

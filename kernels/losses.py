@@ -11,6 +11,7 @@ kernel that writes ``num_labelled`` sets it to 0, and so does the last program.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import triton.language as tl
 
 from cce_dist.kernels import IGNORED, Losses, Operands, Rows, Softmax, Spec, Want
 from cce_dist.kernels.blocks import kernel, on_device
+from cce_dist.kernels.direct import MOST_KINDS, Launch
 from cce_dist.kernels.lse import (
     BELOW,
     BEST,
@@ -121,21 +123,30 @@ def finish(
     programs = cdiv(num_rows, block)
     losses, softmax, part_2B, arrived = out or (None, None, None, None)
     exp_RV, tile_reference_BR, reference_R, tile_cols = leveling or (None, None, None, 0)
-    _finish_kernel[(programs,)](
+    sizes = (
+        num_rows, x.num_tokens, 0 if partials_KPR is None else partials_KPR.shape[1], x.num_valid, vocab_size,
+        0 if tile_reference_BR is None else tile_reference_BR.shape[0], 0 if exp_RV is None else exp_RV.shape[1],
+        first_program, 0 if part_2B is None else part_2B.shape[1],
+    )  # fmt: skip
+    _finish_launch(sizes, want, sloped_N is not None, out is not None, block, tile_cols)(
         # in
         partials_KPR, rows.index, rows.num_labelled, x.ids, target_N, tile_reference_BR,
         # in, out
         exp_RV, part_2B, arrived,
         # out
         reference_R, stats_KN, sloped_N, losses, softmax,
-        # sizes
-        num_rows, x.num_tokens, 0 if partials_KPR is None else partials_KPR.shape[1], x.num_valid, vocab_size,
-        0 if tile_reference_BR is None else tile_reference_BR.shape[0], 0 if exp_RV is None else exp_RV.shape[1],
-        first_program, 0 if part_2B is None else part_2B.shape[1],
-        # tiles
-        WANT=Sums.of(want, sloped_N is not None), WANT_LOSSES=out is not None, BLOCK_N=block, BLOCK_V=tile_cols, BLOCK_T=32,
     )
     return programs
+
+
+@lru_cache(maxsize=MOST_KINDS)
+def _finish_launch(
+    sizes: tuple[int, ...], want: Want, want_sloped: bool, want_losses: bool, block: int, tile_cols: int
+) -> Launch:
+    return _finish_kernel.prepared(
+        (cdiv(sizes[0], block),), *sizes,
+        WANT=Sums.of(want, want_sloped), WANT_LOSSES=want_losses, BLOCK_N=block, BLOCK_V=tile_cols, BLOCK_T=32,
+    )
 
 
 @kernel("partial_ptr", "exp_ptr", "tile_reference_ptr", "exp_cols")
@@ -320,14 +331,14 @@ def token_losses(stats_TKN: torch.Tensor, x: Operands, spec: Spec) -> tuple[Loss
     programs = max(1, cdiv(num_tokens, _BLOCK))  # without tokens the mean is still to be written
     out = Finished.new(x, (x.order or compact(x.ids))[1], spec.want, programs)
     with on_device(stats_TKN):
-        _token_losses_kernel[(programs,)](
-            stats_TKN, x.ids,
-            out.part_2B, out.arrived,
-            out.losses, out.softmax,
-            num_shards, num_stats, spec.vocab_size, num_tokens, programs,
-            BLOCK_N=_BLOCK,
-        )
+        launch = _token_losses_launch(num_shards, num_stats, spec.vocab_size, num_tokens, programs)
+        launch(stats_TKN, x.ids, out.part_2B, out.arrived, out.losses, out.softmax)
     return out.losses, out.softmax
+
+
+@lru_cache(maxsize=MOST_KINDS)
+def _token_losses_launch(*sizes: int) -> Launch:
+    return _token_losses_kernel.prepared((sizes[-1],), *sizes, BLOCK_N=_BLOCK)
 
 
 @kernel("stats_ptr")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ from cce_dist.kernels.blocks import (
     store_tile,
     tile_of_products,
 )
+from cce_dist.kernels.direct import MOST_KINDS, Launch
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
@@ -118,28 +120,43 @@ def lse_partials(
     ``want_sloped`` adds the sum of exp times the softcap's slope.
     """
     tile = tiles.lse
-    num_rows, hidden_size = rows.hidden.shape
     exp_RV, references = None, None
     if keep is not None:
         exp_RV, references = keep.exp_RV, keep._replace(exp_RV=None)
     tma = has_tma(rows.hidden, x.weight) and (exp_RV is None or has_tma(exp_RV))
-    grid = (cdiv(num_rows, tile.rows) * span.num_parts,)
-    _lse_kernel[grid](
+    num_columns = (
+        x.num_valid, 0 if exp_RV is None else exp_RV.shape[1], 0 if marks is None else marks.words_RW.shape[1]
+    )  # fmt: skip
+    options = (tma, has_fast_math(), precision(rows.hidden.dtype))
+    launch = _lse_launch(
+        partials_KPR.shape, rows.hidden.shape[1], num_columns, span, want, want_sloped, tile, tiles.group, options
+    )
+    launch(
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
         rows.index, rows.num_labelled,
         # out
         partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), references, marks,
+    )
+
+
+@lru_cache(maxsize=MOST_KINDS)
+def _lse_launch(
+    partials: Sequence[int], hidden_size: int, num_columns: tuple[int, int, int], span: Span, want: Want, want_sloped: bool,
+    tile: Tile, group: int, options: tuple[bool, bool, str],
+) -> Launch:
+    """Return the launch of ``_lse_kernel`` for partials of this shape, and columns of logits, exponentials and marks."""
+    (_, num_splits, num_rows), (num_valid, exp_cols, num_words), (tma, fast, dot_precision) = partials, num_columns, options
+    return _lse_kernel.prepared(
+        (cdiv(num_rows, tile.rows) * span.num_parts,),
         # sizes
-        num_rows, hidden_size, x.num_valid, partials_KPR.shape[1], span.first, span.last, span.num_parts,
-        span.first_part, *longest_first(span.last - span.first, span.num_parts),
-        0 if exp_RV is None else exp_RV.shape[1], 0 if marks is None else marks.words_RW.shape[1],
+        num_rows, hidden_size, num_valid, num_splits, span.first, span.last, span.num_parts, span.first_part,
+        *longest_first(span.last - span.first, span.num_parts), exp_cols, num_words,
         # options
-        WANT=Sums.of(want, want_sloped), MASK_V=x.num_valid % tile.cols != 0,
-        FAST=has_fast_math() and not want.best,  # with all outputs together, fast math would spill registers
+        WANT=Sums.of(want, want_sloped), MASK_V=num_valid % tile.cols != 0,
+        FAST=fast and not want.best,  # with all outputs together, fast math would spill registers
         # tiles
-        TILE=tile, GROUP=tiles.group, TMA=tma, PRECISION=precision(rows.hidden.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        TILE=tile, GROUP=group, TMA=tma, PRECISION=dot_precision, num_warps=tile.warps, num_stages=tile.stages,
     )
 
 
@@ -345,13 +362,18 @@ def gathered_with_targets(
     ids, num_ids = x.ids, None
     if x.cells is not None:
         ids, num_ids = x.cells.ids_NI, x.cells.ids_NI.shape[1]
-    _gather_targets_kernel[(cdiv(num_rows, 4) * (num_ids or 1),)](
-        x.hidden, x.weight, x.head, ids, rows.index, rows.num_labelled,
-        rows.hidden, out_KN, copy_N,
-        num_rows, hidden_size, x.num_tokens, row, x.start, x.num_valid, num_ids,
+    launch = _gather_targets_launch(num_rows, hidden_size, ids.shape[0], row, x.start, x.num_valid, num_ids)
+    launch(x.hidden, x.weight, x.head, ids, rows.index, rows.num_labelled, rows.hidden, out_KN, copy_N)
+    return rows
+
+
+@lru_cache(maxsize=MOST_KINDS)
+def _gather_targets_launch(num_rows: int, *sizes: int | None) -> Launch:
+    num_ids = sizes[-1]
+    return _gather_targets_kernel.prepared(
+        (cdiv(num_rows, 4) * (num_ids or 1),), num_rows, *sizes,
         SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_N=4, BLOCK_D=512,
     )
-    return rows
 
 
 @kernel("hidden_ptr", "weight_ptr", "rows_ptr", "hidden_size")

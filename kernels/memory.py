@@ -5,7 +5,8 @@ Pure arithmetic on sizes, so that the host code of the kernels and the fake tens
 exact     A chunk is a part of the vocabulary. It finishes its rows of d_weight, the large output, and adds to d_hidden, the
           small one. Tokens are split too if hidden states and remainder of all tokens exceed half of the budget; d_weight is
           then accumulated in its own dtype. A larger budget keeps exponentials of the first columns.
-filtered  The budget holds hidden states of a group of tokens, their marks and lists, and in backward the entries of all lists.
+filtered  The budget holds hidden states of a group of tokens and their marks, the lists of all tokens, and in backward the
+          lists' gradients.
 dense     At most LIVE_BLOCKS blocks of fp32 logits are alive at a time.
 """
 
@@ -36,18 +37,17 @@ SAVED_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together
 # Bytes of a logit that is sorted, with its column and the buffers of torch.sort; most columns of a piece (``piece_columns``).
 SORT_BYTES, MOST_PIECE = 40, 256
 
-FALLBACK = 128  # most tokens, one tile of rows, whose gradient is exact while the filter lists the others; a power of 2
 LEAST_LINEAR = 1 << 16  # fewest columns of a shard that is worth a linear correction of d_hidden
 MOST_COVARIANCE = 1 << 25  # most elements of the rows that ``covariance_columns`` samples: noise falls with columns and D
 SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient, with the mean of all; a power of 2
 
-# Bytes of a listed column in backward: column, token and gradient as written (12); for the sort column and order, its own
-# order and its buffers (20); then forward's column, and token and gradient in sorted order.
-ENTRY_BYTES = 56
-MOST_LISTED = 256  # most listed columns per token, on average, in the lists' capacity: the sort takes time for all of it
+# Slots of a token's list at this eps or a larger one. On nine softmaxes the longest list at 2^-10 has 145 columns (2026-11).
+USUAL_SLOTS, USUAL_EPS = 256, 2.0**-10
+SLOT_UNIT = 16  # a list has a multiple of this, and at least as many
+SLOT_BYTES = 20  # bytes of a slot: column, gradient and the slot's place; then token and gradient in sorted order
 # A listed column moves three rows of D numbers. A column of the exact gradient takes three products of 2 D operations, and a
 # GPU does 60 to 110 operations while it moves a byte.
-COLUMNS_PER_ENTRY = 128  # columns of exact gradient that cost as much as a listed column
+COLUMNS_PER_SLOT = 64  # columns of exact gradient that cost as much as a listed column
 
 LIVE_BLOCKS = 8  # most blocks of logits that the dense backend has alive at a time
 BLOCK_N, BLOCK_V = 128, 256  # groups of tokens are multiples of the first, blocks of the dense backend of both
@@ -275,18 +275,17 @@ def _sample_bytes(num_columns: int, itemsize: int) -> int:
     return SAMPLE * cdiv(num_columns, ROWS) * ROWS * itemsize
 
 
-def list_capacity(num_tokens: int, num_columns: int, workspace_bytes: int, itemsize: int = 2) -> int:
-    """Return M, the capacity of all lists together: the columns that fit in the budget, up to the number that pays."""
+def list_slots(sizes: Sizes, eps: float, workspace_bytes: int) -> int:
+    """Return L, the slots of a token's list: 256, more at an eps below 2^-10, and fewer if they do not pay or do not fit.
+
+    All slots take at most half of the budget, after the sampled tokens' part.
+    """
     available = max(workspace_bytes, LEAST_BYTES)
-    if keeps_sample(num_tokens, num_columns, itemsize, workspace_bytes):
-        available -= _sample_bytes(num_columns, itemsize)
-    return max(1, min(available // ENTRY_BYTES, num_tokens * min(MOST_LISTED, num_columns // COLUMNS_PER_ENTRY)))
-
-
-def fallback_columns(num_columns: int, rows: int, itemsize: int, workspace_bytes: int, tile_cols: int) -> int:
-    """Return the columns per chunk of the exact gradient of ``rows`` tokens: a chunk takes a quarter of the budget."""
-    most = max(workspace_bytes, LEAST_BYTES) // 4 // (rows * itemsize) // tile_cols * tile_cols
-    return max(tile_cols, min(most, cdiv(num_columns, tile_cols) * tile_cols))
+    if keeps_sample(sizes.num_tokens, sizes.num_columns, sizes.itemsize, workspace_bytes):
+        available -= _sample_bytes(sizes.num_columns, sizes.itemsize)
+    fit = available // 2 // (SLOT_BYTES * max(1, sizes.num_tokens))
+    wanted = min(round(USUAL_SLOTS * max(1, USUAL_EPS / eps)), sizes.num_columns // COLUMNS_PER_SLOT, fit)
+    return max(SLOT_UNIT, wanted // SLOT_UNIT * SLOT_UNIT)
 
 
 def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int) -> Chunks:
@@ -310,9 +309,9 @@ def remainder_bytes(sizes: Sizes) -> int:
 
 def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> int:
     """Return the tokens per group of the filter's backward, with gradients of ``columns`` frequent and sampled columns."""
-    available, row_bytes = max(workspace_bytes, LEAST_BYTES) // 2, sizes.sum_bytes + columns * sizes.itemsize
+    available, row_bytes = max(workspace_bytes, LEAST_BYTES) // 2, sizes.hidden_bytes + columns * sizes.itemsize
     if keeps_remainder(sizes, workspace_bytes):
-        available, row_bytes = available - remainder_bytes(sizes), sizes.hidden_bytes + columns * sizes.itemsize
+        available -= remainder_bytes(sizes)
     return min(sizes.num_tokens, max(ROWS, available // row_bytes // ROWS * ROWS))
 
 

@@ -12,6 +12,7 @@ computes the exponentials again, with the same bits. Rounding e to 16 bits chang
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Cells, Operands, Rows, Softmax, Upstream
 from cce_dist.kernels.blocks import kernel, rows_with_zeros
+from cce_dist.kernels.direct import MOST_KINDS, Launch
 from cce_dist.kernels.fast_math import LOG_2, fast_log2, has_fast_math
 from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.lse import HEADROOM
@@ -117,18 +119,14 @@ def scaled_rows(
     if x.cells is not None:
         labels, grad_NI, num_ids = x.cells.ids_NI, x.cells.grad_NI, x.cells.ids_NI.shape[1]
     scale_R = torch.empty(num_rows, dtype=torch.float32, device=x.hidden.device)
-    # A program of many columns computes the scales once, which takes long for several ids a token.
-    col_blocks = cdiv(hidden_size, 256) if gather and num_ids is None else 1
-    _scaled_rows_kernel[(cdiv(num_rows, 16), col_blocks)](
+    launch = _scaled_rows_launch(
+        gather, num_rows, hidden_size, saved.exp_NV.shape[1], x.start, x.num_valid, num_ids, *strides_of(upstream), vocab_size
+    )  # fmt: skip
+    launch(
         # in
         x.hidden, saved.reference_N, saved.target_N, labels, x.head, rows.index, rows.num_labelled, softmax, *upstream, grad_NI,
         # out
         rows.hidden if gather else None, saved.exp_NV, scale_R, factor_2R,
-        # sizes and strides
-        num_rows, hidden_size, saved.exp_NV.shape[1], x.start, x.num_valid, num_ids, *strides_of(upstream),
-        vocab_size,
-        # tiles
-        SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
     )
     if factor_2R is not None:
         num_cols = saved.exp_NV.shape[1]
@@ -136,6 +134,17 @@ def scaled_rows(
             saved.exp_NV, factor_2R, rows.num_labelled, num_rows, num_cols, FAST=has_fast_math(), BLOCK_V=2048
         )
     return scale_R
+
+
+@lru_cache(maxsize=MOST_KINDS)
+def _scaled_rows_launch(gather: bool, num_rows: int, hidden_size: int, *sizes: int | None) -> Launch:
+    num_ids = sizes[3]
+    # A program of many columns computes the scales once, which takes long for several ids a token.
+    col_blocks = cdiv(hidden_size, 256) if gather and num_ids is None else 1
+    return _scaled_rows_kernel.prepared(
+        (cdiv(num_rows, 16), col_blocks), num_rows, hidden_size, *sizes,
+        SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
+    )
 
 
 def label_cells(saved: SavedExp, x: Operands, coef_4N: torch.Tensor) -> Cells:

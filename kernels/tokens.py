@@ -11,6 +11,7 @@ rows. So a batch with two thirds of its tokens ignored costs a third, wherever t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import triton.language as tl
 
 from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Upstream
 from cce_dist.kernels.blocks import kernel, on_device, rows_with_zeros
+from cce_dist.kernels.direct import MOST_KINDS, Launch
 from cce_dist.kernels.tiles import MAX_SIDE, num_programs, stages_of_rows, thinned
 from cce_dist.kernels.waves import cdiv
 
@@ -64,13 +66,18 @@ def _of_labels(
     num_tokens = labels_N.shape[0]
     index_N, num_labelled = order or (None, None)
     if num_tokens or order is not None:
-        # The order is computed by one program: 65,536 tokens take it eight steps, and no second launch is needed.
-        block, warps = (_BLOCK, 4) if order is None else (8192, 16)
+        launch = _labels_launch(num_tokens, order is not None, ignore_index, vocab_size)
         with on_device(labels_N):
-            _labels_kernel[(cdiv(num_tokens, block) if order is None else 1,)](
-                labels_N, ids_N, index_N, num_labelled, ignore_index, vocab_size, num_tokens, BLOCK=block, num_warps=warps
-            )
+            launch(labels_N, ids_N, index_N, num_labelled)
     return ids_N
+
+
+@lru_cache(maxsize=MOST_KINDS)
+def _labels_launch(num_tokens: int, in_order: bool, ignore_index: int, vocab_size: int | None) -> Launch:
+    # The order is computed by one program: 65,536 tokens take it eight steps, and no second launch is needed.
+    block, warps = (8192, 16) if in_order else (_BLOCK, 4)
+    grid = (1 if in_order else cdiv(num_tokens, block),)
+    return _labels_kernel.prepared(grid, ignore_index, vocab_size, num_tokens, BLOCK=block, num_warps=warps)
 
 
 @kernel("ids_ptr", "index_ptr", "num_labelled_ptr")
@@ -136,13 +143,13 @@ def some_rows(matrix: torch.Tensor, first: int, stop: int) -> torch.Tensor:
 
 def gather_rows(hidden_ND: torch.Tensor, rows: Rows) -> None:
     """Copy the hidden states of a group's tokens to ``rows.hidden``; zeros fill the last tile's rest."""
-    num_rows, hidden_size = rows.hidden.shape
+    _gather_rows_launch(*rows.hidden.shape)(hidden_ND, rows.index, rows.num_labelled, rows.hidden)
+
+
+@lru_cache(maxsize=MOST_KINDS)
+def _gather_rows_launch(num_rows: int, hidden_size: int) -> Launch:
     grid = (cdiv(num_rows, 16), cdiv(hidden_size, 256))
-    _gather_rows_kernel[grid](
-        hidden_ND, rows.index, rows.num_labelled, rows.hidden,
-        num_rows, hidden_size,
-        MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
-    )
+    return _gather_rows_kernel.prepared(grid, num_rows, hidden_size, MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256)
 
 
 @kernel("hidden_ptr", "rows_ptr", "hidden_size")

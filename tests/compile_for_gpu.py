@@ -224,7 +224,7 @@ def main() -> None:
         step("each token, in groups", workspace_bytes=1 << 30, reduction="none", grad_weight_out=torch.zeros(5000, 640))
     step("filtered", grad_filter=GradFilter(always=True))
     step("exact with options", bias=True, softcap=30.0, label_smoothing=0.1)
-    step("filtered with options", bias=True, softcap=30.0, grad_filter=GradFilter(always=True))
+    step("filtered with options", softcap=30.0, grad_filter=GradFilter(always=True))
     # The sizes of tests: blocks of rows are then many rows.
     step("filtered with options of a narrow head", size=16, dtype=torch.float32, grad_filter=GradFilter(always=True))
     divergence("forward")

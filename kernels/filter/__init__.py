@@ -2,11 +2,11 @@
 
 forward                                               backward
   logits of the frequent columns, of the label and      exact gradients of tokens that the lists cannot serve
-    of sampled columns bound each token's                 (lists.decide, fallback)
+    of sampled columns bound each token's                 (lists.decide, exact)
     log-sum-exp (frequent, bound)                       listed columns (lists); a control variate for the others,
   log-sum-exp; each logit that reaches the                corrected by samples (shares, sampling, covariance)
     threshold is marked (lse)                           frequent columns: dlogits, d_hidden and d_weight as matrix
-  marks become lists of columns (lists)                   products, to which the listed ones are added (d_rows)
+  marks become lists of columns (lists)                   products, to which the listed ones are added (d_weight)
 
 Each element is judged by itself, and every element that reaches the threshold is kept: about a hundred in a row of 10^5
 logits. They are scattered, so keeping whole tiles of any size would keep thousands. Most kept elements belong to ids that are
@@ -18,9 +18,9 @@ columns, and share_j is column j's part of all dropped mass, estimated from samp
 right to rounding, and its column sums to the sample's error. Sampled columns correct d_hidden, and sampled tokens correct
 d_weight (sampling).
 
-A token falls back to the exact kernels if its list is too long, backward needs more columns than forward listed, the bound was
-too high, or a number is not finite. Most steps have few of these tokens, and without any the exact kernels return at once. All
-tokens fall back if the lists together are too long. Only the device knows which tokens fall back, and nothing waits for it.
+A token is unserved if its list is too long, backward needs more columns than forward listed, the bound was too high, or a
+number is not finite. The exact kernels compute the gradients of unserved tokens. Most steps have none, and these kernels return
+at once. Only the device knows which tokens are unserved, and nothing waits for it.
 
 Source: the filter of *Cut Your Losses* (Wijmans et al., 2024, section 4.3), which judges tiles of a sorted vocabulary. Lists,
 frequent columns and compensation are this project's.
@@ -36,30 +36,14 @@ import torch
 
 from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, exact, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.d_hidden import Sum, add_d_hidden
+from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.d_weight import add_d_weight
-from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter.bound import bound_of_shard, sample_outside, sampled_sums
 from cce_dist.kernels.filter.covariance import along, linear_of
 from cce_dist.kernels.filter.d_hidden import Linear, Product, add_products
-from cce_dist.kernels.filter.d_rows import (
-    ByColumn,
-    add_listed_hidden,
-    by_column,
-    compensated_weight,
-    listed_weight,
-)
+from cce_dist.kernels.filter.d_weight import by_column, compensated_weight, listed_weight
 from cce_dist.kernels.filter.frequent import Frequent, gather_frequent, most_labelled, num_frequent, outside_frequent
-from cce_dist.kernels.filter.lists import (
-    SLACK,
-    Decisions,
-    Entries,
-    Lists,
-    decide,
-    list_columns,
-    listed_gradients,
-    new_entries,
-)
+from cce_dist.kernels.filter.lists import SLACK, Decisions, Entries, Lists, decide, list_columns, listed_gradients
 from cce_dist.kernels.filter.sampling import (
     Columns,
     Given,
@@ -81,7 +65,7 @@ from cce_dist.kernels.lse import (
     lse_partials,
     new_partials,
 )
-from cce_dist.kernels.memory import FALLBACK, SAMPLE
+from cce_dist.kernels.memory import SAMPLE
 from cce_dist.kernels.tiles import Tiles, choose_tiles
 from cce_dist.kernels.tokens import (
     coefficients,
@@ -89,7 +73,6 @@ from cce_dist.kernels.tokens import (
     gathered,
     label_ids,
     ordered_ids,
-    some_rows,
     weighted_sums,
 )
 from cce_dist.kernels.waves import cdiv
@@ -105,16 +88,15 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
-    num_tokens, num_valid = x.num_tokens, x.num_valid
-    capacity = memory.list_capacity(num_tokens, num_valid, spec.workspace_bytes, x.hidden.itemsize)
+    num_tokens, num_slots = x.num_tokens, memory.list_slots(exact.sizes_of(x), spec.filter.eps, spec.workspace_bytes)
     return [
         torch.empty(shape, dtype=dtype, device=x.hidden.device)
         for shape, dtype in (
             ((3, num_tokens), torch.float32),
-            (capacity, torch.int32),
+            ((num_tokens, num_slots), torch.int32),
+            (x.num_valid, torch.int32),
             (num_tokens, torch.int32),
-            (num_tokens, torch.int32),
-            (num_frequent(num_valid, spec.filter.eps), torch.int64),
+            (num_frequent(x.num_valid, spec.filter.eps), torch.int64),
         )
     ]
 
@@ -127,6 +109,7 @@ def statistics(
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=x.hidden.device)
     lists = Lists(*saved_like(x, spec))
     if num_tokens == 0 or num_valid == 0:
+        lists.count_V.zero_()
         lists.count_N.zero_()
         stats_KN.zero_()[0] = float("-inf")
         bound_3N = torch.stack((merge_bound(stats_KN[:3]), torch.zeros_like(stats_KN[0]), stats_KN[0]))
@@ -134,7 +117,7 @@ def statistics(
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
         num_words = cdiv(num_valid, tiles.lse.cols) * tiles.lse.cols // 32
-        most_labelled(x, lists.ids_F)
+        most_labelled(x, lists.ids_F, lists.count_V)
         frequent = gather_frequent(lists.ids_F, x, num_words)
         at_once, first_at_once = memory.filter_forward_rows(
             exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
@@ -163,14 +146,12 @@ class _First(NamedTuple):
         frequent_3N: Maximum and sum of exp over the frequent columns, fp32. The third row is not used.
         frequent_sloped_N: Sum of exp times the softcap's slope over the frequent columns, fp32; None without a softcap.
         bound_N: Lower bound of the log-sum-exp, fp32.
-        taken: [1] int64: number of list elements in use; starts at 0.
     """
 
     order: list[torch.Tensor]
     frequent_3N: torch.Tensor
     frequent_sloped_N: torch.Tensor | None
     bound_N: torch.Tensor
-    taken: torch.Tensor
 
 
 def _before_all_columns(
@@ -191,9 +172,8 @@ def _before_all_columns(
         _log_sum_exp(frequent.x, rows, tiles, frequent_3N, frequent_sloped_N)
         if num_sampled:
             sampled_sums(sampled_ids_S, sampled, x.start, rows, tiles, sums_3PN)
-    taken = torch.empty(1, dtype=torch.int64, device=device)
-    shard_3N = bound_of_shard(frequent_3N, stats_KN, sums_3PN, num_sampled, x, frequent, taken)
-    return _First(order, frequent_3N, frequent_sloped_N, merge_bound(shard_3N), taken)
+    shard_3N = bound_of_shard(frequent_3N, stats_KN, sums_3PN, num_sampled, x, frequent)
+    return _First(order, frequent_3N, frequent_sloped_N, merge_bound(shard_3N))
 
 
 def _marked_statistics(
@@ -219,7 +199,7 @@ def _marked_statistics(
         words = first_rows(words_RW, group[0].shape[0])
         marks = Marks(first.bound_N, math.log(spec.filter.eps / SLACK), words)
         _log_sum_exp(x, rows, tiles, stats_KN, sloped_N, marks, spec.want)
-        list_columns(words, frequent, x, rows, lists, first.taken)
+        list_columns(words, frequent, x, rows, lists)
     outside_frequent(
         first.bound_N, first.frequent_3N, first.frequent_sloped_N, stats_KN, sloped_N, lists.bound_3N
     )
@@ -246,7 +226,7 @@ def gradients(
     """Return the filtered d_hidden and d_weight, and None; see ``Backend.gradients``. A call with a bias is exact.
 
     An element is kept if ``|P p| >= eps |LABEL|`` (``eps |P|`` if LABEL is 0), if it is the label's, if its column is frequent,
-    or if the token's list is short. All gradients are exact if the entropy is differentiated, which has no control variate.
+    or if the token's list holds it. All gradients are exact if the entropy is differentiated, which has no control variate.
     """
     sides = spec.filter
     coef_4N = coefficients(upstream, x.ids, spec.vocab_size)
@@ -303,7 +283,6 @@ class _Work(NamedTuple):
         frequent: The frequent columns.
         how: The decision for each token.
         lists: The lists of forward.
-        entries: The listed gradients.
         compensation: The control variate and its corrections.
         tiles: Tiles of the device.
     """
@@ -311,7 +290,6 @@ class _Work(NamedTuple):
     frequent: Frequent
     how: Decisions
     lists: Lists
-    entries: Entries
     compensation: Compensation
     tiles: Tiles
 
@@ -319,64 +297,47 @@ class _Work(NamedTuple):
 def _filtered_gradients(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, grads: Grads, spec: Spec
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    num_valid, device = x.num_valid, x.hidden.device
     with on_device(x.hidden):
-        tiles = choose_tiles(x.hidden.dtype, device)
-        room = memory.sampled_columns(num_valid) if spec.filter.compensate else 0
-        frequent = gather_frequent(lists.ids_F, x, cdiv(num_valid, 32), room)
-        how = decide(x, softmax, coef_4N, lists, frequent.slot_V, spec.filter.eps)
-        # First set the exact gradients, of all tokens or of those that fall back. Then add the filtered ones.
+        tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
+        room = memory.sampled_columns(x.num_valid) if spec.filter.compensate else 0
+        frequent = gather_frequent(lists.ids_F, x, cdiv(x.num_valid, 32), room)
+        how, entries = decide(x, softmax, coef_4N, lists, frequent.slot_V, spec.filter.eps)
+        # First set the exact gradients of unserved tokens, then add the filtered ones. Chunks of the vocabulary are cut for the
+        # case that all tokens are unserved.
         d_hidden, d_weight, _ = exact.gradients_by(
-            x._replace(ids=how.exact_labels), softmax, coef_4N, exact.new_saved(x, how.exact_order),
+            x, softmax, coef_4N, exact.new_saved(x, how.unserved_order),
             grads._replace(hidden_ready=None, ready_rows=None, often_empty=True), spec,
         )
         target = None
         if grads.want_weight:
             target = d_weight if grads.weight_out is None else grads.weight_out
-        _add_fallback(x, softmax, coef_4N, how, (d_hidden, target), grads, spec)
-        entries = new_entries(lists.columns_M.shape[0], device)
-        total = _listed_sum(d_hidden, x, spec)
-        dropped_N = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
-        given = Given(x, softmax, coef_4N, how.numbers_3N, dropped_N)
+        total = None
+        if d_hidden is not None:
+            keeps = memory.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes)
+            total = Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens) if keeps else None, by_token=True)
+        factor_2N = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
+        given = Given(x, softmax, coef_4N, how.numbers_3N, factor_2N[0])
         comp = _compensation(x, given, frequent, how, tiles, grads, spec)
-        work = _Work(frequent, how, lists, entries, comp, tiles)
-
-        num_frequent_columns = lists.ids_F.shape[0]
+        work = _Work(frequent, how, lists, comp, tiles)
         frequent_weight_FD = None
         if target is not None:
-            frequent_weight_FD = torch.empty(
-                num_frequent_columns, x.hidden.shape[1], dtype=target.dtype, device=device
-            )
-        _add_rows((d_hidden, frequent_weight_FD), total, x, given, work, grads, spec)
-        # Free memory for the sort of the entries.
-        del total
-        comp = comp._replace(linear=None)
-        work = work._replace(compensation=comp)
+            frequent_weight_FD = torch.empty_like(frequent.x.weight, dtype=target.dtype)
+        _add_rows(total, frequent_weight_FD, given, work, grads, spec)
         if target is not None and frequent_weight_FD is not None:
-            columns = by_column(entries, num_valid)
-            _finish_weight(target, x, columns, frequent_weight_FD, work, add=grads.weight_out is not None)
+            _finish_weight(target, x, entries, frequent_weight_FD, work, add=grads.weight_out is not None)
     return d_hidden, d_weight
 
 
 def _finish_weight(
-    target: torch.Tensor, x: Operands, columns: ByColumn, frequent_weight_FD: torch.Tensor, work: _Work, *, add: bool
+    target: torch.Tensor, x: Operands, entries: Entries, frequent_weight_FD: torch.Tensor, work: _Work, *, add: bool
 ) -> None:
     """Sum all parts of d_weight in ``target``."""
-    comp, parts = work.compensation, (work.frequent.slot_V, frequent_weight_FD, work.compensation.share_V)
+    comp, how = work.compensation, work.how
+    parts = (work.frequent.slot_V, frequent_weight_FD, comp.share_V, comp.shared_weight_D)
+    columns = by_column(work.lists, entries)
     if comp.tokens is not None and comp.factors_4 is not None:
-        compensated_weight(
-            target, comp.tokens, comp.factors_4, *parts, comp.shared_weight_D, work.how, work.tiles.grad_weight, add=add
-        )
-    listed_weight(
-        target, x.hidden, columns, *parts, comp.shared_weight_D, work.how, comp.factors_4, add=add
-    )
-
-
-def _listed_sum(d_hidden: torch.Tensor | None, x: Operands, spec: Spec) -> Sum | None:
-    """Return d_hidden with a remainder of all tokens if it fits in the budget, else None. Short lists then set d_hidden."""
-    if d_hidden is None or not memory.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes):
-        return None
-    return Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens), by_token=True)
+        compensated_weight(target, comp.tokens, comp.factors_4, *parts, how, work.tiles.grad_weight, add=add)
+    listed_weight(target, x.hidden, columns, *parts, how, comp.factors_4, add=add)
 
 
 def _compensation(
@@ -423,73 +384,29 @@ def _compensation(
     return comp._replace(tokens=tokens, factors_4=factors_4, linear=linear, along_N=along_N)
 
 
-def _add_fallback(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, how: Decisions,
-    out: tuple[torch.Tensor | None, torch.Tensor | None], grads: Grads, spec: Spec,
-) -> None:
-    """Set the exact gradients of the tokens that fall back while the lists of other tokens are used.
-
-    These tokens are at most one tile of rows, so chunks of the vocabulary are long. If there are none, the kernels return at
-    once and d_weight is not written.
-    """
-    d_hidden, d_weight = out
-    num_valid = x.num_valid
-    tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-    rows = gathered(x.hidden, (how.fallback, how.num_fallback), new_rows(x, FALLBACK))
-    cols = memory.fallback_columns(num_valid, FALLBACK, x.hidden.itemsize, spec.workspace_bytes, tiles.dlogits.cols)
-    dlogits_RV = new_rows(x, FALLBACK, cols)
-    total = None if d_hidden is None else Sum(d_hidden, exact.remainder(x.hidden, FALLBACK))
-    for first in range(0, num_valid, cols):
-        stop = min(first + cols, num_valid)
-        dlogits_chunk(x, rows, softmax, coef_4N, first, dlogits_RV, tiles)
-        if total is not None:
-            add_d_hidden(
-                total, dlogits_RV, some_rows(x.weight, first, stop), rows, None, None, tiles.grad_hidden, first=first == 0
-            )
-        if d_weight is not None:
-            add_d_weight(
-                some_rows(d_weight, first, stop), dlogits_RV, rows, None, tiles.grad_weight, add=grads.weight_out is not None,
-                often_empty=True,
-            )
-
-
 def _add_rows(
-    out: tuple[torch.Tensor | None, torch.Tensor | None], listed: Sum | None, x: Operands, given: Given, work: _Work,
-    grads: Grads, spec: Spec,
+    total: Sum | None, frequent_weight_FD: torch.Tensor | None, given: Given, work: _Work, grads: Grads, spec: Spec
 ) -> None:
-    """Finish d_hidden, a group of tokens at a time, and compute the frequent columns' rows of d_weight.
-
-    ``listed`` is d_hidden if ``listed_gradients`` has written the short lists' parts to it, else None.
-    """
-    d_hidden, frequent_weight_FD = out
-    tiles, comp = work.tiles, work.compensation
+    """Finish d_hidden, a group of tokens at a time, and compute the frequent columns' rows of d_weight."""
+    x, how, comp, tiles = given.x, work.how, work.compensation, work.tiles
     columns, num_frequent = comp.columns, work.frequent.ids_F.shape[0]
-    if d_hidden is None:
+    if total is None:
         columns = columns._replace(rows_CD=work.frequent.x.weight)
-    num_columns = columns.rows_CD.shape[0]
+    num_columns, block_cols = columns.rows_CD.shape[0], tiles.dlogits.cols
     at_once = memory.filter_backward_rows(exact.sizes_of(x), num_columns, spec.workspace_bytes)
-    buffer_RD, grads_RC = new_rows(x, at_once), new_rows(x, at_once, num_columns)
-    tile = tiles.dlogits
-    sums_BR = torch.empty(cdiv(num_columns, tile.cols), at_once, dtype=torch.float32, device=x.hidden.device)
-    total = listed
-    if total is None and d_hidden is not None:
-        total = Sum(d_hidden, exact.remainder(x.hidden, at_once))
+    buffer_RD, buffer_RC = new_rows(x, at_once), new_rows(x, at_once, num_columns)
+    sums_BR = torch.empty(cdiv(num_columns, block_cols), at_once, dtype=torch.float32, device=x.hidden.device)
     product = Product(columns.rows_CD, num_frequent, comp.center_D, comp.factors_4, comp.linear, given.dropped_N)
-    groups = exact.finished_groups(work.how.listed_labels, work.how.order, at_once, grads.ready_rows)
+    groups = exact.finished_groups(how.listed_labels, how.order, at_once, grads.ready_rows)
     for number, (*group, num_final) in enumerate(groups):
         rows = gathered(x.hidden, group, buffer_RD)
-        some_RC = first_rows(grads_RC, rows.index.shape[0])
+        grads_RC = first_rows(buffer_RC, rows.index.shape[0])
         column_gradients(
-            columns, rows, given, comp.factors_4, comp.along_N, tile, some_RC, sums_BR, num_frequent=num_frequent
+            columns, rows, given, comp.factors_4, comp.along_N, tiles.dlogits, grads_RC, sums_BR, num_frequent=num_frequent
         )
         if total is not None:
-            longest = work.how.block if listed is not None else 0
-            add_products(
-                total, rows, some_RC, sums_BR, tile.cols, product, work.lists.count_N, longest, tiles.grad_hidden,
-                first=listed is None,
-            )
-            add_listed_hidden(total, x, rows, work.lists, work.how, work.entries, longer_than=longest)
+            add_products(total, rows, grads_RC, sums_BR, block_cols, product, tiles.grad_hidden)
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
         if frequent_weight_FD is not None:
-            add_d_weight(frequent_weight_FD, some_RC, rows, None, tiles.grad_weight, add=number > 0)
+            add_d_weight(frequent_weight_FD, grads_RC, rows, None, tiles.grad_weight, add=number > 0)

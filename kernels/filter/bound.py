@@ -164,7 +164,7 @@ def _sampled_sums_kernel(
 
 def bound_of_shard(
     frequent_3N: torch.Tensor, stats_KN: torch.Tensor, sums_3PN: torch.Tensor, num_sampled: int, x: Operands,
-    frequent: Frequent, taken: torch.Tensor,
+    frequent: Frequent,
 ) -> torch.Tensor:
     """Return the shard's part of the bound as a maximum, a sum relative to it, and zeros, [3, N] fp32.
 
@@ -175,7 +175,6 @@ def bound_of_shard(
         num_sampled: Number of sampled columns.
         x: Operands of the shard.
         frequent: Frequent columns of the shard.
-        taken: out: set to 0 for ``lists.list_columns``.
     """
     stats_3N = torch.empty(3, x.num_tokens, dtype=torch.float32, device=frequent_3N.device)
     num_outside = x.num_valid - frequent.ids_F.shape[0]
@@ -184,7 +183,7 @@ def bound_of_shard(
     error = ERRORS * (left_out / max(1, num_sampled - 1)) ** 0.5
     _bound_of_shard_kernel[(cdiv(x.num_tokens, 256),)](
         frequent_3N, stats_KN, sums_3PN, x.ids, frequent.slot_V,
-        stats_3N, taken,
+        stats_3N,
         x.num_tokens, x.start, x.num_valid, sums_3PN.shape[1], max(1, num_sampled), num_outside, error,
         BLOCK_N=256,
     )
@@ -199,7 +198,6 @@ def _bound_of_shard_kernel(
     labels_ptr,  # in: [N] int64
     slot_ptr,  # in: [V] int32
     stats_ptr,  # out: [3, N] fp32
-    taken_ptr,  # out: [1] int64
     num_tokens,
     start,
     num_valid,
@@ -209,8 +207,6 @@ def _bound_of_shard_kernel(
     error,
     BLOCK_N: tl.constexpr,
 ):
-    if tl.program_id(0) == 0:
-        tl.store(taken_ptr, 0)
     stride = num_tokens.to(tl.int64)
     target_ptr = shard_ptr + 2 * stride
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

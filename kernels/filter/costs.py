@@ -6,14 +6,14 @@ import math
 from typing import NamedTuple
 
 from cce_dist.kernels import memory
-from cce_dist.kernels.memory import COLUMNS_PER_ENTRY, LEAST_DEFAULT, SAMPLE, Sizes
+from cce_dist.kernels.memory import COLUMNS_PER_SLOT, LEAST_DEFAULT, SAMPLE, Sizes
 from cce_dist.kernels.rates import H200, Rates
 
 # Time of exact gradients for ``filter_pays``, in matrix products of the logits' size: one H200, bf16, N 8,192; 2026-11.
 EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
 RECOMPUTED = 1.1  # additional products if no exponentials are kept
 USUAL_LIST = 40  # listed columns per token: 34 while a model trains, 25 to 59 with flat softmaxes
-FILTER_HOST = 6.0e-3  # host time in seconds: 220 to 270 kernels took 8 to 14 ms, and there are 80 to 160
+FILTER_HOST = 6.0e-3  # host time in seconds: 220 to 270 kernels took 8 to 14 ms, and there are 60 to 140
 MARGIN = 0.9  # largest share of the exact time that the filter may take
 
 
@@ -22,9 +22,8 @@ class FilterCosts(NamedTuple):
 
     marks: float = 0.053  # Time that marking adds to the log-sum-exp, in products of the logits' size
     forward: float = 0.24e-3  # Seconds of small kernels in forward
-    backward: float = 0.69e-3  # Seconds of small kernels in backward, and fixed costs of larger ones
+    backward: float = 0.9e-3  # Seconds of small kernels in backward, and fixed costs of larger ones
     passes: float = 3.7  # Passes over the weight or its gradient in backward
-    sorted: float = 0.1e-9  # Seconds that the sort takes per column of the lists' capacity
     listed: float = 1.5e-9  # Seconds per listed column of a token, for rows of any width
     listed_wide: float = 0.99e-9  # Additional seconds per listed column and 1,024 elements of its row
     # Increase of ``listed_wide`` for each doubling of the vocabulary above ``LISTED_OF``: rows of rarer ids miss the cache
@@ -34,7 +33,7 @@ class FilterCosts(NamedTuple):
 # A fit to twenty filtered times at eps 2^-10: six synthetic softmaxes on the heads of Llama-3-8B, Gemma-2-2B and Phi-3.5, two
 # captured ones of D 768, V 32,768 (H200s, bf16, N 8,192, 2026-11). The kernels have become faster since. Estimates are within
 # 12 % of times of the synthetic softmaxes, mostly above them, and of older times of six captured states
-# (tests/kernels/test_filter_costs.py). The cost of the sort was measured with an older filter.
+# (tests/kernels/test_filter_costs.py). Backward still has the 0.2 ms that torch's sort of the listed columns took.
 FILTER_COSTS = FilterCosts()
 LISTED_OF = 32_064  # rows of Phi-3.5's head
 
@@ -52,7 +51,7 @@ def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: in
     recomputed = RECOMPUTED * (1 - min(1.0, kept / max(1, num_columns)))
     exact = (EXACT_PRODUCTS + recomputed) * product
     more = filter_seconds(sizes, workspace_bytes or LEAST_DEFAULT, rates, memory.frequent_columns(num_columns, 0.0))
-    lists = listed_seconds(sizes, min(USUAL_LIST, num_columns // COLUMNS_PER_ENTRY))
+    lists = listed_seconds(sizes, min(USUAL_LIST, num_columns // COLUMNS_PER_SLOT))
     filtered = (1 + exact_sides * (1 + RECOMPUTED)) * product + sum(more) + lists
     return max(FILTER_HOST, filtered) < MARGIN * exact
 
@@ -75,9 +74,7 @@ def filter_seconds(sizes: Sizes, workspace_bytes: int, rates: Rates, frequent: i
         wide += sizes.hidden_size * (1 + covariance / num_tokens)
     products = wide / num_columns + 2 * SAMPLE / max(SAMPLE, num_tokens)
     num_bytes = costs.passes * num_columns * sizes.hidden_bytes + 6 * num_tokens * sizes.hidden_bytes
-    sorted_columns = memory.list_capacity(num_tokens, num_columns, workspace_bytes, sizes.itemsize)
-    backward = products * product + num_bytes / rates.bytes_moved + costs.sorted * sorted_columns + costs.backward
-    return forward, backward
+    return forward, products * product + num_bytes / rates.bytes_moved + costs.backward
 
 
 def listed_seconds(sizes: Sizes, num_columns: float) -> float:

@@ -4,7 +4,7 @@
                  +  (r_i - sum of sampled columns k  g_ik) center     the control variate
                  +  r_i linear (hidden_i covariance - line)           the linear correction (``covariance.py``), or nothing
 
-Short lists are added before (``lists.listed_gradients``), longer lists after (``d_rows.py``).
+The lists' part is there already (``lists.listed_gradients``).
 """
 
 from __future__ import annotations
@@ -55,17 +55,16 @@ class Product(NamedTuple):
 
 
 def add_products(
-    total: Sum, rows: Rows, grads_RC: torch.Tensor, sums_BR: torch.Tensor, block_cols: int, product: Product,
-    count_N: torch.Tensor, num_before: int, tile: Tile, *, first: bool,
+    total: Sum, rows: Rows, grads_RC: torch.Tensor, sums_BR: torch.Tensor, block_cols: int, product: Product, tile: Tile
 ) -> None:
-    """Add everything but lists to d_hidden at the tokens of the group; ``first`` sets it instead.
+    """Add everything but lists to d_hidden at the tokens of the group.
 
     Args:
-        total: d_hidden. Its remainder is only written for tokens whose list is added later.
+        total: d_hidden. Its remainder, which is by token, is added to it.
+        rows: The tokens.
         grads_RC, sums_BR: As ``sampling.column_gradients`` writes them, in blocks of ``block_cols`` columns.
         product: The other operands.
-        count_N: Lengths of the lists.
-        num_before: Greatest length of lists added before. Only the tokens of these have a remainder already.
+        tile: Tile of the product.
     """
     rows_CD, num_frequent, center_D, factors_4, linear, dropped_N = product
     hidden_size, num_rows = total.high_ND.shape[1], rows.hidden.shape[0]
@@ -78,14 +77,13 @@ def add_products(
     _hidden_products_kernel[(cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols),)](
         # in
         operand(grads_RC, tile.rows, tile.inner, tma), operand(rows_CD, tile.inner, tile.cols, tma), hidden, covariance,
-        factors_4, rows.index, rows.num_labelled, dropped_N, sums_BR, center_D, line_D, count_N,
+        factors_4, rows.index, rows.num_labelled, dropped_N, sums_BR, center_D, line_D, total.low_RD,
         # in, out
-        total.high_ND, total.low_RD,
+        total.high_ND,
         # sizes
-        num_rows, num_frequent, rows_CD.shape[0], hidden_size, num_frequent // block_cols, sums_BR.shape[0], num_before,
-        int(first),
+        num_rows, num_frequent, rows_CD.shape[0], hidden_size, num_frequent // block_cols, sums_BR.shape[0],
         # options
-        HAS_LINEAR=linear is not None, HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token,
+        HAS_LINEAR=linear is not None,
         # tiles
         BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -93,7 +91,7 @@ def add_products(
 
 
 @kernel(
-    "grads", "rows", "hidden", "covariance", "center_ptr", "line_ptr", "d_hidden_ptr", "low_ptr", "hidden_size", "num_columns"
+    "grads", "rows", "hidden", "covariance", "center_ptr", "line_ptr", "low_ptr", "d_hidden_ptr", "hidden_size", "num_columns"
 )
 def _hidden_products_kernel(
     grads,  # in: [R, C] descriptor or pointer
@@ -107,20 +105,15 @@ def _hidden_products_kernel(
     sums_ptr,  # in: [blocks of columns, R] fp32
     center_ptr,  # in: [D] fp32
     line_ptr,  # in: [D] fp32, with HAS_LINEAR
-    count_ptr,  # in: [N] int32
+    low_ptr,  # in: [N, D] bf16, or None
     d_hidden_ptr,  # in, out: [N, D]
-    low_ptr,  # in, out: [R or N, D] bf16
     num_rows,
     num_frequent,
     num_columns,
     hidden_size,
     first_sums,
     num_sums,
-    num_before,
-    first,
     HAS_LINEAR: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -156,10 +149,6 @@ def _hidden_products_kernel(
     by_center = dropped
     for block in range(first_sums, tl.where(has_terms, num_sums, first_sums)):
         by_center -= tl.load(sums_ptr + block * num_rows.to(tl.int64) + offs_n, mask=live, other=0)
-    count = tl.load(count_ptr + token, mask=live, other=0)
-    later = live & (count > num_before)
-    has_low = live & (count > 0) & (count <= num_before)
-    low_row = token if BY_TOKEN else offs_n.to(tl.int64)
     # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
     for half in tl.static_range(2):
         for quarter in tl.static_range(2):
@@ -169,14 +158,9 @@ def _hidden_products_kernel(
             some += by_center[:, None] * tl.load(center_ptr + offs_d, mask=in_d, other=0)[None, :]
             if HAS_LINEAR:
                 some -= by_line[:, None] * tl.load(line_ptr + offs_d, mask=in_d, other=0)[None, :]
-            high = d_hidden_ptr + token[:, None] * hidden_size + offs_d[None, :]
-            before = tl.where(first == 0, live[:, None] & in_d[None, :], False)
-            some += tl.load(high, mask=before, other=0).to(tl.float32)
-            if HAS_LOW:
-                low = low_ptr + low_row[:, None] * hidden_size + offs_d[None, :]
-                some += tl.load(low, mask=before & has_low[:, None], other=0).to(tl.float32)
-            rounded = some.to(d_hidden_ptr.dtype.element_ty)
-            if HAS_LOW:
-                rest = (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty)
-                tl.store(low, rest, mask=later[:, None] & in_d[None, :])
-            tl.store(high, rounded, mask=live[:, None] & in_d[None, :])
+            where = token[:, None] * hidden_size + offs_d[None, :]
+            mask = live[:, None] & in_d[None, :]
+            some += tl.load(d_hidden_ptr + where, mask=mask, other=0).to(tl.float32)
+            if low_ptr is not None:
+                some += tl.load(low_ptr + where, mask=mask, other=0).to(tl.float32)
+            tl.store(d_hidden_ptr + where, some.to(d_hidden_ptr.dtype.element_ty), mask=mask)

@@ -48,13 +48,16 @@ def num_frequent(num_valid: int, eps: float) -> int:
     return frequent_columns(num_valid, eps, 32 if interpreted() else 256)
 
 
-def most_labelled(x: Operands, ids_F: torch.Tensor) -> None:
-    """Fill ids_F with the columns that are labels most often, ascending; of equally frequent ones the first."""
+def most_labelled(x: Operands, ids_F: torch.Tensor, zeros_V: torch.Tensor) -> None:
+    """Fill ids_F with the columns that are labels most often, ascending; of equally frequent ones the first.
+
+    zeros_V, int32, is set to 0.
+    """
     num_tokens, num_valid = x.num_tokens, x.num_valid
     counts = torch.zeros(num_valid + num_tokens, dtype=torch.int32, device=x.ids.device)
     _count_labels_kernel[(cdiv(num_tokens, 1024),)](x.ids, counts, num_tokens, x.start, num_valid, BLOCK_N=1024)
     _most_labelled_kernel[(cdiv(num_valid, 4096),)](
-        counts, ids_F, num_tokens, num_valid, ids_F.shape[0], num_tokens.bit_length(), BLOCK_V=4096, num_warps=8
+        counts, ids_F, zeros_V, num_tokens, num_valid, ids_F.shape[0], num_tokens.bit_length(), BLOCK_V=4096, num_warps=8
     )
 
 
@@ -78,10 +81,11 @@ def _count_labels_kernel(
     tl.atomic_add(above_ptr + before, 1, mask=before > 0)
 
 
-@kernel("count_ptr", "ids_ptr")
+@kernel("count_ptr", "ids_ptr", "zeros_ptr")
 def _most_labelled_kernel(
     count_ptr,  # in: [V + N] int32, as ``_count_labels_kernel`` leaves it; the last N descend
     ids_ptr,  # out: [F] int64
+    zeros_ptr,  # out: [V] int32
     num_tokens,
     num_valid,
     size,
@@ -110,6 +114,7 @@ def _most_labelled_kernel(
     position = tl.sum(more, 0) + tl.minimum(equal_before, num_equal)
 
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    tl.store(zeros_ptr + offs_v, tl.zeros_like(offs_v), mask=offs_v < num_valid)
     count = tl.load(count_ptr + offs_v, mask=offs_v < num_valid, other=-1)
     equal = (count == least).to(tl.int32)
     chosen = (count > least) | ((equal > 0) & (equal_before + tl.cumsum(equal, 0) <= num_equal))

@@ -1,19 +1,22 @@
 """Lists: for each token the infrequent columns that the filter keeps, and the gradients of these columns.
 
-Forward marks columns (``lse.py``) and ``list_columns`` turns the marks into lists. In backward the log-sum-exp and the
-coefficients are known. ``decide`` then decides for each token whether its list is complete, and from which logit on to keep:
+Forward marks columns (``lse.py``), and ``list_columns`` turns the marks into lists of at most L columns, in fixed slots. In
+backward the log-sum-exp and the coefficients are known, so the logits to keep are known, too:
 
-    kept: |P| p_j >= eps |LABEL|, that is z_j >= threshold = LSE + log(eps |LABEL| / |P|)     (eps alone if LABEL or P is 0)
+    kept: |P| p_j >= eps |LABEL|, that is z_j >= LSE + log(eps |LABEL| / |P|)     (eps alone if LABEL or P is 0)
 
-A list holds all logits above ``bound + log eps`` minus ``log SLACK``, so it can be used unless the threshold is lower. A short
-list is kept whole: its rows of the weight have to be read in any case. A list cannot be used if it is too long, or if a number
-of the token is not finite. Up to ``FALLBACK`` tokens without a usable list take the exact path. If there are more, or if the
-lists overflow (``memory.list_capacity``), all tokens do. ``listed_gradients`` computes, for the listed columns j of a token,
+A list holds all logits from its *threshold* ``bound + log eps - log SLACK`` on. It can be used unless backward needs lower
+ones. It is then used whole: its rows of the weight have to be read in any case. ``decide`` finds the tokens whose list cannot
+be used, because it is too long, backward needs more, or a number of the token is not finite. They are *unserved*: the exact
+kernels compute their gradient. ``listed_gradients`` computes, for the listed columns j of each other token,
 
     z_j = hidden . weight_j        g_j = scale * slope * (P p_j + LABEL [j = label])
 
-Latency and memory traffic take the time, not arithmetic. A program handles a block of one token's columns, whose rows
-of the weight it has in registers. If the block is the whole list, it also sums g_j weight_j, the list's part of d_hidden.
+and sums g_j weight_j, the list's part of d_hidden. Latency and memory traffic take the time, not arithmetic: a program has the
+rows of the weight in registers.
+
+d_weight needs the gradients by column. Forward has counted the lists that hold each column, so each column has a range of
+places, which the tokens take by an atomic counter, in any order. ``d_weight.py`` then sorts each range by token.
 """
 
 from __future__ import annotations
@@ -30,15 +33,10 @@ from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.frequent import Frequent
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
-from cce_dist.kernels.memory import FALLBACK
 from cce_dist.kernels.tiles import stages_of_rows
 from cce_dist.kernels.waves import cdiv
 
 SLACK = 1.125  # factor by which lists reach below the threshold of the bound: enough for a usual z-loss
-# Most columns of a list. A single token without a usable list takes one tile of rows through the exact kernels: 1.7 ms for
-# gemma-2-2b (H200, 2026-11).
-LONGEST = 16384
-BLOCK = 256  # listed columns per program
 WARP_ELEMENTS = 1024  # elements of the weight's rows that a warp holds at a time: more registers would allow fewer programs
 # With this limit four programs of 4 warps share a multiprocessor, without it three. ROCm's compiler has no such limit.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
@@ -51,32 +49,30 @@ class Lists(NamedTuple):
     Attributes:
         bound_3N: [3, N] fp32: the bound of the log-sum-exp; the sum of exp over infrequent columns, times the softcap's slope,
             relative to the shard's maximum; the shard's maximum.
-        columns_M: [M] int32: the columns of all lists. Each token's columns are contiguous and ascending.
-        begin_N: [N] int32: index of each token's first column. The order of tokens may differ from run to run.
-        count_N: [N] int32: number of columns of each token, even if they do not fit.
+        columns_NL: [N, L] int32: the columns of each token, ascending. There are none if the token needs more than L.
+        count_V: [V] int32: number of lists that hold each column.
+        count_N: [N] int32: number of columns that each token needs.
         ids_F: [F] int64: the frequent columns.
     """
 
     bound_3N: torch.Tensor
-    columns_M: torch.Tensor
-    begin_N: torch.Tensor
+    columns_NL: torch.Tensor
+    count_V: torch.Tensor
     count_N: torch.Tensor
     ids_F: torch.Tensor
 
 
-def list_columns(
-    words_RW: torch.Tensor, frequent: Frequent, x: Operands, rows: Rows, lists: Lists, taken: torch.Tensor
-) -> None:
-    """Write marked infrequent columns, and the label if it is infrequent, to the lists of the group's tokens, ascending.
+def list_columns(words_RW: torch.Tensor, frequent: Frequent, x: Operands, rows: Rows, lists: Lists) -> None:
+    """Write marked infrequent columns, and the label if it is infrequent, to the lists of the group's tokens, and count them.
 
-    The count is 0 for tokens without a label. ``taken``, [1] int64, is the number of list elements that earlier groups used.
+    A token without a label needs 0 columns.
     """
     num_rows, num_words = words_RW.shape
     aligned = min(16, num_words & -num_words)
     _list_columns_kernel[(num_rows,)](
-        words_RW, frequent.slot_V, x.ids, rows.index, rows.num_labelled, taken,
-        lists.columns_M, lists.begin_N, lists.count_N,
-        num_words // aligned, lists.columns_M.shape[0], x.start, x.num_valid,
+        words_RW, frequent.slot_V, x.ids, rows.index, rows.num_labelled,
+        lists.columns_NL, lists.count_V, lists.count_N,
+        num_words // aligned, lists.columns_NL.shape[1], x.start, x.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
     )
 
@@ -101,19 +97,18 @@ def _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, n
     return word ^ (word & frequent)
 
 
-@kernel("words_ptr", "slot_ptr", "taken_ptr", "columns_ptr")
+@kernel("words_ptr", "slot_ptr", "columns_ptr")
 def _list_columns_kernel(
     words_ptr,  # in: [R, W] int32
     slot_ptr,  # in: [33 W] int32, as in ``Frequent``; the words are read
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_labelled_ptr,  # in: [1] int32
-    taken_ptr,  # in, out: [1] int64
-    columns_ptr,  # out: [M] int32
-    begin_ptr,  # out: [N] int32
+    columns_ptr,  # out: [N, L] int32
+    column_count_ptr,  # in, out: [V] int32
     count_ptr,  # out: [N] int32
     num_units,  # number of units of ALIGNED words
-    capacity,
+    num_slots,
     start,
     num_valid,
     BLOCK_W: tl.constexpr,
@@ -122,7 +117,6 @@ def _list_columns_kernel(
     row = tl.program_id(0)
     token = tl.load(index_ptr + row).to(tl.int64)
     if row >= tl.load(num_labelled_ptr):
-        tl.store(begin_ptr + token, 0)
         tl.store(count_ptr + token, 0)
         return
     label = tl.load(labels_ptr + token) - start
@@ -140,13 +134,10 @@ def _list_columns_kernel(
             _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
         )
     count = tl.sum(counts, 0)
-    # Where a list is stored depends on which program comes first. Nothing else does: backward takes lists in token order.
-    begin = tl.atomic_add(taken_ptr, count.to(tl.int64), sem="relaxed")
-    stored = tl.minimum(tl.maximum(capacity - begin, 0), count).to(tl.int32)
-    tl.store(begin_ptr + token, tl.minimum(begin, capacity).to(tl.int32))
     tl.store(count_ptr + token, count)
-    columns_ptr += tl.minimum(begin, capacity)
+    columns_ptr += token * num_slots
 
+    stored = tl.where(count <= num_slots, count, 0)
     total = tl.zeros((), tl.int32)
     first = tl.zeros((), tl.int32)
     while total < stored:  # stop after the word with the last column
@@ -159,45 +150,36 @@ def _list_columns_kernel(
             while tl.max(word, 0) > 0:
                 rest = word & (word - 1)
                 column = (first + tl.arange(0, BLOCK_W)) * 32 + _bits_set((word ^ rest) - 1)
-                tl.store(columns_ptr + position, column, mask=(word > 0) & (position < stored))
+                tl.store(columns_ptr + position, column, mask=word > 0)
+                # Marks of a token with NaN are set past the last column, too.
+                counted = (word > 0) & (column < num_valid)
+                tl.atomic_add(column_count_ptr + column, 1, mask=counted, sem="relaxed")
                 position += (word > 0).to(tl.int32)
                 word = rest
         first += BLOCK_W
 
 
 class Decisions(NamedTuple):
-    """How backward treats each token: "listed" (its list is used), exact together with all others, or fallback.
+    """How backward treats each labelled token: listed, which means that its list is used, or unserved.
 
     Attributes:
         listed_labels: [N] int64: the label if the token is listed, else -1.
-        exact_labels: [N] int64: the label if all tokens take the exact path, else -1.
         frequent_labels: [N] int64: position of a listed token's label among the frequent columns, else -1.
-        index: [N] int32: the listed tokens in order (or all labelled tokens if all are exact), then the others.
-        ends_2N: [2, N] int32, for listed tokens: the end of the token's entries; the end of its blocks.
+        index: [N] int32: the listed tokens in order, then the others.
+        unserved: [N] int32: the unserved tokens in order; the rest is not written.
         numbers_3N: [3, N] fp32: the threshold, below which logits are dropped; the softmax mass of the shard's infrequent
             columns, times the softcap's slope; the reference, LSE minus log |P|, so that exp(z - reference) = |P| p.
-        num_exact: [1] int32: number of labelled tokens if all are exact, else 0.
         num_listed: [1] int32: number of listed tokens.
-        num_fallback: [1] int32: number of tokens that are exact while others are listed.
-        num_blocks: [1] int32: number of blocks of all tokens.
-        fallback: [FALLBACK] int32: the tokens that are exact while others are listed.
-        block_token: int32: the token of each block. The entries of a token are cut into blocks of BLOCK.
-        block: BLOCK.
+        num_unserved: [1] int32: number of unserved tokens.
     """
 
     listed_labels: torch.Tensor
-    exact_labels: torch.Tensor
     frequent_labels: torch.Tensor
     index: torch.Tensor
-    ends_2N: torch.Tensor
+    unserved: torch.Tensor
     numbers_3N: torch.Tensor
-    num_exact: torch.Tensor
     num_listed: torch.Tensor
-    num_fallback: torch.Tensor
-    num_blocks: torch.Tensor
-    fallback: torch.Tensor
-    block_token: torch.Tensor
-    block: int
+    num_unserved: torch.Tensor
 
     @property
     def order(self) -> list[torch.Tensor]:
@@ -205,64 +187,55 @@ class Decisions(NamedTuple):
         return [self.index, self.num_listed]
 
     @property
-    def exact_order(self) -> list[torch.Tensor]:
-        """The compact order of the exact tokens; no token is kept unless all tokens are exact."""
-        return [self.index, self.num_exact]
+    def unserved_order(self) -> list[torch.Tensor]:
+        """The compact order of the unserved tokens."""
+        return [self.unserved, self.num_unserved]
+
+
+class Entries(NamedTuple):
+    """The listed gradients, and in which slots each column is.
+
+    Attributes:
+        grad_NL: [N, L] fp32: the gradients of the columns in ``Lists.columns_NL``; not written for unserved tokens.
+        first_V: [V + 1] int32: the first of each column's places, then the number of places of all columns.
+        end_V: [V] int32: the end of the places that the column's gradients have taken. Lists of unserved tokens take none.
+        slot_M: [N L] int32: the slot at each place, as an index into ``grad_NL``, in any order within a column.
+    """
+
+    grad_NL: torch.Tensor
+    first_V: torch.Tensor
+    end_V: torch.Tensor
+    slot_M: torch.Tensor
 
 
 def decide(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor | None, eps: float
-) -> Decisions:
-    """Return the decisions. Without ``slot_V`` the frequent_labels are not written.
-
-    All tokens are exact if the lists overflowed, or if more than FALLBACK tokens have no usable list.
-    """
-    num_tokens, capacity = x.num_tokens, lists.columns_M.shape[0]
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor, eps: float
+) -> tuple[Decisions, Entries]:
+    """Return the decisions, and entries whose columns have their places, none of them taken."""
+    (num_tokens, num_slots), num_valid = lists.columns_NL.shape, x.num_valid
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.ids.device)
 
     how = Decisions(
-        new(num_tokens, dtype=torch.int64), new(num_tokens, dtype=torch.int64), new(num_tokens, dtype=torch.int64),
-        new(num_tokens), new(2, num_tokens), new(3, num_tokens, dtype=torch.float32),
-        new(1), new(1), new(1), new(1), new(FALLBACK), new(num_tokens + capacity // BLOCK), BLOCK,
+        new(num_tokens, dtype=torch.int64), new(num_tokens, dtype=torch.int64), new(num_tokens), new(num_tokens),
+        new(3, num_tokens, dtype=torch.float32), new(1), new(1),
     )
-    _decide_kernel[(1,)](
-        x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_N, slot_V,
-        *how[:-1],
-        num_tokens, LONGEST, capacity, x.start, x.num_valid,
+    grad_NL = new(num_tokens, num_slots, dtype=torch.float32)
+    entries = Entries(grad_NL, new(num_valid + 1), new(num_valid), new(num_tokens * num_slots))
+    _decide_kernel[(1 + cdiv(num_valid + 1, 4096),)](
+        x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_V, lists.count_N, slot_V,
+        *how, entries.first_V, entries.end_V,
+        num_tokens, num_slots, x.start, num_valid,
         math.log(eps), SLACK,
-        HAS_SLOT=slot_V is not None, FALLBACK=FALLBACK, ENTRIES=BLOCK, BLOCK=4096, num_warps=32,
+        BLOCK=4096, num_warps=32,
     )
-    return how
-
-
-@triton.jit
-def _served(
-    max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack, entries
-):
-    """Return whether each token's list can be used, its length, and the token's threshold, mass and reference."""
-    stride = num_tokens.to(tl.int64)
-    coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
-    coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
-    bound = tl.load(bound_ptr + offs_n, mask=in_n, other=0)
-    outside = tl.load(bound_ptr + stride + offs_n, mask=in_n, other=0)
-    relative_to = tl.load(bound_ptr + 2 * stride + offs_n, mask=in_n, other=0)
-    lse = tl.load(max_ptr + offs_n, mask=in_n, other=0) + tl.load(log_sum_ptr + offs_n, mask=in_n, other=0)
-    count = tl.load(count_ptr + offs_n, mask=in_n, other=0)
-    whole = (coef_p == 0) | (coef_label == 0)
-    log_ratio = tl.where(whole, 0.0, tl.log(coef_label) - tl.log(coef_p))
-    # Comparisons with NaN are false, too. The sum is finite only if all of its terms are.
-    served = (count <= longest) & (lse - bound < FARTHEST) & (bound - lse - log_ratio <= tl.log(slack))
-    served &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label) < float("inf")
-    # All columns of a short list are kept: their rows are read anyway, to compute the logits.
-    threshold = tl.where(count <= entries, bound - tl.log(slack), lse + log_ratio) + log_eps
-    return served, count, threshold, outside * tl.exp(relative_to - lse), lse - tl.log(coef_p)
+    return how, entries
 
 
 @kernel(
-    "slot_ptr", "listed_labels_ptr", "exact_labels_ptr", "frequent_labels_ptr", "index_out_ptr", "ends_ptr", "out_ptr",
-    "fallback_ptr", "block_token_ptr",
+    "column_count_ptr", "slot_ptr", "listed_labels_ptr", "frequent_labels_ptr", "index_ptr", "unserved_ptr", "numbers_ptr",
+    "first_ptr", "end_ptr",
 )
 def _decide_kernel(
     labels_ptr,  # in: [N] int64
@@ -270,126 +243,78 @@ def _decide_kernel(
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
     bound_ptr,  # in: [3, N] fp32: bound; sum over infrequent columns; reference of this sum
+    column_count_ptr,  # in: [V] int32
     count_ptr,  # in: [N] int32
     slot_ptr,  # in: [V] int32
     listed_labels_ptr,  # out: [N] int64
-    exact_labels_ptr,  # out: [N] int64
-    frequent_labels_ptr,  # out: [N] int64; with HAS_SLOT
-    index_out_ptr,  # out: [N] int32: the compact order
-    ends_ptr,  # out: [2, N] int32: end of the entries; end of the blocks
-    out_ptr,  # out: [3, N] fp32
-    num_exact_ptr,  # out: [1] int32
+    frequent_labels_ptr,  # out: [N] int64
+    index_ptr,  # out: [N] int32
+    unserved_ptr,  # out: [N] int32
+    numbers_ptr,  # out: [3, N] fp32
     num_listed_ptr,  # out: [1] int32
-    num_fallback_ptr,  # out: [1] int32
-    num_blocks_ptr,  # out: [1] int32
-    fallback_ptr,  # out: [FALLBACK] int32
-    block_token_ptr,  # out: [blocks] int32
+    num_unserved_ptr,  # out: [1] int32
+    first_ptr,  # out: [V + 1] int32
+    end_ptr,  # out: [V] int32: the same numbers
     num_tokens,
-    longest,
-    capacity,
+    num_slots,
     start,
     num_valid,
     log_eps,
     slack,
-    HAS_SLOT: tl.constexpr,
-    FALLBACK: tl.constexpr,
-    ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program, because positions of entries are running sums over the tokens. The first loop decides whether all tokens are
-    # exact, the second one decides for each token.
-    needed = tl.zeros((), tl.int64)
+    # All programs but the first one: the places of BLOCK columns each, after adding up the counts of the columns before.
+    if tl.program_id(0) > 0:
+        begin = (tl.program_id(0) - 1) * BLOCK
+        before = tl.zeros((BLOCK,), tl.int32)
+        for first in range(0, begin, BLOCK):
+            before += tl.load(column_count_ptr + first + tl.arange(0, BLOCK))
+        offs_v = begin + tl.arange(0, BLOCK)
+        column_count = tl.load(column_count_ptr + offs_v, mask=offs_v < num_valid, other=0)
+        place = tl.sum(before, 0) + tl.cumsum(column_count, 0) - column_count
+        tl.store(first_ptr + offs_v, place, mask=offs_v <= num_valid)
+        tl.store(end_ptr + offs_v, place, mask=offs_v < num_valid)
+        return
+
+    # The first program: the tokens, BLOCK at a time, with running sums for the two compact orders.
+    stride = num_tokens.to(tl.int64)
+    num_listed = tl.zeros((), tl.int32)
     num_unserved = tl.zeros((), tl.int32)
     for first in range(0, num_tokens, BLOCK):
         offs_n = first + tl.arange(0, BLOCK)
         in_n = offs_n < num_tokens
-        live = tl.load(labels_ptr + offs_n, mask=in_n, other=-1) >= 0
-        served, count, _, _, _ = _served(
-            max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack,
-            ENTRIES,
-        )
-        # Forward stored the lists in any order: unless all of them fit, it is not known which do.
-        needed += tl.sum(count.to(tl.int64), 0)
-        num_unserved += tl.sum((live & (served == 0)).to(tl.int32), 0)
-    all_exact = (needed > capacity) | (num_unserved > FALLBACK)
-
-    stride = num_tokens.to(tl.int64)
-    taken = tl.zeros((), tl.int32)
-    num_chosen = tl.zeros((), tl.int32)
-    num_fallback = tl.zeros((), tl.int32)
-    num_blocks = tl.zeros((), tl.int32)
-    for first in range(0, num_tokens, BLOCK):
-        offs_n = first + tl.arange(0, BLOCK)
-        in_n = offs_n < num_tokens
         label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
-        served, count, threshold, mass, reference = _served(
-            max_ptr, log_sum_ptr, coef_ptr, bound_ptr, count_ptr, offs_n, in_n, num_tokens, longest, log_eps, slack,
-            ENTRIES,
-        )
-        tl.store(out_ptr + offs_n, threshold, mask=in_n)
-        tl.store(out_ptr + stride + offs_n, mass, mask=in_n)
-        tl.store(out_ptr + 2 * stride + offs_n, reference, mask=in_n)
+        coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
+        coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
+        bound = tl.load(bound_ptr + offs_n, mask=in_n, other=0)
+        outside = tl.load(bound_ptr + stride + offs_n, mask=in_n, other=0)
+        relative_to = tl.load(bound_ptr + 2 * stride + offs_n, mask=in_n, other=0)
+        lse = tl.load(max_ptr + offs_n, mask=in_n, other=0) + tl.load(log_sum_ptr + offs_n, mask=in_n, other=0)
+        whole = (coef_p == 0) | (coef_label == 0)
+        log_ratio = tl.where(whole, 0.0, tl.log(coef_label) - tl.log(coef_p))
+        # Comparisons with NaN are false, too. The sum is finite only if all of its terms are.
+        listed = (label >= 0) & (tl.load(count_ptr + offs_n, mask=in_n, other=0) <= num_slots)
+        listed &= (lse - bound < FARTHEST) & (bound - lse - log_ratio <= tl.log(slack))
+        listed &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label) < float("inf")
+        tl.store(numbers_ptr + offs_n, bound - tl.log(slack) + log_eps, mask=in_n)
+        tl.store(numbers_ptr + stride + offs_n, outside * tl.exp(relative_to - lse), mask=in_n)
+        tl.store(numbers_ptr + 2 * stride + offs_n, lse - tl.log(coef_p), mask=in_n)
 
-        live = label >= 0
-        # tl.where, because Triton 3.9's interpreter takes no block & scalar of booleans.
-        fallback = tl.where(all_exact, False, live & (served == 0))
-        served = tl.where(all_exact, False, served)
-        exact = tl.where(all_exact, live, False)
-        length = tl.where(live & served, count, 0)
-        tl.store(ends_ptr + offs_n, taken + tl.cumsum(length, 0), mask=in_n)
-        taken += tl.sum(length, 0)
+        tl.store(listed_labels_ptr + offs_n, tl.where(listed, label, -1), mask=in_n)
+        here = listed & (label >= start) & (label - start < num_valid)
+        slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0)
+        tl.store(frequent_labels_ptr + offs_n, slot.to(tl.int64) - 1, mask=in_n)
 
-        tl.store(listed_labels_ptr + offs_n, tl.where(served, label, -1), mask=in_n)
-        tl.store(exact_labels_ptr + offs_n, tl.where(exact, label, -1), mask=in_n)
-        if HAS_SLOT:
-            here = live & served & (label >= start) & (label - start < num_valid)
-            slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0)
-            tl.store(frequent_labels_ptr + offs_n, slot.to(tl.int64) - 1, mask=in_n)
-
-        chosen = (exact | (live & served)).to(tl.int32)
-        chosen_before = num_chosen + tl.cumsum(chosen, 0) - chosen
-        position = tl.where(chosen > 0, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
-        num_chosen += tl.sum(chosen, 0)
-        tl.store(index_out_ptr + position, offs_n, mask=in_n)
-
-        position = num_fallback + tl.cumsum(fallback.to(tl.int32), 0) - 1
-        tl.store(fallback_ptr + position, offs_n, mask=fallback)
-        num_fallback += tl.sum(fallback.to(tl.int32), 0)
-
-        blocks = (length + ENTRIES - 1) // ENTRIES
-        block = num_blocks + tl.cumsum(blocks, 0)
-        num_blocks += tl.sum(blocks, 0)
-        tl.store(ends_ptr + stride + offs_n, block, mask=in_n)
-        while tl.max(blocks, 0) > 0:
-            tl.store(block_token_ptr + block - blocks, offs_n, mask=blocks > 0)
-            blocks = tl.maximum(blocks - 1, 0)
-    tl.store(num_exact_ptr, tl.where(all_exact, num_chosen, 0))
-    tl.store(num_listed_ptr, tl.where(all_exact, 0, num_chosen))
-    tl.store(num_fallback_ptr, num_fallback)
-    tl.store(num_blocks_ptr, num_blocks)
-
-
-class Entries(NamedTuple):
-    """The listed gradients of all tokens, in token order. Unused entries have the column ``num_valid``.
-
-    Attributes:
-        column: [M] int32.
-        token: [M] int32.
-        grad: [M] fp32.
-    """
-
-    column: torch.Tensor
-    token: torch.Tensor
-    grad: torch.Tensor
-
-
-def new_entries(capacity: int, device: torch.device) -> Entries:
-    """Allocate entries."""
-    return Entries(
-        torch.empty(capacity, dtype=torch.int32, device=device),
-        torch.empty(capacity, dtype=torch.int32, device=device),
-        torch.empty(capacity, dtype=torch.float32, device=device),
-    )
+        chosen = listed.to(tl.int32)
+        chosen_before = num_listed + tl.cumsum(chosen, 0) - chosen
+        position = tl.where(listed, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
+        tl.store(index_ptr + position, offs_n, mask=in_n)
+        num_listed += tl.sum(chosen, 0)
+        unserved = ((label >= 0) & (chosen == 0)).to(tl.int32)
+        tl.store(unserved_ptr + num_unserved + tl.cumsum(unserved, 0) - unserved, offs_n, mask=unserved > 0)
+        num_unserved += tl.sum(unserved, 0)
+    tl.store(num_listed_ptr, num_listed)
+    tl.store(num_unserved_ptr, num_unserved)
 
 
 def listed_gradients(
@@ -398,175 +323,120 @@ def listed_gradients(
 ) -> torch.Tensor:
     """Compute the gradients of listed columns, and the softmax mass that each listed token drops.
 
-    A listed logit below backward's threshold is dropped; its entry gets the column ``num_valid``.
-
     Args:
         coef_4N: Coefficients as in ``cce_dist.kernels``; P and LABEL are read.
         compensate: Whether the control variate replaces dropped gradients.
-        entries: out.
-        total: out, or None: d_hidden of tokens whose list is one block is set to the list's part.
+        entries: The gradients are written, and take their columns' places.
+        total: out, or None: d_hidden is set to the list's part, or to 0 for tokens without a label. Rows of unserved tokens are
+            left alone.
 
     Returns:
-        Each token's factor on the control variate, scale * P * m (or 0), [N]; 0 if it is not listed.
+        [2, N] fp32: each token's factor on the control variate, scale * P * m (or 0), 0 if it is not listed; zeros.
     """
     num_tokens, hidden_size = x.hidden.shape
-    most_blocks, device = how.block_token.shape[0], x.hidden.device
-    factor_N = torch.empty(num_tokens, dtype=torch.float32, device=device)
-    mass_B = torch.empty(most_blocks, dtype=torch.float32, device=device)
+    factor_2N = torch.empty(2, num_tokens, dtype=torch.float32, device=x.hidden.device)
     block_d = triton.next_power_of_2(hidden_size)
     warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
     block_k = min(8, max(1, warps * WARP_ELEMENTS // block_d))
     high_ND, low_ND = (None, None) if total is None else (total.high_ND, total.low_RD)
-    # At least one program has no block. Programs without a block mark the unused entries.
-    _listed_gradients_kernel[(most_blocks + 1,)](
+    _listed_gradients_kernel[(num_tokens,)](
         # in
-        x.hidden, x.weight, x.head, x.ids, how.block_token, how.ends_2N, how.num_blocks,
-        lists.columns_M, lists.begin_N, lists.count_N, how.numbers_3N, softmax.max, softmax.log_sum, coef_4N,
+        x.hidden, x.weight, x.head, x.ids, how.listed_labels, lists.columns_NL, lists.count_N, how.numbers_3N, softmax.max,
+        softmax.log_sum, coef_4N,
         # out
-        mass_B, *entries, high_ND, low_ND,
+        factor_2N, entries.grad_NL, entries.end_V, entries.slot_M, high_ND, low_ND,
         # sizes
-        num_tokens, hidden_size, lists.columns_M.shape[0], x.start, x.num_valid,
+        num_tokens, hidden_size, lists.columns_NL.shape[1], x.start, x.head.multiplier if compensate else 0.0,
         # options
         WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
         # tiles
-        ENTRIES=BLOCK, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
+        BLOCK_L=256, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
         num_warps=warps, **REGISTERS,
     )
-    _dropped_kernel[(cdiv(num_tokens, 128),)](
-        mass_B, how.listed_labels, how.ends_2N, lists.count_N, how.numbers_3N, coef_4N,
-        factor_N,
-        num_tokens, x.head.multiplier,
-        COMPENSATE=compensate, ENTRIES=BLOCK, BLOCK_N=128,
-    )
-    return factor_N
+    return factor_2N
 
 
-@kernel(
-    "hidden_ptr", "weight_ptr", "columns_ptr", "entry_column_ptr", "entry_token_ptr", "entry_grad_ptr",
-    "high_ptr", "low_ptr", "hidden_size",
-)
+@kernel("hidden_ptr", "weight_ptr", "columns_ptr", "grad_ptr", "end_ptr", "place_ptr", "high_ptr", "low_ptr", "hidden_size")
 def _listed_gradients_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
     head,  # in: Head
     labels_ptr,  # in: [N] int64
-    block_token_ptr,  # in: [B] int32
-    ends_ptr,  # in: [2, N] int32, as in ``Decisions``
-    num_blocks_ptr,  # in: [1] int32
-    columns_ptr,  # in: [M] int32
-    begin_ptr,  # in: [N] int32
+    listed_labels_ptr,  # in: [N] int64
+    columns_ptr,  # in: [N, L] int32
     count_ptr,  # in: [N] int32
-    threshold_ptr,  # in: [N] fp32
+    numbers_ptr,  # in: [3, N] fp32, as in ``Decisions``; the second row is read
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
-    mass_ptr,  # out: [B] fp32: softmax mass of the block's columns that are kept
-    entry_column_ptr,  # out: [M] int32
-    entry_token_ptr,  # out: [M] int32
-    entry_grad_ptr,  # out: [M] fp32
+    factor_ptr,  # out: [2, N] fp32
+    grad_ptr,  # out: [N, L] fp32
+    end_ptr,  # in, out: [V] int32
+    place_ptr,  # out: [N L] int32: the slot at each place
     high_ptr,  # out: [N, D]
     low_ptr,  # out: [N, D] bf16
     num_tokens,
     hidden_size,
-    capacity,
+    num_slots,
     start,
-    num_valid,
+    compensation,
     WANT_HIDDEN: tl.constexpr,
     HAS_LOW: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    BLOCK_L: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    num_blocks = tl.load(num_blocks_ptr)
-    if block >= num_blocks:
-        end = tl.load(ends_ptr + num_tokens - 1)  # entries after the last token's are unused
-        step = (tl.num_programs(0) - num_blocks) * ENTRIES
-        for first in range(end + (block - num_blocks) * ENTRIES, capacity, step):
-            offs_m = first + tl.arange(0, ENTRIES)
-            tl.store(entry_column_ptr + offs_m, tl.zeros((ENTRIES,), tl.int32) + num_valid, mask=offs_m < capacity)
-        return
-    token = tl.load(block_token_ptr + block).to(tl.int64)
-    count = tl.load(count_ptr + token)
-    number = tl.cdiv(count, ENTRIES) - (tl.load(ends_ptr + num_tokens + token) - block)
-    columns_ptr += tl.load(begin_ptr + token)
-    begin = tl.load(ends_ptr + token) - count
+    token = tl.program_id(0).to(tl.int64)
+    listed_label = tl.load(listed_labels_ptr + token)
+    is_listed = listed_label >= 0
+    label = listed_label - start
+    stop = tl.where(is_listed, tl.load(count_ptr + token), 0)
+    first_slot = token * num_slots
+    # Integer atomics: which of a column's places a slot takes depends on which program comes first.
+    for first in range(0, stop, BLOCK_L):
+        offs_l = first + tl.arange(0, BLOCK_L)
+        column = tl.load(columns_ptr + first_slot + offs_l, mask=offs_l < stop, other=0)
+        place = tl.atomic_add(end_ptr + column, 1, mask=offs_l < stop, sem="relaxed")
+        tl.store(place_ptr + place, (first_slot + offs_l).to(tl.int32), mask=offs_l < stop)
+
     factors = token_factors(head, token, True)
     before, after = factors
-    coef_p = tl.load(coef_ptr + token) * before
+    given_p = tl.load(coef_ptr + token)
+    coef_p = given_p * before
     coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * before
     row_max = tl.load(max_ptr + token)
     log_sum = tl.load(log_sum_ptr + token)
-    threshold = tl.load(threshold_ptr + token)
-    label = tl.load(labels_ptr + token) - start
-
     offs_d = tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
     d_hidden = tl.zeros((BLOCK_D,), tl.float32)
     listed = tl.zeros((BLOCK_K,), tl.float32)
-    stop = tl.minimum(count, (number + 1) * ENTRIES)
     # Logits z [BLOCK_K] = weight rows [BLOCK_K, BLOCK_D] @ h [BLOCK_D], and their gradients; the next rows load meanwhile.
-    for first in tl.range(number * ENTRIES, stop, BLOCK_K, num_stages=STAGES):
+    for first in tl.range(0, stop, BLOCK_K, num_stages=STAGES):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < stop
-        column = tl.load(columns_ptr + offs_k, mask=in_k, other=0)
+        column = tl.load(columns_ptr + first_slot + offs_k, mask=in_k, other=0)
         where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
         w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
         z = logits_of(tl.sum(w.to(tl.float32) * h[None, :], 1), column, in_k, head, factors, False)
         slope = tl.full((BLOCK_K,), 1.0, tl.float32)
         if head.softcap is not None:
             slope = slope_of(z, head, after)
-        is_label = column == label
-        kept = in_k & ((z >= threshold) | is_label)
-        p = tl.where(kept, tl.exp((z - row_max) - log_sum) * slope, 0.0)
+        p = tl.where(in_k, tl.exp((z - row_max) - log_sum) * slope, 0.0)
         listed += p
-        grad = coef_p * p + tl.where(is_label, coef_label * slope, 0.0)
-        tl.store(entry_column_ptr + begin + offs_k, tl.where(kept, column, num_valid), mask=in_k)
-        tl.store(entry_token_ptr + begin + offs_k, tl.zeros_like(column) + token.to(tl.int32), mask=in_k)
-        tl.store(entry_grad_ptr + begin + offs_k, grad, mask=in_k)
+        grad = coef_p * p + tl.where(in_k & (column == label), coef_label * slope, 0.0)
+        tl.store(grad_ptr + first_slot + offs_k, grad, mask=in_k)
         if WANT_HIDDEN:
-            d_hidden += tl.sum(tl.where(kept, grad, 0.0)[:, None] * w.to(tl.float32), 0)
+            d_hidden += tl.sum(grad[:, None] * w.to(tl.float32), 0)
     if WANT_HIDDEN:
-        alone = tl.where(count <= ENTRIES, in_d, False)
+        written = tl.where(is_listed | (tl.load(labels_ptr + token) < 0), in_d, False)
         high = d_hidden.to(high_ptr.dtype.element_ty)
-        tl.store(high_ptr + token * hidden_size + offs_d, high, mask=alone)
+        tl.store(high_ptr + token * hidden_size + offs_d, high, mask=written)
         if HAS_LOW:
             low = (d_hidden - high.to(tl.float32)).to(low_ptr.dtype.element_ty)
-            tl.store(low_ptr + token * hidden_size + offs_d, low, mask=alone)
-    tl.store(mass_ptr + block, tl.sum(listed, 0))
-
-
-@kernel("factor_ptr")
-def _dropped_kernel(
-    mass_ptr,  # in: [B] fp32
-    labels_ptr,  # in: [N] int64: negative if the token is not listed
-    ends_ptr,  # in: [2, N] int32, as in ``Decisions``
-    count_ptr,  # in: [N] int32
-    numbers_ptr,  # in: [3, N] fp32, as in ``Decisions``; the second row is read
-    coef_ptr,  # in: [4, N] fp32
-    factor_ptr,  # out: [N] fp32
-    num_tokens,
-    logit_scale,
-    COMPENSATE: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_tokens
-    live = tl.load(labels_ptr + offs_n, mask=in_n, other=-1) >= 0
-    count = tl.load(count_ptr + offs_n, mask=live, other=0)
-    stride = num_tokens.to(tl.int64)
-    last = tl.load(ends_ptr + stride + offs_n, mask=live, other=0)
-    block = last - (count + ENTRIES - 1) // ENTRIES
-    dropped = tl.load(numbers_ptr + stride + offs_n, mask=live, other=0)
-    kept = tl.zeros((BLOCK_N,), tl.float32)
-    # Sum the masses of each token's blocks.
-    for _ in range(0, tl.max(last - block, 0)):
-        kept += tl.load(mass_ptr + block, mask=block < last, other=0)
-        block += 1
-    dropped = tl.maximum(dropped - kept, 0.0)
-    coef_p = tl.load(coef_ptr + offs_n, mask=live, other=0) * logit_scale
-    dropped *= coef_p if COMPENSATE else 0.0
-    tl.store(factor_ptr + offs_n, dropped, mask=in_n)
+            tl.store(low_ptr + token * hidden_size + offs_d, low, mask=written)
+    dropped = tl.load(numbers_ptr + num_tokens.to(tl.int64) + token) - tl.sum(listed, 0)
+    factor = tl.maximum(dropped, 0.0) * given_p * compensation
+    tl.store(factor_ptr + token, tl.where(is_listed, factor, 0.0))
+    tl.store(factor_ptr + num_tokens.to(tl.int64) + token, 0.0)

@@ -253,7 +253,7 @@ def test_the_launcher_in_c_gets_what_triton_gives_it(launcher_and_seen: tuple[An
         given = described(matrix, 8), matrix, 5, described(matrix, 8), (matrix, 0.5)
         known = known or direct._Known.of(compiled, "abcdef", given, {"f": "ieee"})
         assert known.launcher.run is not launcher
-        known.launch((1, 2, 3), 9, direct.kinds(given)[1])
+        known.launch((1, 2, 3), 9, direct.kinds(given)[1], ())
         launcher(1, 2, 3, 9, 7, (4, 1, 0), None, None, None, given[0], matrix.data_ptr(), 5, given[3],
                  (matrix.data_ptr(), 0.5), "ieee")  # fmt: skip
         assert seen[-1] == seen[-2]

@@ -721,14 +721,11 @@ def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPa
             return tuple(map(kind, arg))
         return getattr(arg, "dtype", arg is None)
 
-    def launch(kernel: Any, _: Any) -> Any:
-        def record(*args: Any, **options: Any) -> None:
-            given = map(kind, args)
-            seen[-1].setdefault(kernel.fn.__name__, set()).add((*given, *options.items()))
+    def record(launch: direct.Launch, *args: Any) -> None:
+        given = map(kind, (*args, *launch.numbers))
+        seen[-1].setdefault(launch.kernel.fn.__name__, set()).add((*given, *launch.options.items()))
 
-        return record
-
-    monkeypatch.setattr(direct.Kernel, "__getitem__", launch)
+    monkeypatch.setattr(direct.Launch, "__call__", record)
     monkeypatch.setattr(exact, "saved_columns", lambda *_: 0)
     for num_tokens in (1024, 1000, 30000):
         seen.append({})

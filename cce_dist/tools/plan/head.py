@@ -148,10 +148,9 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
 
 def lists_have_capacity(head: Head, workspace_bytes: int) -> bool:
     """Return whether ``MANY_LISTED`` columns per token fit, with a third to spare, and labels suffice to find frequent ids."""
-    num_tokens, num_columns = head.num_tokens, head.sizes.num_columns
-    needed = 4 / 3 * MANY_LISTED * num_tokens / head.tp
-    there_is = memory.list_capacity(num_tokens, num_columns, workspace_bytes) >= needed
-    return there_is and num_tokens >= 4 * memory.frequent_columns(num_columns, DEFAULT_EPS)
+    num_slots = memory.list_slots(head.sizes, DEFAULT_EPS, workspace_bytes)
+    has_labels = head.num_tokens >= 4 * memory.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
+    return num_slots >= 4 / 3 * MANY_LISTED / head.tp and has_labels
 
 
 def _our_moments(head: Head, loss: str, device: Device, way: Way) -> list[dict[str, int]]:

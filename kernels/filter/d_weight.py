@@ -1,15 +1,15 @@
-"""Rows of d_hidden and d_weight from the listed gradients g and the control variate.
+"""Rows of d_weight from the listed gradients g, the control variate and its correction by sampled tokens.
 
-For a token, with m its softmax mass outside listed and frequent columns, and for a column j,
+For a column j, with m_i the softmax mass of token i outside listed and frequent columns,
 
-    d_hidden   += sum_j g_j weight_j    + scale P m (share . weight)
-    d_weight_j  = sum_i g_i hidden_i    + share_j sum_i scale P_i m_i hidden_i
+    d_weight_j  = sum_i g_ij hidden_i    + share_j sum_i scale P_i m_i hidden_i    + the correction of column j
 
 where ``share_j`` is column j's part of the mass that all tokens drop (``shares.py``). m is computed by subtraction, so the row
 sums of the softmax are right whatever was dropped.
 
-A stable sort orders the entries by column. So each row of d_weight is summed in registers, in token order, and written once: no
-atomics, and the same bits every run. Rows of frequent columns come from a matrix product (``filter/__init__.py``).
+``by_column`` sorts each column's gradients by token. So each row of d_weight is summed in registers, in token order, and
+written once: no atomics on floats, and the same bits every run. Rows of frequent columns come from a matrix product
+(``filter/__init__.py``).
 """
 
 from __future__ import annotations
@@ -20,140 +20,82 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
-from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.lists import Decisions, Entries, Lists
 from cce_dist.kernels.filter.sampling import GAIN, SampledTokens
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 from cce_dist.kernels.waves import cdiv
 
 
-def add_listed_hidden(
-    total: Sum, x: Operands, rows: Rows, lists: Lists, how: Decisions, entries: Entries, *, longer_than: int
-) -> None:
-    """Add the listed columns' part to d_hidden for the group's tokens whose lists are longer than ``longer_than``."""
-    num_rows, hidden_size = rows.index.shape[0], x.weight.shape[1]
-    _filtered_hidden_kernel[(num_rows, cdiv(hidden_size, 1024))](
-        x.weight, rows.index, rows.num_labelled, lists.count_N, how.ends_2N, entries.column, entries.grad,
-        total.low_RD,
-        total.high_ND,
-        hidden_size, x.num_valid, longer_than,
-        HAS_LOW=total.low_RD is not None, BY_TOKEN=total.by_token, BLOCK_K=8, BLOCK_D=1024, num_warps=4,
-    )
-
-
-@kernel("weight_ptr", "entry_column_ptr", "entry_grad_ptr", "low_ptr", "d_hidden_ptr", "hidden_size")
-def _filtered_hidden_kernel(
-    weight_ptr,  # in: [V, D]
-    index_ptr,  # in: [R] int32
-    num_labelled_ptr,  # in: [1] int32
-    count_ptr,  # in: [N] int32
-    end_ptr,  # in: [N] int32: end of the token's entries
-    entry_column_ptr,  # in: [M] int32
-    entry_grad_ptr,  # in: [M] fp32
-    low_ptr,  # in: [R, D]
-    d_hidden_ptr,  # in, out: [N, D]
-    hidden_size,
-    num_valid,
-    longer_than,
-    HAS_LOW: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    row = tl.program_id(0)
-    if row >= tl.load(num_labelled_ptr):
-        return
-    token = tl.load(index_ptr + row).to(tl.int64)
-    count = tl.load(count_ptr + token)
-    if count <= longer_than:
-        return
-    end = tl.load(end_ptr + token)
-    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    in_d = offs_d < hidden_size
-    target = d_hidden_ptr + token * hidden_size + offs_d
-    acc = tl.load(target, mask=in_d, other=0).to(tl.float32)
-    if HAS_LOW:
-        low_row = token if BY_TOKEN else row.to(tl.int64)
-        acc += tl.load(low_ptr + low_row * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
-    offs_k = end - count + tl.arange(0, BLOCK_K)
-    column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid)
-    grad = tl.load(entry_grad_ptr + offs_k, mask=column < num_valid, other=0)
-    # acc [BLOCK_D] += grad [BLOCK_K] @ weight rows [BLOCK_K, BLOCK_D], over the token's list.
-    for _ in range(end - count, end, BLOCK_K):
-        w = _rows(weight_ptr, column, column < num_valid, offs_d, in_d, hidden_size)
-        offs_k += BLOCK_K  # load the next entries while these rows arrive
-        next_column = tl.load(entry_column_ptr + offs_k, mask=offs_k < end, other=num_valid)
-        next_grad = tl.load(entry_grad_ptr + offs_k, mask=offs_k < end, other=0)
-        acc += tl.sum(grad[:, None] * w, 0)
-        column = next_column
-        grad = tl.where(column < num_valid, next_grad, 0.0)
-    tl.store(target, acc.to(d_hidden_ptr.dtype.element_ty), mask=in_d)
-
-
 class ByColumn(NamedTuple):
-    """Entries sorted by column, then by token.
+    """The listed gradients by column, then by token. Column j has those from ``first_V[j]`` to ``end_V[j]``.
 
     Attributes:
-        first_V: [V + 1] int32: index of each column's first entry.
-        token: [M] int32.
-        grad: [M] fp32.
+        first_V: [V + 1] int32; the last number is not used.
+        end_V: [V] int32.
+        token_M: [N L] int32.
+        grad_M: [N L] fp32.
     """
 
     first_V: torch.Tensor
-    token: torch.Tensor
-    grad: torch.Tensor
+    end_V: torch.Tensor
+    token_M: torch.Tensor
+    grad_M: torch.Tensor
 
 
-def by_column(entries: Entries, num_cols: int) -> ByColumn:
-    """Sort the entries by column."""
-    column, order = entries.column.sort(stable=True)
-    capacity = column.shape[0]
-    first_V = torch.empty(num_cols + 1, dtype=torch.int32, device=column.device)
+def by_column(lists: Lists, entries: Entries) -> ByColumn:
+    """Sort the listed gradients. A gradient's place is the number of its column's gradients with an earlier token."""
+    slot_M, num_slots, num_valid = entries.slot_M, entries.grad_NL.shape[1], entries.end_V.shape[0]
     columns = ByColumn(
-        first_V,
-        torch.empty(capacity, dtype=torch.int32, device=column.device),
-        torch.empty(capacity, dtype=torch.float32, device=column.device),
+        entries.first_V, entries.end_V, torch.empty_like(slot_M), torch.empty_like(slot_M, dtype=torch.float32)
     )
-    _by_column_kernel[(cdiv(max(capacity, num_cols + 1), 256),)](
-        column, order, entries.token, entries.grad,
-        *columns,
-        capacity, num_cols, capacity.bit_length(),
-        BLOCK=256,
+    capacity, block = slot_M.shape[0], 64
+    _by_column_kernel[(max(1, min(cdiv(capacity, block), 8 * num_programs(slot_M.device))),)](
+        lists.columns_NL, *entries,
+        columns.token_M, columns.grad_M,
+        num_slots, num_valid, capacity,
+        BLOCK=block,
     )
     return columns
 
 
-@kernel("column_ptr", "order_ptr", "token_ptr", "grad_ptr", "first_ptr", "token_out_ptr", "grad_out_ptr")
+@kernel("column_ptr", "grad_ptr", "first_ptr", "end_ptr", "slot_ptr", "token_out_ptr", "grad_out_ptr")
 def _by_column_kernel(
-    column_ptr,  # in: [M] int32, ascending
-    order_ptr,  # in: [M] int64: index of each in the unsorted entries
-    token_ptr,  # in: [M] int32
-    grad_ptr,  # in: [M] fp32
-    first_ptr,  # out: [V + 1] int32
-    token_out_ptr,  # out: [M] int32
-    grad_out_ptr,  # out: [M] fp32
+    column_ptr,  # in: [N, L] int32
+    grad_ptr,  # in: [N, L] fp32
+    first_ptr,  # in: [V + 1] int32
+    end_ptr,  # in: [V] int32
+    slot_ptr,  # in: [N L] int32: the slot at each place
+    token_out_ptr,  # out: [N L] int32
+    grad_out_ptr,  # out: [N L] fp32
+    num_slots,
+    num_valid,
     capacity,
-    num_cols,
-    num_steps,
     BLOCK: tl.constexpr,
 ):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    used = tl.load(column_ptr + offs, mask=offs < capacity, other=num_cols) < num_cols
-    order = tl.load(order_ptr + offs, mask=used, other=0)
-    tl.store(token_out_ptr + offs, tl.load(token_ptr + order, mask=used, other=0), mask=used)
-    tl.store(grad_out_ptr + offs, tl.load(grad_ptr + order, mask=used, other=0), mask=used)
-
-    if tl.program_id(0) * BLOCK <= num_cols:  # here ``offs`` are columns: bisection finds the first entry of each
-        first = tl.zeros((BLOCK,), tl.int32)
-        last = first + capacity
-        for _ in range(0, num_steps):
-            middle = (first + last) // 2
-            before = tl.load(column_ptr + middle, mask=first < last, other=num_cols) < offs
-            first = tl.where(before, middle + 1, first)
-            last = tl.where(before, last, middle)
-        tl.store(first_ptr + offs, first, mask=offs <= num_cols)
+    total = tl.load(first_ptr + num_valid)
+    for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
+        offs_m = begin + tl.arange(0, BLOCK)
+        slot = tl.load(slot_ptr + offs_m, mask=offs_m < total, other=-1)
+        # A place that no gradient took holds any number: no slot, or a slot whose column does not have this place.
+        used = (slot >= 0) & (slot < capacity)
+        column = tl.load(column_ptr + slot, mask=used, other=-1)
+        used &= (column >= 0) & (column < num_valid)
+        low = tl.load(first_ptr + column, mask=used, other=0)
+        high = tl.load(end_ptr + column, mask=used, other=0)
+        used &= (low <= offs_m) & (offs_m < high)
+        low = tl.where(used, low, total)
+        high = tl.where(used, high, 0)
+        rank = tl.zeros((BLOCK,), tl.int32)
+        # Compare the BLOCK slots with all slots of their columns, BLOCK at a time: most columns have a few.
+        for first in range(tl.min(low, 0), tl.max(high, 0), BLOCK):
+            offs_o = first + tl.arange(0, BLOCK)
+            other = tl.load(slot_ptr + offs_o, mask=offs_o < total, other=0)
+            of_column = (offs_o[None, :] >= low[:, None]) & (offs_o[None, :] < high[:, None])
+            rank += tl.sum((of_column & (other[None, :] < slot[:, None])).to(tl.int32), 1)
+        grad = tl.load(grad_ptr + slot, mask=used, other=0)
+        tl.store(token_out_ptr + low + rank, slot // num_slots, mask=used)
+        tl.store(grad_out_ptr + low + rank, grad, mask=used)
 
 
 def listed_weight(
@@ -169,18 +111,19 @@ def listed_weight(
         frequent_FD: The frequent columns' rows of the gradient.
         share_V: Each column's part of the dropped mass, times any number.
         shared_D: sum_i scale P_i m_i hidden_i, divided by this number, fp32.
-        how: If some tokens fall back, d_weight_VD holds their gradient and is added to. If all are exact, nothing is written.
+        how: If there are unserved tokens, d_weight_VD holds their gradient and is added to. If no token is listed beside them,
+            nothing is written.
         factors_4: If GAIN is not 0, ``compensated_weight`` has set the rows to all other parts.
         add: Add to d_weight_VD in any case.
     """
-    num_cols, hidden_size = entries.first_V.shape[0] - 1, hidden_ND.shape[1]
+    num_cols, hidden_size = entries.end_V.shape[0], hidden_ND.shape[1]
     block_v = 4
     block_d = next((size for size in (1024, 512) if cdiv(hidden_size, size) * size <= 1.125 * hidden_size), 256)
     num_items = cdiv(num_cols, block_v) * cdiv(hidden_size, block_d)
     _filtered_weight_kernel[(cdiv(num_items, 2),)](
         # in
-        hidden_ND, entries.first_V, entries.token, entries.grad, slot_V, frequent_FD, share_V, shared_D,
-        how.num_exact, how.num_fallback, factors_4,
+        hidden_ND, *entries, slot_V, frequent_FD, share_V, shared_D,
+        how.num_listed, how.num_unserved, factors_4,
         # in, out
         d_weight_VD,
         # sizes
@@ -193,19 +136,20 @@ def listed_weight(
 
 
 @kernel(
-    "hidden_ptr", "first_ptr", "slot_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size"
+    "hidden_ptr", "first_ptr", "end_ptr", "slot_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size"
 )
 def _filtered_weight_kernel(
     hidden_ptr,  # in: [N, D]
     first_ptr,  # in: [V + 1] int32
-    token_ptr,  # in: [M] int32
-    grad_ptr,  # in: [M] fp32
+    end_ptr,  # in: [V] int32
+    token_ptr,  # in: [N L] int32
+    grad_ptr,  # in: [N L] fp32
     slot_ptr,  # in: [V] int32
     frequent_ptr,  # in: [F, D]
     share_ptr,  # in: [V] fp32
     shared_ptr,  # in: [D] fp32
-    num_exact_ptr,  # in: [1] int32
-    num_fallback_ptr,  # in: [1] int32
+    num_listed_ptr,  # in: [1] int32
+    num_unserved_ptr,  # in: [1] int32
     factors_ptr,  # in: [4] fp32, as ``sampling.factors_of`` returns them; with HAS_FACTORS
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
@@ -218,10 +162,11 @@ def _filtered_weight_kernel(
     BLOCK_K: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    if tl.load(num_exact_ptr) > 0:
+    num_unserved = tl.load(num_unserved_ptr)
+    if (num_unserved > 0) & (tl.load(num_listed_ptr) == 0):
         return
     num_blocks_v = tl.cdiv(num_cols, BLOCK_V)
-    adding = (add != 0) | (tl.load(num_fallback_ptr) > 0)
+    adding = (add != 0) | (num_unserved > 0)
     others_done = (tl.load(factors_ptr + GAIN) != 0) if HAS_FACTORS else False
     adding |= others_done
     # An item is [BLOCK_V, BLOCK_D] of d_weight. Neighbouring programs share BLOCK_D elements of hidden states in the cache.
@@ -232,7 +177,7 @@ def _filtered_weight_kernel(
         in_v = offs_v < num_cols
         in_d = offs_d < hidden_size
         begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
-        end = tl.load(first_ptr + offs_v + 1, mask=in_v, other=0)
+        end = tl.load(end_ptr + offs_v, mask=in_v, other=0)
         slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
         share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
         by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
@@ -318,7 +263,7 @@ def compensated_weight(
     _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(rows_SD.device)),)](
         # in
         operand(parts_SV, tile.inner, tile.rows, tma), operand(rows_SD, tile.inner, tile.cols, tma),
-        tokens.rows.num_labelled, factors_4, slot_V, frequent_FD, share_V, shared_D, how.num_exact, how.num_fallback,
+        tokens.rows.num_labelled, factors_4, slot_V, frequent_FD, share_V, shared_D, how.num_listed, how.num_unserved,
         # in, out
         d_weight_VD,
         # sizes
@@ -339,8 +284,8 @@ def _compensated_weight_kernel(
     frequent_ptr,  # in: [F, D]
     share_ptr,  # in: [V] fp32
     shared_ptr,  # in: [D] fp32
-    num_exact_ptr,  # in: [1] int32
-    num_fallback_ptr,  # in: [1] int32
+    num_listed_ptr,  # in: [1] int32
+    num_unserved_ptr,  # in: [1] int32
     d_weight_ptr,  # in, out: [V, D]
     num_rows,
     num_cols,
@@ -356,9 +301,10 @@ def _compensated_weight_kernel(
 ):
     gain = tl.load(factors_ptr + GAIN)
     num_sampled = tl.load(num_sampled_ptr)
-    adding = (add != 0) | (tl.load(num_fallback_ptr) > 0)
+    num_unserved = tl.load(num_unserved_ptr)
+    adding = (add != 0) | (num_unserved > 0)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    nothing = (tl.load(num_exact_ptr) > 0) | (gain == 0)
+    nothing = ((num_unserved > 0) & (tl.load(num_listed_ptr) == 0)) | (gain == 0)
     # For each tile: acc [BLOCK_V, BLOCK_D] = parts [S, BLOCK_V].T @ rows [S, BLOCK_D], then the other parts are added.
     for tile in range(tl.program_id(0), tl.where(nothing, 0, num_tiles), tl.num_programs(0)):
         row = tile // num_col_blocks * BLOCK_V
