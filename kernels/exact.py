@@ -59,8 +59,8 @@ from cce_dist.kernels.tokens import (
     label_ids,
     ordered_ids,
     some_rows,
-    sums_of_rows,
     token_groups,
+    weighted_sums,
 )
 from cce_dist.kernels.waves import cdiv, num_parts
 
@@ -301,10 +301,10 @@ class Uniform(NamedTuple):
 
     @classmethod
     def of(cls, x: Operands, coef_4N: torch.Tensor, num_columns: int) -> Uniform:
-        ones_2V = torch.ones(2, num_columns, dtype=torch.float32, device=x.weight.device)
-        columns_D = sums_of_rows(ones_2V, x.weight[:num_columns])[0]
-        coef_2N = coef_4N[2:] if x.head.scale is None else coef_4N[2:] * x.head.scale
-        return cls(coef_2N[0], sums_of_rows(coef_2N, x.hidden)[0], columns_D)
+        ones_V = torch.ones(num_columns, dtype=torch.float32, device=x.weight.device)
+        columns_D = weighted_sums(ones_V, x.weight[:num_columns]).sum((0, 1))
+        coef_N = coef_4N[2] if x.head.scale is None else coef_4N[2] * x.head.scale
+        return cls(coef_N, weighted_sums(coef_N, x.hidden).sum((0, 1)), columns_D)
 
 
 class _Part(NamedTuple):

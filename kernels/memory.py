@@ -37,8 +37,9 @@ SAVED_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together
 # Bytes of a logit that is sorted, with its column and the buffers of torch.sort; most columns of a piece (``piece_columns``).
 SORT_BYTES, MOST_PIECE = 40, 256
 
+LEAST_LINEAR = 1 << 16  # fewest columns of a shard that is worth a linear correction of d_hidden
 MOST_COVARIANCE = 1 << 25  # most elements of the rows that ``covariance_columns`` samples: noise falls with columns and D
-SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient; a power of 2
+SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient, with the mean of all; a power of 2
 
 # Slots of a token's list at this eps or a larger one. On nine softmaxes the longest list at 2^-10 has 145 columns (2026-11).
 USUAL_SLOTS, USUAL_EPS = 256, 2.0**-10
@@ -266,7 +267,7 @@ def pair_rows(sizes: Sizes, workspace_bytes: int, saved: int) -> int:
 
 def keeps_sample(num_tokens: int, num_columns: int, itemsize: int, workspace_bytes: int) -> bool:
     """Return whether the sampled tokens' dropped gradients are kept for d_weight: if they fit in half of the budget."""
-    sampled = num_tokens > SAMPLE and sampled_columns(num_columns) > 0
+    sampled = num_tokens >= SAMPLE and sampled_columns(num_columns) > 0
     return sampled and _sample_bytes(num_columns, itemsize) <= max(workspace_bytes, LEAST_BYTES) // 2
 
 
@@ -391,18 +392,17 @@ def sampled_columns(num_columns: int) -> int:
     return min(1024, num_columns // 1024 * 32)
 
 
-def covariance_columns(num_columns: int, hidden_size: int) -> int:
-    """Return Q, the number of columns sampled for d_hidden's linear correction: 64 per 1,024, at most 2^25 elements."""
-    return min(num_columns // 1024 * 64, MOST_COVARIANCE // hidden_size)
+def covariance_columns(sizes: Sizes, workspace_bytes: int) -> int:
+    """Return Q, the number of columns sampled for d_hidden's linear correction: 64 per 1,024, at most 2^25 elements.
 
-
-def covariance_rows(sizes: Sizes, workspace_bytes: int) -> int:
-    """Return how many ``covariance_columns`` are read at a time; 0 if their covariance exceeds a quarter of the budget."""
+    0: no linear correction, because the columns are few, or their covariance exceeds a quarter of the budget.
+    """
     available = max(workspace_bytes, LEAST_BYTES) // 4
-    if sizes.num_tokens <= SAMPLE or sizes.hidden_size * sizes.hidden_bytes > available:
+    few = sizes.num_tokens < SAMPLE or sizes.num_columns < LEAST_LINEAR
+    if few or sizes.hidden_size * sizes.hidden_bytes > available:
         return 0
-    most = max(ROWS, available // 2 // sizes.hidden_bytes // ROWS * ROWS)
-    return min(most, covariance_columns(sizes.num_columns, sizes.hidden_size))
+    most = min(MOST_COVARIANCE // sizes.hidden_size, available // 2 // sizes.hidden_bytes)
+    return min(sizes.num_columns // 1024 * 64, most)
 
 
 def frequent_columns(num_columns: int, eps: float, unit: int = 256) -> int:

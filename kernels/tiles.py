@@ -123,14 +123,12 @@ def table_tiles(major: int, bits: int) -> Tiles:
 
 
 def sample_tile(tile: Tile, num_rows: int, itemsize: int, device: torch.device) -> Tile:
-    """Return the tile for the product of a sample of tokens with all columns.
+    """Return the tile for the product of a sample of tokens with all columns: all rows, and columns for as many elements.
 
-    It has twice the rows, so a sample of 256 reads each column once, and one more stage if it fits (H200: 0.84 of the time).
+    It has one more stage if that fits (H200: 0.84 of the time).
     """
-    if tile.rows >= num_rows or tile.cols < 128:
-        return tile
-    tile = tile._replace(rows=2 * tile.rows, cols=tile.cols // 2)
-    if major_of(device) not in (9, 10):
+    tile = tile._replace(rows=num_rows, cols=max(16, tile.rows * tile.cols // num_rows))
+    if interpreted() or major_of(device) not in (9, 10):
         return tile
     most = (200 << 10) // ((tile.rows + tile.cols) * tile.inner * itemsize)
     return tile._replace(stages=max(tile.stages, min(tile.stages + 1, most)))

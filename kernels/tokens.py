@@ -21,7 +21,7 @@ import triton.language as tl
 from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Upstream
 from cce_dist.kernels.blocks import kernel, on_device, rows_with_zeros
 from cce_dist.kernels.direct import MOST_KINDS, Launch
-from cce_dist.kernels.tiles import MAX_SIDE, num_programs, thinned
+from cce_dist.kernels.tiles import MAX_SIDE, num_programs, stages_of_rows, thinned
 from cce_dist.kernels.waves import cdiv
 
 _IGNORED, _OUTSIDE = tl.constexpr(IGNORED), tl.constexpr(OUTSIDE)
@@ -247,59 +247,61 @@ def _grad(grad_ptr, stride, token, live):
     return grad
 
 
-def sums_of_rows(coef_2R: torch.Tensor, rows_RD: torch.Tensor) -> torch.Tensor:
-    """Return coef_2R @ rows_RD in fp32, [2, D]. A row whose two coefficients are 0 is not read, so it may hold NaN."""
+def weighted_sums(coef_R: torch.Tensor, rows_RD: torch.Tensor, *, absolute: bool = False) -> torch.Tensor:
+    """Return partial sums of ``coef_R @ rows_RD``, fp32: [P, 1, D], or with ``absolute`` [P, 2, D], the second by |coef_R|.
+
+    Rows whose coefficient is 0 may hold NaN.
+    """
     num_rows, hidden_size = rows_RD.shape
     block_r, block_d = 64, 128
     blocks_d = cdiv(hidden_size, block_d)
-    parts = max(1, min(cdiv(num_rows, block_r), 2 * num_programs(rows_RD.device) // blocks_d))
-    partial_P2D = torch.empty(parts, 2, hidden_size, dtype=torch.float32, device=rows_RD.device)
-    _sums_of_rows_kernel[(parts, blocks_d)](
-        coef_2R, rows_RD,
-        partial_P2D,
+    parts = max(1, min(cdiv(num_rows, block_r), 4 * num_programs(rows_RD.device) // blocks_d))
+    partial = torch.empty(parts, 1 + absolute, hidden_size, dtype=torch.float32, device=rows_RD.device)
+    _weighted_sums_kernel[(parts, blocks_d)](
+        coef_R, rows_RD,
+        partial,
         num_rows, hidden_size,
-        BLOCK_R=block_r, BLOCK_D=block_d, num_warps=8,
+        ABSOLUTE=absolute, BLOCK_R=block_r, BLOCK_D=block_d, STAGES=stages_of_rows(block_r * block_d * rows_RD.itemsize),
+        num_warps=8,
     )
-    return partial_P2D.sum(0)
+    return partial
 
 
 @kernel("rows_ptr", "partial_ptr", "hidden_size")
-def _sums_of_rows_kernel(
-    coef_ptr,  # in: [2, R] fp32
+def _weighted_sums_kernel(
+    coef_ptr,  # in: [R] fp32
     rows_ptr,  # in: [R, D]
-    partial_ptr,  # out: [P, 2, D] fp32
+    partial_ptr,  # out: [P, 1 or 2, D] fp32
     num_rows,
     hidden_size,
+    ABSOLUTE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    part = tl.program_id(0)
+    begin = tl.program_id(0) * BLOCK_R
+    step = tl.num_programs(0) * BLOCK_R
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
-    target = partial_ptr + part.to(tl.int64) * 2 * hidden_size + offs_d
     some = tl.zeros((BLOCK_R,), tl.int32)
     # First find out whether any coefficient of this part is not 0.
-    for first in range(part * BLOCK_R, num_rows, tl.num_programs(0) * BLOCK_R):
+    for first in range(begin, num_rows, step):
         offs_r = first + tl.arange(0, BLOCK_R)
         some |= (tl.load(coef_ptr + offs_r, mask=offs_r < num_rows, other=0) != 0).to(tl.int32)
-        second = tl.load(coef_ptr + num_rows.to(tl.int64) + offs_r, mask=offs_r < num_rows, other=0)
-        some |= (second != 0).to(tl.int32)
-    if tl.max(some, 0) == 0:
-        tl.store(target, tl.zeros((BLOCK_D,), tl.float32), mask=in_d)
-        tl.store(target + hidden_size, tl.zeros((BLOCK_D,), tl.float32), mask=in_d)
-        return
-    first_sum = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    second_sum = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    # Sum coef [2, BLOCK_R] times rows [BLOCK_R, BLOCK_D].
-    for first in range(part * BLOCK_R, num_rows, tl.num_programs(0) * BLOCK_R):
+    total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    absolute = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    # Sum coef [BLOCK_R] times rows [BLOCK_R, BLOCK_D]. The loop is pipelined: the next rows are loaded meanwhile.
+    for first in tl.range(begin, tl.where(tl.max(some, 0) > 0, num_rows, 0), step, num_stages=STAGES):
         offs_r = first + tl.arange(0, BLOCK_R)
         in_r = offs_r < num_rows
-        first_coef = tl.load(coef_ptr + offs_r, mask=in_r, other=0)
-        second_coef = tl.load(coef_ptr + num_rows.to(tl.int64) + offs_r, mask=in_r, other=0)
-        mask = ((first_coef != 0) | (second_coef != 0))[:, None] & in_d[None, :]
         where = rows_ptr + offs_r.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-        row = tl.load(where, mask=mask, other=0).to(tl.float32)
-        first_sum += first_coef[:, None] * row
-        second_sum += second_coef[:, None] * row
-    tl.store(target, tl.sum(first_sum, 0), mask=in_d)
-    tl.store(target + hidden_size, tl.sum(second_sum, 0), mask=in_d)
+        row = tl.load(where, mask=in_r[:, None] & in_d[None, :], other=0).to(tl.float32)
+        coef = tl.load(coef_ptr + offs_r, mask=in_r, other=0)[:, None]
+        row = tl.where(coef != 0, row, 0.0)
+        total += coef * row
+        if ABSOLUTE:
+            absolute += tl.abs(coef) * row
+    partial_ptr += tl.program_id(0).to(tl.int64) * (2 if ABSOLUTE else 1) * hidden_size + offs_d
+    tl.store(partial_ptr, tl.sum(total, 0), mask=in_d)
+    if ABSOLUTE:
+        tl.store(partial_ptr + hidden_size, tl.sum(absolute, 0), mask=in_d)

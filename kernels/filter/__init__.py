@@ -38,25 +38,23 @@ from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Up
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.d_weight import add_d_weight
-from cce_dist.kernels.dlogits import dlogits_chunk
 from cce_dist.kernels.filter.bound import bound_of_shard, sample_outside, sampled_sums
-from cce_dist.kernels.filter.covariance import covariance_of, lines_of_sample
-from cce_dist.kernels.filter.d_hidden import Pair, add_products
+from cce_dist.kernels.filter.covariance import along, linear_of
+from cce_dist.kernels.filter.d_hidden import Linear, Product, add_products
 from cce_dist.kernels.filter.d_weight import by_column, compensated_weight, listed_weight
 from cce_dist.kernels.filter.frequent import Frequent, gather_frequent, most_labelled, num_frequent, outside_frequent
 from cce_dist.kernels.filter.lists import SLACK, Decisions, Entries, Lists, decide, list_columns, listed_gradients
 from cce_dist.kernels.filter.sampling import (
-    Factors,
-    SampledColumns,
+    Columns,
+    Given,
     SampledTokens,
+    column_gradients,
     factors_of,
     sample_columns,
-    sampled_gradients,
-    squares_of_columns,
-    squares_of_tokens,
-    weigh_tokens,
+    squares,
+    tile_of_sample,
 )
-from cce_dist.kernels.filter.shares import dropped_shares, sample_tokens, shares_of
+from cce_dist.kernels.filter.shares import dropped_columns, sample_tokens
 from cce_dist.kernels.losses import Results, merge_splits, merged_lse, of_statistics, token_losses
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
@@ -75,7 +73,7 @@ from cce_dist.kernels.tokens import (
     gathered,
     label_ids,
     ordered_ids,
-    sums_of_rows,
+    weighted_sums,
 )
 from cce_dist.kernels.waves import cdiv
 
@@ -258,22 +256,24 @@ class Compensation(NamedTuple):
     """The control variate for the dropped gradients, and its corrections.
 
     Attributes:
-        share_V: As in ``shares.Dropped``.
-        shared_hidden: A matrix, or None. Each token's factor times the first row is added to d_hidden.
-        shared_weight_D: Each column's share times this row is added to d_weight. Or None.
-        sampled: Columns that correct d_hidden, or None.
+        share_V: As ``shares.Dropped.sums_V``.
+        shared_weight_D: Each column's share times this row is added to d_weight.
+        columns: Columns whose gradients are computed for all tokens.
+        center_D: c of ``compensation.py``: the first row of a matrix.
         tokens: Tokens that correct d_weight, or None.
-        factors: Factors of the corrections, or None.
-        covariance_DD: Covariance of the linear correction of d_hidden (``covariance.py``), or None.
+        factors_4: Factors of the corrections, or None without any.
+        linear: The linear correction of d_hidden (``covariance.py``), or None.
+        along_N: What ``column_gradients`` needs for it.
     """
 
     share_V: torch.Tensor
-    shared_hidden: torch.Tensor | None
-    shared_weight_D: torch.Tensor | None
-    sampled: SampledColumns | None = None
+    shared_weight_D: torch.Tensor
+    columns: Columns
+    center_D: torch.Tensor
     tokens: SampledTokens | None = None
-    factors: Factors | None = None
-    covariance_DD: torch.Tensor | None = None
+    factors_4: torch.Tensor | None = None
+    linear: Linear | None = None
+    along_N: torch.Tensor | None = None
 
 
 class _Work(NamedTuple):
@@ -283,7 +283,6 @@ class _Work(NamedTuple):
         frequent: The frequent columns.
         how: The decision for each token.
         lists: The lists of forward.
-        factor_N: Each token's factor on the control variate; see ``listed_gradients``.
         compensation: The control variate and its corrections.
         tiles: Tiles of the device.
     """
@@ -291,7 +290,6 @@ class _Work(NamedTuple):
     frequent: Frequent
     how: Decisions
     lists: Lists
-    factor_N: torch.Tensor
     compensation: Compensation
     tiles: Tiles
 
@@ -301,7 +299,8 @@ def _filtered_gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        frequent = gather_frequent(lists.ids_F, x, cdiv(x.num_valid, 32))
+        room = memory.sampled_columns(x.num_valid) if spec.filter.compensate else 0
+        frequent = gather_frequent(lists.ids_F, x, cdiv(x.num_valid, 32), room)
         how, entries = decide(x, softmax, coef_4N, lists, frequent.slot_V, spec.filter.eps)
         # First set the exact gradients of unserved tokens, then add the filtered ones. Chunks of the vocabulary are cut for the
         # case that all tokens are unserved.
@@ -317,12 +316,13 @@ def _filtered_gradients(
             keeps = memory.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes)
             total = Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens) if keeps else None, by_token=True)
         factor_2N = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
-        comp = _compensation(x, softmax, coef_4N, frequent, how, factor_2N, tiles, grads, spec)
-        work = _Work(frequent, how, lists, factor_2N[0], comp, tiles)
+        given = Given(x, softmax, coef_4N, how.numbers_3N, factor_2N[0])
+        comp = _compensation(x, given, frequent, how, tiles, grads, spec)
+        work = _Work(frequent, how, lists, comp, tiles)
         frequent_weight_FD = None
         if target is not None:
             frequent_weight_FD = torch.empty_like(frequent.x.weight, dtype=target.dtype)
-        _add_rows(total, frequent_weight_FD, x, softmax, coef_4N, work, grads, spec)
+        _add_rows(total, frequent_weight_FD, given, work, grads, spec)
         if target is not None and frequent_weight_FD is not None:
             _finish_weight(target, x, entries, frequent_weight_FD, work, add=grads.weight_out is not None)
     return d_hidden, d_weight
@@ -333,86 +333,80 @@ def _finish_weight(
 ) -> None:
     """Sum all parts of d_weight in ``target``."""
     comp, how = work.compensation, work.how
-    assert comp.shared_weight_D is not None
     parts = (work.frequent.slot_V, frequent_weight_FD, comp.share_V, comp.shared_weight_D)
     columns = by_column(work.lists, entries)
-    if comp.tokens is not None and comp.factors is not None:
-        compensated_weight(target, comp.tokens, comp.factors, *parts, how, work.tiles.grad_weight, add=add)
-    listed_weight(target, x.hidden, columns, *parts, how, comp.factors, add=add)
+    if comp.tokens is not None and comp.factors_4 is not None:
+        compensated_weight(target, comp.tokens, comp.factors_4, *parts, how, work.tiles.grad_weight, add=add)
+    listed_weight(target, x.hidden, columns, *parts, how, comp.factors_4, add=add)
 
 
 def _compensation(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, frequent: Frequent, how: Decisions, factor_2N: torch.Tensor,
-    tiles: Tiles, grads: Grads, spec: Spec,
+    x: Operands, given: Given, frequent: Frequent, how: Decisions, tiles: Tiles, grads: Grads, spec: Spec
 ) -> Compensation:
-    num_valid, hidden_size = x.num_valid, x.hidden.shape[1]
-    shared_weight_D = None
-    if grads.want_weight:
-        shared_weight_D = sums_of_rows(factor_2N, x.hidden)[0]
+    """Sample tokens and columns, and estimate the control variate and the factors on its corrections."""
+    num_valid, budget = x.num_valid, spec.workspace_bytes
     if not spec.filter.compensate:
-        zeros = torch.zeros(hidden_size, dtype=torch.float32, device=x.hidden.device) if grads.want_hidden else None
-        return Compensation(shares_of(None, num_valid, x.hidden.device).share_V, zeros, shared_weight_D)
-    sample, rows_SD = sample_tokens(x.hidden, factor_2N[0], how.numbers_3N, x.ids, SAMPLE)
+        zeros_V, zeros_2D = (torch.zeros(shape, device=x.hidden.device) for shape in (num_valid, (2, x.weight.shape[1])))
+        none = torch.empty(0, dtype=torch.int32, device=x.hidden.device)
+        columns = Columns(frequent.ids_F, none, zeros_V, frequent.x.weight, zeros_2D, zeros_V)
+        return Compensation(zeros_V, zeros_2D[1], columns, zeros_2D)
+    sample = sample_tokens(x, given.dropped_N, given.coef_4N, how.numbers_3N, SAMPLE)
     parts_SV = None
-    if grads.want_weight and memory.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, spec.workspace_bytes):
+    if grads.want_weight and memory.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, budget):
         parts_SV = new_rows(x, SAMPLE, cdiv(num_valid, memory.ROWS) * memory.ROWS)
-    dropped = dropped_shares(rows_SD, x, sample, frequent.slot_V, tiles.lse, parts_SV)
-    num_columns = memory.sampled_columns(num_valid)
-    tokens = weigh_tokens(dropped, sample) if num_columns else None
-    comp = Compensation(dropped.share_V, dropped.shared_2D if grads.want_hidden else None, shared_weight_D)
+    dropped = dropped_columns(sample, x, frequent.slot_V, tiles.lse, parts_SV)
+    partial_P1D = weighted_sums(dropped.sums_V, x.weight[:num_valid])
+    num_columns = frequent.rows_CD.shape[0] - frequent.ids_F.shape[0]
+    columns = sample_columns(dropped, partial_P1D, sample, x, frequent, num_columns)
+    comp = Compensation(dropped.sums_V, columns.shared_2D[1], columns, columns.shared_2D)
+    rows = Rows(sample.token_S, sample.size, sample.rows_SD)
+    tokens = None if parts_SV is None else SampledTokens(parts_SV, rows)
     if num_columns == 0 or not (grads.want_hidden or tokens is not None):
         return comp
-    sampled = sample_columns(dropped, num_columns, x)
-    of_columns = of_tokens = lines_SK = None
-    at_once = memory.covariance_rows(exact.sizes_of(x), spec.workspace_bytes) if sample.centered is not None else 0
-    num_covariance = memory.covariance_columns(num_valid, hidden_size) if at_once and grads.want_hidden else 0
-    if tokens is not None:
-        of_tokens = squares_of_tokens(tokens, dropped, sampled, tiles)
+    along_N, size = None, memory.covariance_columns(exact.sizes_of(x), budget) if grads.want_hidden else 0
+    if size:
+        along_N = along(x, columns, sample)
+    terms = [new_rows(x, SAMPLE, num_columns) for _ in range(2 if size else 1)]
+    tile = tile_of_sample(tiles.dlogits)
+    sums_BS = torch.empty(cdiv(num_columns, tile.cols), SAMPLE, dtype=torch.float32, device=x.hidden.device)
+    for line_N, terms_SK in zip((None, along_N), terms, strict=False):
+        column_gradients(columns, rows, given, None, line_N, tile, terms_SK, sums_BS, num_frequent=0)
+    of_columns = of_tokens = None
+    inverse_S = sample.numbers_3S[0]
     if grads.want_hidden:
-        if num_covariance:
-            lines_SK = lines_of_sample(sampled, sample, x, tiles)
-        of_columns = squares_of_columns(
-            sampled, sample, rows_SD, softmax, coef_4N, how.numbers_3N, tiles, lines_SK
+        of_columns = squares(terms, inverse_S, None, columns.sampled_KD, columns.shared_2D, sample.size)
+    if tokens is not None:
+        of_tokens = squares(
+            [terms[0].T], columns.numbers_3K[1], inverse_S, sample.rows_SD, sample.means_2D[1], sample.size
         )
-    factors = factors_of(
-        of_columns, of_tokens, sampled, dropped, sample, shared_weight_D, num_covariance, at_once
-    )
-    if num_covariance:
-        covariance_DD = covariance_of(dropped, num_covariance, at_once, sampled, sample, factors, x, tiles)
-        comp = comp._replace(covariance_DD=covariance_DD)
-    return comp._replace(sampled=sampled if grads.want_hidden else None, tokens=tokens, factors=factors)
+    factors_4, num_used = factors_of(of_columns, of_tokens, sample, columns, size)
+    linear = linear_of(dropped, size, columns, num_used, sample, x, tiles.grad_weight) if size else None
+    return comp._replace(tokens=tokens, factors_4=factors_4, linear=linear, along_N=along_N)
 
 
 def _add_rows(
-    total: Sum | None, frequent_weight_FD: torch.Tensor | None, x: Operands, softmax: Softmax, coef_4N: torch.Tensor,
-    work: _Work, grads: Grads, spec: Spec,
+    total: Sum | None, frequent_weight_FD: torch.Tensor | None, given: Given, work: _Work, grads: Grads, spec: Spec
 ) -> None:
     """Finish d_hidden, a group of tokens at a time, and compute the frequent columns' rows of d_weight."""
-    how, comp, tiles = work.how, work.compensation, work.tiles
-    frequent, sampled = work.frequent.x._replace(ids=how.frequent_labels), comp.sampled
-    cols = cdiv(frequent.num_valid, tiles.dlogits.cols) * tiles.dlogits.cols
-    num_sampled = 0 if sampled is None else sampled.column_K.shape[0]
-    at_once = memory.filter_backward_rows(exact.sizes_of(x), cols + num_sampled, spec.workspace_bytes)
-    buffer_RD, dlogits_RF = new_rows(x, at_once), new_rows(x, at_once, cols)
-    sampled_RK = None if sampled is None else new_rows(x, at_once, num_sampled)
+    x, how, comp, tiles = given.x, work.how, work.compensation, work.tiles
+    columns, num_frequent = comp.columns, work.frequent.ids_F.shape[0]
+    if total is None:
+        columns = columns._replace(rows_CD=work.frequent.x.weight)
+    num_columns, block_cols = columns.rows_CD.shape[0], tiles.dlogits.cols
+    at_once = memory.filter_backward_rows(exact.sizes_of(x), num_columns, spec.workspace_bytes)
+    buffer_RD, buffer_RC = new_rows(x, at_once), new_rows(x, at_once, num_columns)
+    sums_BR = torch.empty(cdiv(num_columns, block_cols), at_once, dtype=torch.float32, device=x.hidden.device)
+    product = Product(columns.rows_CD, num_frequent, comp.center_D, comp.factors_4, comp.linear, given.dropped_N)
     groups = exact.finished_groups(how.listed_labels, how.order, at_once, grads.ready_rows)
     for number, (*group, num_final) in enumerate(groups):
         rows = gathered(x.hidden, group, buffer_RD)
-        num_rows = rows.index.shape[0]
-        grads_RF = first_rows(dlogits_RF, num_rows)
-        dlogits_chunk(frequent, rows, softmax, coef_4N, 0, grads_RF, tiles)
-        if total is not None and comp.shared_hidden is not None:
-            of_sampled = None
-            if sampled is not None and sampled_RK is not None and comp.factors is not None:
-                of_sampled = Pair(first_rows(sampled_RK, num_rows), sampled.centered_KD)
-                sampled_gradients(
-                    sampled, rows, softmax, coef_4N, how.numbers_3N, of_sampled.given_RC, tiles, comp.factors
-                )
-            add_products(
-                total, rows, Pair(grads_RF, frequent.weight), of_sampled, comp.covariance_DD, comp.factors, work.factor_N,
-                comp.shared_hidden, (work.lists, work.lists.columns_NL.shape[1]), tiles.grad_hidden, first=False,
-            )
+        grads_RC = first_rows(buffer_RC, rows.index.shape[0])
+        column_gradients(
+            columns, rows, given, comp.factors_4, comp.along_N, tiles.dlogits, grads_RC, sums_BR, num_frequent=num_frequent
+        )
+        if total is not None:
+            add_products(total, rows, grads_RC, sums_BR, block_cols, product, tiles.grad_hidden)
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
         if frequent_weight_FD is not None:
-            add_d_weight(frequent_weight_FD, grads_RF, rows, None, tiles.grad_weight, add=number > 0)
+            add_d_weight(frequent_weight_FD, grads_RC, rows, None, tiles.grad_weight, add=number > 0)

@@ -69,8 +69,9 @@ def filter_seconds(sizes: Sizes, workspace_bytes: int, rates: Rates, frequent: i
     few = (frequent + memory.bound_columns(num_columns - frequent)) / num_columns
     forward = (costs.marks + few) * product + marks_bytes / rates.bytes_moved + costs.forward
     wide = 3 * frequent + 2 * memory.sampled_columns(num_columns)
-    if memory.covariance_rows(sizes, workspace_bytes):
-        wide += sizes.hidden_size * (1 + memory.covariance_columns(num_columns, sizes.hidden_size) / num_tokens)
+    covariance = memory.covariance_columns(sizes, workspace_bytes)
+    if covariance:
+        wide += sizes.hidden_size * (1 + covariance / num_tokens)
     products = wide / num_columns + 2 * SAMPLE / max(SAMPLE, num_tokens)
     num_bytes = costs.passes * num_columns * sizes.hidden_bytes + 6 * num_tokens * sizes.hidden_bytes
     return forward, products * product + num_bytes / rates.bytes_moved + costs.backward

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.filter.lists import Decisions, Entries, Lists
-from cce_dist.kernels.filter.sampling import GAIN, Factors, SampledTokens
+from cce_dist.kernels.filter.sampling import GAIN, SampledTokens
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 from cce_dist.kernels.waves import cdiv
 
@@ -100,7 +100,7 @@ def _by_column_kernel(
 
 def listed_weight(
     d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
-    share_V: torch.Tensor, shared_D: torch.Tensor, how: Decisions, factors: Factors | None, *,
+    share_V: torch.Tensor, shared_D: torch.Tensor, how: Decisions, factors_4: torch.Tensor | None, *,
     add: bool,
 ) -> None:
     """Set the rows of d_weight_VD to the sum of all their parts, or add the sum.
@@ -109,11 +109,11 @@ def listed_weight(
         d_weight_VD: in, out: rows past the last column are left alone.
         slot_V: As in ``Frequent``: 1 plus the position among the frequent columns, or 0.
         frequent_FD: The frequent columns' rows of the gradient.
-        share_V: Each column's part of the dropped mass.
-        shared_D: sum_i scale P_i m_i hidden_i, fp32.
+        share_V: Each column's part of the dropped mass, times any number.
+        shared_D: sum_i scale P_i m_i hidden_i, divided by this number, fp32.
         how: If there are unserved tokens, d_weight_VD holds their gradient and is added to. If no token is listed beside them,
             nothing is written.
-        factors: If GAIN is not 0, ``compensated_weight`` has set the rows to all other parts.
+        factors_4: If GAIN is not 0, ``compensated_weight`` has set the rows to all other parts.
         add: Add to d_weight_VD in any case.
     """
     num_cols, hidden_size = entries.end_V.shape[0], hidden_ND.shape[1]
@@ -123,13 +123,13 @@ def listed_weight(
     _filtered_weight_kernel[(cdiv(num_items, 2),)](
         # in
         hidden_ND, *entries, slot_V, frequent_FD, share_V, shared_D,
-        how.num_listed, how.num_unserved, None if factors is None else factors.values_4,
+        how.num_listed, how.num_unserved, factors_4,
         # in, out
         d_weight_VD,
         # sizes
         num_cols, hidden_size, num_items, int(add),
         # options
-        HAS_FACTORS=factors is not None,
+        HAS_FACTORS=factors_4 is not None,
         # tiles
         BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, SHORT=8, num_warps=block_d // 256,
     )
@@ -150,7 +150,7 @@ def _filtered_weight_kernel(
     shared_ptr,  # in: [D] fp32
     num_listed_ptr,  # in: [1] int32
     num_unserved_ptr,  # in: [1] int32
-    factors_ptr,  # in: [4] fp32, as in ``Factors``; with HAS_FACTORS
+    factors_ptr,  # in: [4] fp32, as ``sampling.factors_of`` returns them; with HAS_FACTORS
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
     hidden_size,
@@ -242,7 +242,7 @@ def _rows(rows_ptr, number, in_k, offs_d, in_d, hidden_size):
 
 
 def compensated_weight(
-    d_weight_VD: torch.Tensor, tokens: SampledTokens, factors: Factors, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
+    d_weight_VD: torch.Tensor, tokens: SampledTokens, factors_4: torch.Tensor, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
     share_V: torch.Tensor, shared_D: torch.Tensor, how: Decisions, tile: Tile, *, add: bool,
 ) -> None:
     """Set d_weight_VD to the sum of all parts except listed gradients, or add it. The sampled tokens' correction is included.
@@ -250,38 +250,36 @@ def compensated_weight(
     Args:
         d_weight_VD: in, out: rows past the last column are left alone.
         tokens: The sampled tokens.
-        factors: GAIN is the factor on the sampled tokens' correction. If it is 0, nothing is written.
+        factors_4: GAIN is the factor on the sampled tokens' correction. If it is 0, nothing is written.
         tile: Tile of a long product. Half of its columns are taken: this product is short, so its time is mostly stores, which
             a second program on the same multiprocessor hides.
         slot_V, frequent_FD, share_V, shared_D, how, add: As in ``listed_weight``.
     """
     num_cols, hidden_size = share_V.shape[0], d_weight_VD.shape[1]
-    parts_SV, centered_SD = tokens.parts_SV, tokens.rows.hidden
+    parts_SV, rows_SD = tokens.parts_SV, tokens.rows.hidden
     tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
-    tma = has_tma(parts_SV, centered_SD)
+    tma = has_tma(parts_SV, rows_SD)
     num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
-    _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(centered_SD.device)),)](
+    _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(rows_SD.device)),)](
         # in
-        operand(parts_SV, tile.inner, tile.rows, tma), operand(centered_SD, tile.inner, tile.cols, tma),
-        tokens.rows.num_labelled, factors.values_4,
-        tokens.reweighting_2V, slot_V, frequent_FD, share_V, shared_D, how.num_listed, how.num_unserved,
+        operand(parts_SV, tile.inner, tile.rows, tma), operand(rows_SD, tile.inner, tile.cols, tma),
+        tokens.rows.num_labelled, factors_4, slot_V, frequent_FD, share_V, shared_D, how.num_listed, how.num_unserved,
         # in, out
         d_weight_VD,
         # sizes
-        centered_SD.shape[0], num_cols, hidden_size, parts_SV.stride(0), num_tiles, int(add),
+        rows_SD.shape[0], num_cols, hidden_size, parts_SV.stride(0), num_tiles, int(add),
         # tiles
-        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_S=tile.inner, TMA=tma, PRECISION=precision(centered_SD.dtype),
+        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_S=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )
 
 
-@kernel("parts", "centered", "slot_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
+@kernel("parts", "rows", "slot_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
 def _compensated_weight_kernel(
     parts,  # in: [S, V or more] descriptor or pointer
-    centered,  # in: [S, D] descriptor or pointer
+    rows,  # in: [S, D] descriptor or pointer
     num_sampled_ptr,  # in: [1] int32
-    factors_ptr,  # in: [4] fp32, as in ``Factors``; GAIN is read
-    reweighting_ptr,  # in: [V] fp32
+    factors_ptr,  # in: [4] fp32, as ``sampling.factors_of`` returns them; GAIN is read
     slot_ptr,  # in: [V] int32
     frequent_ptr,  # in: [F, D]
     share_ptr,  # in: [V] fp32
@@ -307,18 +305,18 @@ def _compensated_weight_kernel(
     adding = (add != 0) | (num_unserved > 0)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     nothing = ((num_unserved > 0) & (tl.load(num_listed_ptr) == 0)) | (gain == 0)
-    # For each tile: acc [BLOCK_V, BLOCK_D] = parts [S, BLOCK_V].T @ centered [S, BLOCK_D], then the other parts are added.
+    # For each tile: acc [BLOCK_V, BLOCK_D] = parts [S, BLOCK_V].T @ rows [S, BLOCK_D], then the other parts are added.
     for tile in range(tl.program_id(0), tl.where(nothing, 0, num_tiles), tl.num_programs(0)):
         row = tile // num_col_blocks * BLOCK_V
         col = tile % num_col_blocks * BLOCK_D
         acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
         for inner in range(0, num_sampled, BLOCK_S):
             p = load_tile(parts, inner, row, num_rows, num_cols, parts_stride, BLOCK_S, BLOCK_V, TMA)
-            h = load_tile(centered, inner, col, num_rows, hidden_size, hidden_size, BLOCK_S, BLOCK_D, TMA)
+            h = load_tile(rows, inner, col, num_rows, hidden_size, hidden_size, BLOCK_S, BLOCK_D, TMA)
             acc = tl.dot(p.T, h, acc, input_precision=PRECISION)
         offs_v = row + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_cols
-        acc *= (gain * tl.load(reweighting_ptr + offs_v, mask=in_v, other=0))[:, None]
+        acc *= gain
         slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
         share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
         is_frequent = (slot > 0)[:, None]

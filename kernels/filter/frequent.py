@@ -15,6 +15,7 @@ from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.memory import frequent_columns
 from cce_dist.kernels.tiles import interpreted
+from cce_dist.kernels.tokens import first_rows
 from cce_dist.kernels.waves import cdiv
 
 
@@ -27,12 +28,14 @@ class Frequent(NamedTuple):
             columns. The last W numbers are words with a bit set for each frequent column, like a row of ``lse.Marks``.
         num_words: W.
         x: Operands with the frequent columns alone. Its ids are the call's labels, not slots.
+        rows_CD: The rows of the weight in ``x``, and room behind them for sampled columns.
     """
 
     ids_F: torch.Tensor
     slot_V: torch.Tensor
     num_words: int
     x: Operands
+    rows_CD: torch.Tensor
 
 
 def num_frequent(num_valid: int, eps: float) -> int:
@@ -119,19 +122,19 @@ def _most_labelled_kernel(
     tl.store(ids_ptr + position, offs_v.to(tl.int64), mask=chosen)
 
 
-def gather_frequent(ids_F: torch.Tensor, x: Operands, num_words: int) -> Frequent:
-    """Copy the frequent columns' rows of the weight, and record each column's slot."""
+def gather_frequent(ids_F: torch.Tensor, x: Operands, num_words: int, room: int = 0) -> Frequent:
+    """Copy the frequent columns' rows of the weight, and record each column's slot. ``room``: rows left for other columns."""
     size, hidden_size = ids_F.shape[0], x.weight.shape[1]
     slot_V = torch.empty(33 * num_words, dtype=torch.int32, device=ids_F.device)
-    weight_FD = torch.empty(size, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
+    rows_CD = torch.empty(size + room, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
     _gather_frequent_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
         ids_F, x.weight,
-        slot_V, weight_FD,
+        slot_V, rows_CD,
         size, hidden_size, num_words, size.bit_length(),
         BLOCK_F=16, BLOCK_D=256, BLOCK_W=16,
     )
-    columns = x._replace(weight=weight_FD, start=0, num_valid=size)
-    return Frequent(ids_F, slot_V, num_words, columns)
+    columns = x._replace(weight=first_rows(rows_CD, size), start=0, num_valid=size)
+    return Frequent(ids_F, slot_V, num_words, columns, rows_CD)
 
 
 @kernel("weight_ptr", "slot_ptr", "weight_out_ptr", "hidden_size")

@@ -4,13 +4,15 @@
 
 Tokens differ more in how much mass they drop, m_i, than in which columns they drop. So a few hundred tokens are enough to
 estimate the shares, while each token's own mass (``d_rows.py``) is exact. The sample is systematic, with probability
-proportional to size (Madow, 1949): lay the tokens end to end, each |P_i| m_i long, and pick at equal distances.
+proportional to size (Madow, 1949): lay the tokens end to end, each |P_i| m_i long, and pick at equal distances. So the sums
+are unbiased estimates of the sums over all tokens.
 
 The sample's mean hidden state differs from the mean of all tokens by a vector d. Moving a hidden state by -d multiplies its
-probabilities by exp(-column . d), up to a constant, so the shares are multiplied by this factor, too. ``REWEIGHTING`` shrinks
-its exponent, because kept elements cut off its upper end. With 0.7 the error in the mean of d_hidden falls from 0.022, 0.014,
-0.010 and 0.011 to 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder (V 16,384, D 512, N 4,096, 512 sampled,
-fp32; 2026-11). With 256 tokens it is 0.020, 0.008, 0.006 and 0.005.
+probabilities by exp(-column . d), up to a constant, so the shares are multiplied by this factor, too. The mean of all tokens is
+a row of the sample's matrix, so ``column . d`` comes from products that are there already. ``REWEIGHTING`` shrinks the
+exponent, because kept elements cut off its upper end. With 0.7 the error in the mean of d_hidden falls from 0.022, 0.014, 0.010
+and 0.011 to 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder (V 16,384, D 512, N 4,096, 512 sampled, fp32;
+2026-11). With 256 tokens it is 0.020, 0.008, 0.006 and 0.005.
 
 Four other estimates of the shares were tried and left out:
 
@@ -33,513 +35,299 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
-from cce_dist.kernels.filter import compensation
 from cce_dist.kernels.head import logits_of, sloped, token_factors
-from cce_dist.kernels.tiles import Tile, num_programs, precision, sample_tile, stages_of_rows
-from cce_dist.kernels.tokens import gathered, sums_of_rows
+from cce_dist.kernels.tiles import Tile, precision, sample_tile
+from cce_dist.kernels.tokens import weighted_sums
 from cce_dist.kernels.waves import cdiv
 
 REWEIGHTING = 0.7
-RUN = 1024  # columns in a run: their shares are summed as integers
-PART = tl.constexpr(4096.0)  # scale of ``Dropped.parts_SV``, so that fp16 can hold the numbers
+UNIT = tl.constexpr(2.0**32)  # integers of a whole: sums of integers have the same bits in any order
 FARTHEST = tl.constexpr(20.0)  # nats: a log reweighting that is larger, or not finite, is not applied
-TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+
+@triton.jit
+def sum_of_parts(partial_ptr, num_parts, stride, offs_d, in_d, BLOCK_P: tl.constexpr):
+    """Add up partial sums, a row of [D] fp32 each ``stride`` numbers."""
+    total = tl.zeros((BLOCK_P, offs_d.shape[0]), tl.float32)
+    for first in range(0, num_parts, BLOCK_P):
+        offs_p = first + tl.arange(0, BLOCK_P)
+        where = partial_ptr + offs_p[:, None] * stride + offs_d[None, :]
+        total += tl.load(where, mask=(offs_p < num_parts)[:, None] & in_d[None, :], other=0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def in_units(numbers, total):
+    """Return numbers of a total as integers, UNIT of which are the total. Integers stay as they are."""
+    if numbers.dtype != tl.int64:
+        numbers = (tl.abs(numbers) / total * UNIT).to(tl.int64)
+    return numbers
+
+
+@triton.jit
+def place(numbers_ptr, count, total, wanted, BLOCK: tl.constexpr):
+    """Return the first index at which the running sum of ``in_units`` exceeds ``wanted``, and the sum before this index."""
+    index = tl.zeros((), tl.int32)
+    before = tl.zeros((), tl.int64)
+    end = tl.zeros((), tl.int64)
+    for first in range(0, count, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        part = in_units(tl.load(numbers_ptr + offs, mask=offs < count, other=0), total)
+        sums = end + tl.cumsum(part, 0)
+        passed = (sums <= wanted) & (offs < count)
+        index += tl.sum(passed.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(passed, sums, 0), 0))
+        end += tl.sum(part, 0)
+    return tl.minimum(index, count - 1), before
 
 
 class Sample(NamedTuple):
-    """The sampled tokens.
+    """The sampled tokens: S rows, of which the last is the mean of all tokens, unless all tokens are taken.
 
     Attributes:
         token_S: int32: the tokens.
-        numbers_3S: [3, S] fp32: P times the mass that the token drops, 0 for unused elements; the reference of exponentials
-            ``exp(z - reference)``; the threshold below which logits are dropped, -inf for unused elements.
+        numbers_3S: [3, S] fp32: 1 / r (``compensation.py``), 0 for unused elements; the reference of exponentials
+            ``exp(z - reference)``, which sum to 1 over tokens and dropped columns; the threshold below which logits are
+            dropped, -inf for unused elements.
         label_S: int64: the labels of the tokens.
-        size: [1] int32: number of sampled tokens; later elements are unused.
-        centered: Centered hidden states for d_weight's correction; None if the sample is all tokens.
-        means_2D: [2, D] fp32: the mean hidden state of all tokens, weighted by the mass they drop; the sample's mean minus
-            this mean, rounded to the hidden states' dtype. None if the sample is all tokens.
+        size: [1] int32: number of sampled tokens, 0 if nothing is dropped; later elements are unused.
+        rows_SD: Hidden states of the tokens, then the mean hidden state.
+        means_2D: [2, D] fp32: the sum of all hidden states by r; their mean by |r|.
+        mass_2: [2] fp32: the sum of |r| over all tokens; the share of the softmax that they drop, on average.
+        is_all: Whether the sample is all tokens.
     """
 
     token_S: torch.Tensor
     numbers_3S: torch.Tensor
     label_S: torch.Tensor
     size: torch.Tensor
-    centered: Centered | None = None
-    means_2D: torch.Tensor | None = None
-
-
-class Centered(NamedTuple):
-    """Hidden states of the sampled tokens minus the mean hidden state of all tokens.
-
-    Attributes:
-        rows_SD: The differences in the hidden states' dtype, with the sign of the token's dropped mass times P.
-        square_S: Squared norms of the rows of ``rows_SD``, fp32.
-        mean_D: Mean of ``rows_SD``, fp32.
-        mass: Sum over all tokens of the absolute values of P times dropped mass; a 0-d fp32 tensor.
-    """
-
     rows_SD: torch.Tensor
-    square_S: torch.Tensor
-    mean_D: torch.Tensor
-    mass: torch.Tensor
-
-
-class Dropped(NamedTuple):
-    """The columns' shares, and the dropped gradients of the sample.
-
-    Attributes:
-        share_V: Each column's share: they sum to 1, or are 0 if nothing is dropped.
-        count_B: [B] int64: shares as integers, summed over each run of ``RUN`` columns; see ``compensation.sample``.
-        total: Sum of the reweighted parts without the factor ``PART``, a 0-d fp32 tensor.
-        shared_2D: [2, D] fp32: mean row of the weight by share, from which ``factors_of`` subtracts; the mean row again,
-            unchanged. None without a sample.
-        reweighting_2V: [2, V] fp32: the reweighting factor of each column; the reweighted sums. None without a sample.
-        parts_SV: [S, V or more] in the weight's dtype: ``PART`` times the dropped mass of each token in each column, divided by
-            the token's dropped mass, without reweighting; 0 at frequent columns. None if it was not requested.
-    """
-
-    share_V: torch.Tensor
-    count_B: torch.Tensor
-    total: torch.Tensor
-    shared_2D: torch.Tensor | None = None
-    reweighting_2V: torch.Tensor | None = None
-    parts_SV: torch.Tensor | None = None
+    means_2D: torch.Tensor
+    mass_2: torch.Tensor
+    is_all: bool
 
 
 def sample_tokens(
-    hidden_ND: torch.Tensor,
-    dropped_N: torch.Tensor,
-    numbers_3N: torch.Tensor,
-    labels_N: torch.Tensor,
-    most: int,
-) -> tuple[Sample, torch.Tensor]:
-    """Sample ``most`` tokens, or take all if there are not more. Return the sample and its hidden states [S, D].
+    x: Operands, dropped_N: torch.Tensor, coef_4N: torch.Tensor, numbers_3N: torch.Tensor, most: int
+) -> Sample:
+    """Sample ``most`` - 1 tokens, or take all if there are not more.
 
     Args:
-        hidden_ND: Hidden states.
-        dropped_N: P times the mass that the token drops, of either sign; 0 if the token is not filtered.
+        x: Operands.
+        dropped_N: r, of either sign; 0 if the token is not filtered.
+        coef_4N: Coefficients; P is read.
         numbers_3N: As in ``lists.Decisions``; threshold and reference are read.
-        labels_N: Labels of the tokens.
-        most: Number of tokens in the sample, a power of 2.
+        most: Number of rows of the sample, a power of 2.
     """
-    (num_tokens, hidden_size), dtype, device = hidden_ND.shape, hidden_ND.dtype, hidden_ND.device
-    take_all = num_tokens <= most
+    (num_tokens, hidden_size), device = x.hidden.shape, x.hidden.device
+    partial_P2D = weighted_sums(dropped_N, x.hidden, absolute=True)
     sample = Sample(
         torch.empty(most, dtype=torch.int32, device=device),
         torch.empty(3, most, dtype=torch.float32, device=device),
         torch.empty(most, dtype=torch.int64, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty(most, hidden_size, dtype=x.hidden.dtype, device=device),
+        torch.empty(2, hidden_size, dtype=torch.float32, device=device),
+        torch.empty(2, dtype=torch.float32, device=device),
+        num_tokens < most,
     )
-    size_3N = torch.empty(3, num_tokens, dtype=torch.float32, device=device)
-    mass = torch.empty((), dtype=torch.float32, device=device)
-    _sample_tokens_kernel[(1,)](
-        dropped_N, numbers_3N, labels_N,
-        size_3N, sample.token_S, sample.numbers_3S, sample.label_S, sample.size, mass,
-        num_tokens, (num_tokens - 1).bit_length(),
-        TAKE_ALL=take_all, SAMPLE=most, BLOCK=4096, num_warps=16,
+    _sample_tokens_kernel[(most + cdiv(hidden_size, 128),)](
+        x.hidden, dropped_N, coef_4N, numbers_3N, x.ids, partial_P2D,
+        *sample[:-1],
+        num_tokens, partial_P2D.shape[0], hidden_size, x.head.multiplier,
+        TAKE_ALL=sample.is_all, SAMPLE=most, BLOCK=4096, BLOCK_D=128, num_warps=8,
     )
-    rows_SD = torch.empty(most, hidden_size, dtype=dtype, device=device)
-    if take_all:
-        return sample, gathered(hidden_ND, [sample.token_S, sample.size], rows_SD).hidden
-    means_2D = sums_of_rows(size_3N, hidden_ND)
-    centered = Centered(
-        torch.empty(most, hidden_size, dtype=dtype, device=device),
-        torch.empty(most, dtype=torch.float32, device=device),
-        torch.empty(hidden_size, dtype=torch.float32, device=device),
-        mass,
-    )
-    _center_rows_kernel[(most,)](
-        hidden_ND, sample.token_S, sample.numbers_3S, means_2D, sample.size,
-        rows_SD, centered.rows_SD, centered.square_S,
-        hidden_size,
-        BLOCK_D=1024,
-    )
-    _means_kernel[(cdiv(hidden_size, 32),)](
-        rows_SD, centered.rows_SD, sample.size, means_2D, centered.mean_D,
-        hidden_size,
-        SAMPLE=most, BLOCK_S=min(most, 64), BLOCK_D=32,
-    )
-    return sample._replace(centered=centered, means_2D=means_2D), rows_SD
+    return sample
 
 
-@kernel("size_ptr", "token_ptr", "number_ptr", "label_ptr", "num_sampled_ptr", "mass_ptr")
+@kernel(
+    "hidden_ptr", "partial_ptr", "token_ptr", "number_ptr", "label_ptr", "num_sampled_ptr", "rows_ptr", "means_ptr",
+    "mass_ptr", "hidden_size",
+)
 def _sample_tokens_kernel(
+    hidden_ptr,  # in: [N, D]
     dropped_ptr,  # in: [N] fp32
+    coef_ptr,  # in: [4, N] fp32
     of_token_ptr,  # in: [3, N] fp32: threshold, anything, reference
     labels_ptr,  # in: [N] int64
-    size_ptr,  # out: [3, N] fp32: each token's part of all dropped mass; 0; the cumulative sum
-    token_ptr,  # out: [S] int32
-    number_ptr,  # out: [3, S] fp32, as in ``Sample``
+    partial_ptr,  # in: [P, 2, D] fp32: partial sums of hidden states by r and |r|
+    token_ptr,  # out: [S] int32; this and the next five as in ``Sample``
+    number_ptr,  # out: [3, S] fp32
     label_ptr,  # out: [S] int64
     num_sampled_ptr,  # out: [1] int32
-    mass_ptr,  # out: [] fp32: the dropped mass of all tokens, without TAKE_ALL
+    rows_ptr,  # out: [S, D]
+    means_ptr,  # out: [2, D] fp32
+    mass_ptr,  # out: [2] fp32
     num_tokens,
-    num_steps,
+    num_parts,
+    hidden_size,
+    logit_scale,
     TAKE_ALL: tl.constexpr,
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    # One program, because the sample needs a prefix sum over all tokens.
-    offs_s = tl.arange(0, SAMPLE)
-    if TAKE_ALL:
-        token = offs_s
-        tl.store(num_sampled_ptr, num_tokens)
-    else:
-        total = tl.zeros((), tl.float32)
-        for first in range(0, num_tokens, BLOCK):
-            offs_n = first + tl.arange(0, BLOCK)
-            total += tl.sum(tl.abs(tl.load(dropped_ptr + offs_n, mask=offs_n < num_tokens, other=0)), 0)
-        zero_ptr = size_ptr + num_tokens.to(tl.int64)
-        sum_ptr = zero_ptr + num_tokens
-        before = tl.zeros((), tl.float32)
-        for first in range(0, num_tokens, BLOCK):
-            offs_n = first + tl.arange(0, BLOCK)
-            part = tl.abs(tl.load(dropped_ptr + offs_n, mask=offs_n < num_tokens, other=0))
-            part = tl.where(total > 0, part / total, 0.0)
-            tl.store(size_ptr + offs_n, part, mask=offs_n < num_tokens)
-            tl.store(zero_ptr + offs_n, tl.zeros_like(part), mask=offs_n < num_tokens)
-            tl.store(sum_ptr + offs_n, before + tl.cumsum(part, 0), mask=offs_n < num_tokens)
-            before += tl.sum(part, 0)
-        tl.debug_barrier()  # other threads read the sums than wrote them
-        # Find by bisection the first token whose cumulative sum reaches (s + 0.5) / S.
-        wanted = (offs_s + 0.5) / SAMPLE
-        token = tl.zeros((SAMPLE,), tl.int32)
-        last = token + num_tokens - 1
-        for _ in range(0, num_steps):
-            middle = (token + last) // 2
-            later = tl.load(sum_ptr + middle) < wanted
-            token = tl.where(later, tl.minimum(middle + 1, last), token)
-            last = tl.where(later, last, middle)
-        tl.store(num_sampled_ptr, tl.where(total > 0, SAMPLE, 0))
-        tl.store(mass_ptr, total)
-    in_n = token < num_tokens
-    mass = tl.load(dropped_ptr + token, mask=in_n, other=0)
-    dropped = tl.abs(mass)
-    threshold = tl.load(of_token_ptr + token, mask=in_n, other=0)
-    reference = tl.load(of_token_ptr + 2 * num_tokens.to(tl.int64) + token, mask=in_n, other=0)
-    if not TAKE_ALL:
-        reference += tl.log(dropped)
-    tl.store(token_ptr + offs_s, tl.where(in_n, token, 0))
-    tl.store(number_ptr + offs_s, tl.where(dropped > 0, mass, 0.0))
-    tl.store(number_ptr + SAMPLE + offs_s, tl.where(dropped > 0, reference, float("inf")))
-    tl.store(number_ptr + 2 * SAMPLE + offs_s, tl.where(dropped > 0, threshold, float("-inf")))
-    tl.store(label_ptr + offs_s, tl.load(labels_ptr + token, mask=in_n, other=-1))
-
-
-@kernel("hidden_ptr", "mean_ptr", "rows_ptr", "centered_ptr", "hidden_size")
-def _center_rows_kernel(
-    hidden_ptr,  # in: [N, D]
-    token_ptr,  # in: [S] int32
-    mass_ptr,  # in: [S] fp32
-    mean_ptr,  # in: [D] fp32: mean hidden state of all tokens, weighted by dropped mass
-    num_sampled_ptr,  # in: [1] int32
-    rows_ptr,  # out: [S, D]: the sample's hidden states
-    centered_ptr,  # out: [S, D]: ``Centered.rows_SD``
-    square_ptr,  # out: [S] fp32: ``Centered.square_S``
-    hidden_size,
     BLOCK_D: tl.constexpr,
 ):
+    # Every program adds up what all tokens drop. The first ones sample and copy a token each, the others average BLOCK_D
+    # elements of the hidden states.
     row = tl.program_id(0)
-    token = tl.load(token_ptr + row).to(tl.int64)
-    live = row < tl.load(num_sampled_ptr)
-    mass = tl.load(mass_ptr + row)
-    sign = tl.where(mass > 0, 1.0, 0.0) - tl.where(mass < 0, 1.0, 0.0)
-    square = tl.zeros((BLOCK_D,), tl.float32)
-    # Copy and center one hidden state [D], BLOCK_D elements at a time.
-    for first in range(0, hidden_size, BLOCK_D):
-        offs_d = first + tl.arange(0, BLOCK_D)
+    dropped = tl.zeros((BLOCK,), tl.float32)
+    whole = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, num_tokens, BLOCK):
+        offs_n = first + tl.arange(0, BLOCK)
+        part = tl.abs(tl.load(dropped_ptr + offs_n, mask=offs_n < num_tokens, other=0))
+        dropped += part
+        whole += tl.abs(tl.load(coef_ptr + offs_n, mask=part > 0, other=0))
+    total = tl.sum(dropped, 0)
+    num_sampled = tl.where(total > 0, num_tokens if TAKE_ALL else SAMPLE - 1, 0)
+    if row >= SAMPLE:
+        offs_d = (row - SAMPLE) * BLOCK_D + tl.arange(0, BLOCK_D)
         in_d = offs_d < hidden_size
-        h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=tl.where(live, in_d, False), other=0)
-        mean = tl.load(mean_ptr + offs_d, mask=in_d, other=0)
-        centered = ((h.to(tl.float32) - mean) * sign).to(centered_ptr.dtype.element_ty)
+        tl.store(means_ptr + offs_d, sum_of_parts(partial_ptr, num_parts, 2 * hidden_size, offs_d, in_d, 32), mask=in_d)
+        mean = sum_of_parts(partial_ptr + hidden_size, num_parts, 2 * hidden_size, offs_d, in_d, 32)
+        mean = tl.where(total > 0, mean / total, 0.0)
+        tl.store(means_ptr + hidden_size + offs_d, mean, mask=in_d)
+        if not TAKE_ALL:
+            last_ptr = rows_ptr + (SAMPLE - 1) * hidden_size + offs_d
+            tl.store(last_ptr, mean.to(rows_ptr.dtype.element_ty), mask=in_d)
+        if row == SAMPLE:
+            tl.store(num_sampled_ptr, num_sampled)
+            tl.store(mass_ptr, total)
+            tl.store(mass_ptr + 1, tl.where(total > 0, total / (tl.sum(whole, 0) * logit_scale), 0.0))
+        return
+    live = row < num_sampled
+    token = tl.minimum(row, num_tokens - 1)
+    weight = total
+    if not TAKE_ALL:
+        wanted = ((row + 0.5) / (SAMPLE - 1) * UNIT).to(tl.int64)
+        token, _ = place(dropped_ptr, num_tokens, tl.where(total > 0, total, 1.0), wanted, BLOCK)
+        weight = tl.abs(tl.load(dropped_ptr + token)) * (SAMPLE - 1)
+    own = tl.load(dropped_ptr + token)
+    live = live & (own != 0)
+    reference = tl.load(of_token_ptr + 2 * num_tokens.to(tl.int64) + token) + tl.log(weight / logit_scale)
+    tl.store(token_ptr + row, token)
+    tl.store(number_ptr + row, tl.where(live, 1 / own, 0.0))
+    tl.store(number_ptr + SAMPLE + row, tl.where(live, reference, float("inf")))
+    tl.store(number_ptr + 2 * SAMPLE + row, tl.where(live, tl.load(of_token_ptr + token), float("-inf")))
+    tl.store(label_ptr + row, tl.load(labels_ptr + token))
+    for first in range(0, tl.where(row < num_sampled, hidden_size, 0), 1024):
+        offs_d = first + tl.arange(0, 1024)
+        in_d = offs_d < hidden_size
+        h = tl.load(hidden_ptr + token.to(tl.int64) * hidden_size + offs_d, mask=in_d, other=0)
         tl.store(rows_ptr + row * hidden_size + offs_d, h, mask=in_d)
-        tl.store(centered_ptr + row * hidden_size + offs_d, centered, mask=in_d)
-        square += centered.to(tl.float32) * centered.to(tl.float32)
-    tl.store(square_ptr + row, tl.sum(square, 0))
 
 
-@kernel("rows_ptr", "centered_ptr", "mean_ptr", "centered_mean_ptr", "hidden_size")
-def _means_kernel(
-    rows_ptr,  # in: [S, D]
-    centered_ptr,  # in: [S, D]
-    num_sampled_ptr,  # in: [1] int32
-    mean_ptr,  # in, out: [2, D] fp32, as in ``Sample``; the second row is written
-    centered_mean_ptr,  # out: [D] fp32
-    hidden_size,
-    SAMPLE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    num_sampled = tl.load(num_sampled_ptr)
-    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    in_d = offs_d < hidden_size
-    rows_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
-    centered_sum = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
-    # Sum the sample's rows [S, BLOCK_D], BLOCK_S at a time.
-    for first in range(0, SAMPLE, BLOCK_S):
-        offs_s = first + tl.arange(0, BLOCK_S)
-        where = offs_s[:, None] * hidden_size + offs_d[None, :]
-        mask = (offs_s < num_sampled)[:, None] & in_d[None, :]
-        rows_sum += tl.load(rows_ptr + where, mask=mask, other=0).to(tl.float32)
-        centered_sum += tl.load(centered_ptr + where, mask=mask, other=0).to(tl.float32)
-    mean_shift = tl.sum(rows_sum, 0) / SAMPLE - tl.load(mean_ptr + offs_d, mask=in_d, other=0)
-    mean_shift = tl.where(num_sampled > 0, mean_shift, 0.0).to(rows_ptr.dtype.element_ty)
-    tl.store(mean_ptr + hidden_size + offs_d, mean_shift.to(tl.float32), mask=in_d)
-    tl.store(centered_mean_ptr + offs_d, tl.sum(centered_sum, 0) / SAMPLE, mask=in_d)
+class Dropped(NamedTuple):
+    """What the sample drops in each column.
+
+    Attributes:
+        sums_V: fp32: reweighted sums, of which shares are the parts; 0 if nothing is dropped.
+        count_T: [T] int64: the sums ``in_units``, added up over each run of ``run`` columns.
+        run: Columns of a run.
+        parts_SV: [S, V or more] in the weight's dtype: each token's part in each column, less the mean of all tokens' parts,
+            with the sign of r, less the mean again, reweighted. None if it was not requested.
+    """
+
+    sums_V: torch.Tensor
+    count_T: torch.Tensor
+    run: int
+    parts_SV: torch.Tensor | None
 
 
-def dropped_shares(
-    rows_SD: torch.Tensor, x: Operands, sample: Sample, slot_V: torch.Tensor, tile: Tile,
-    parts_SV: torch.Tensor | None = None,
+def dropped_columns(
+    sample: Sample, x: Operands, slot_V: torch.Tensor, tile: Tile, parts_SV: torch.Tensor | None = None
 ) -> Dropped:
-    """Estimate the columns' shares of dropped mass from the sample.
+    """Sum what the sample drops in each column.
 
     Logits below the threshold are dropped, except at labels and frequent columns. A dropped logit counts exp(z - reference)
-    times the softcap's slope times exp(-REWEIGHTING * scale * (column . shift)); ``shift`` is the second row of
-    ``Sample.means_2D``. ``rows_SD``: the sample's hidden states. ``parts_SV``: out, or None: ``Dropped.parts_SV``.
+    times the softcap's slope. A column's sum is multiplied by exp(-REWEIGHTING * scale * (column . shift)); the shift is the
+    mean of the sample's hidden states less that of all tokens. ``parts_SV``: out, or None.
     """
+    rows_SD, num_valid = sample.rows_SD, x.num_valid
     num_rows, hidden_size = rows_SD.shape
     tile = sample_tile(tile, num_rows, rows_SD.itemsize, rows_SD.device)
     if x.head.softcap is not None:
         tile = tile._replace(cols=max(16, tile.cols // 2))  # the epilogue over a whole tile spills registers
-    num_blocks = cdiv(num_rows, tile.rows)
-    sums_BV = torch.empty(num_blocks, x.num_valid, dtype=torch.float32, device=rows_SD.device)
+    num_tiles = cdiv(num_valid, tile.cols)
+    dropped = Dropped(
+        torch.empty(num_valid, dtype=torch.float32, device=rows_SD.device),
+        torch.empty(num_tiles, dtype=torch.int64, device=rows_SD.device),
+        tile.cols, parts_SV,
+    )
     tma = has_tma(rows_SD, x.weight)
-    _dropped_sums_kernel[(cdiv(x.num_valid, tile.cols) * num_blocks,)](
+    _dropped_columns_kernel[(num_tiles,)](
         # in
         operand(rows_SD, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
         sample.size, sample.numbers_3S, sample.label_S, slot_V,
         # out
-        sums_BV, None if parts_SV is None else operand(parts_SV, tile.rows, tile.cols // 2, tma),
+        dropped.sums_V, dropped.count_T, None if parts_SV is None else operand(parts_SV, tile.rows, tile.cols // 2, tma),
         # sizes
-        num_rows, hidden_size, x.num_valid, x.start, 0 if parts_SV is None else parts_SV.shape[1],
+        hidden_size, num_valid, x.start, 0 if parts_SV is None else parts_SV.shape[1], REWEIGHTING * x.head.multiplier,
         # options
-        MASK_V=x.num_valid % tile.cols != 0,
+        HAS_MEAN=not sample.is_all, MASK_V=num_valid % tile.cols != 0,
         # tiles
         TILE=tile, TMA=tma, PRECISION=precision(rows_SD.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )
-    return _reweighted(sums_BV, x, sample)._replace(parts_SV=parts_SV)
+    return dropped
 
 
-def _reweighted(sums_BV: torch.Tensor, x: Operands, sample: Sample) -> Dropped:
-    """Reweight the columns' sums, and average the weight's rows with them. The weight is read once for both."""
-    (num_blocks, num_valid), hidden_size, device = sums_BV.shape, x.weight.shape[1], sums_BV.device
-    main_d = triton.next_power_of_2(hidden_size)
-    block_v, rest_d = min(16, max(1, 4096 // main_d)), 0
-    if block_v == 1 and main_d > hidden_size:
-        main_d //= 2  # hold a long row as two blocks, not as one block that is half empty
-        rest_d = triton.next_power_of_2(hidden_size - main_d)
-    parts = min(cdiv(num_valid, block_v), (6 if num_valid >= 1 << 16 else 4) * num_programs(device))
-    reweighting_2V = torch.empty(2, num_valid, dtype=torch.float32, device=device)
-    total_P = torch.empty(parts, dtype=torch.float32, device=device)
-    mean_PD = torch.empty(parts, hidden_size, dtype=torch.float32, device=device)
-    _reweight_kernel[(parts,)](
-        sums_BV, x.weight, sample.means_2D, sample.size,
-        reweighting_2V, total_P, mean_PD,
-        num_valid, hidden_size, REWEIGHTING * x.head.multiplier,
-        HAS_SHIFT=sample.means_2D is not None, NUM_BLOCKS=num_blocks, BLOCK_V=block_v, MAIN_D=main_d, REST_D=rest_d,
-        STAGES=stages_of_rows(block_v * (main_d + rest_d) * x.weight.itemsize), num_warps=4,
-    )
-    return shares_of((reweighting_2V, total_P, mean_PD), num_valid, device)
-
-
-@kernel("sums_ptr", "weight_ptr", "of_all_ptr", "mean_ptr", "hidden_size")
-def _reweight_kernel(
-    sums_ptr,  # in: [B, V] fp32
-    weight_ptr,  # in: [V, D]
-    of_all_ptr,  # in: [2, D] fp32, with HAS_SHIFT: the second row is the shift
-    num_sampled_ptr,  # in: [1] int32: 0 if nothing is dropped
-    reweighting_ptr,  # out: [2, V] fp32: the factors, and the reweighted sums
-    total_ptr,  # out: [P] fp32: totals of the reweighted sums
-    mean_ptr,  # out: [P, D] fp32: the weight's rows times the reweighted sums
-    num_valid,
-    hidden_size,
-    strength,
-    HAS_SHIFT: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MAIN_D: tl.constexpr,
-    REST_D: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    reweighted_ptr = reweighting_ptr + num_valid
-    mean_shift_ptr = of_all_ptr + hidden_size if HAS_SHIFT else of_all_ptr
-    offs_d = tl.arange(0, MAIN_D)
-    in_d = offs_d < hidden_size
-    mean = tl.zeros((MAIN_D,), tl.float32)
-    mean_shift = tl.load(mean_shift_ptr + offs_d, mask=in_d, other=0) if HAS_SHIFT else mean
-    if REST_D > 0:
-        rest_d = MAIN_D + tl.arange(0, REST_D)
-        in_rest = rest_d < hidden_size
-        rest_mean = tl.zeros((REST_D,), tl.float32)
-        rest_shift = tl.load(mean_shift_ptr + rest_d, mask=in_rest, other=0) if HAS_SHIFT else rest_mean
-    live = tl.load(num_sampled_ptr) > 0
-    if not live:
-        for first in range(tl.program_id(0) * MAIN_D, num_valid, tl.num_programs(0) * MAIN_D):
-            tl.store(reweighted_ptr + first + offs_d, mean, mask=first + offs_d < num_valid)
-            tl.store(reweighting_ptr + first + offs_d, mean + 1, mask=first + offs_d < num_valid)
-    total = tl.zeros((BLOCK_V,), tl.float32)
-    end = tl.where(live, num_valid, 0)
-    # For BLOCK_V columns at a time: reweight their sums [BLOCK_V] by weight [BLOCK_V, D] @ shift [D], and add sums @ weight to
-    # mean [D]. The loop is pipelined: the next rows are loaded meanwhile.
-    for first in tl.range(tl.program_id(0) * BLOCK_V, end, tl.num_programs(0) * BLOCK_V, num_stages=STAGES):
-        offs_v = first + tl.arange(0, BLOCK_V)
-        in_v = offs_v < num_valid
-        where = weight_ptr + offs_v.to(tl.int64)[:, None] * hidden_size
-        w = tl.load(where + offs_d[None, :], mask=in_v[:, None] & in_d[None, :], other=0).to(tl.float32)
-        if REST_D > 0:
-            rest = tl.load(where + rest_d[None, :], mask=in_v[:, None] & in_rest[None, :], other=0).to(tl.float32)
-        sums = tl.zeros((BLOCK_V,), tl.float32)
-        for block in tl.static_range(NUM_BLOCKS):
-            sums += tl.load(sums_ptr + block * num_valid.to(tl.int64) + offs_v, mask=in_v, other=0)
-        reweighting = tl.full((BLOCK_V,), 1.0, tl.float32)
-        if HAS_SHIFT:
-            along = tl.sum(w * mean_shift[None, :], 1)
-            if REST_D > 0:
-                along += tl.sum(rest * rest_shift[None, :], 1)
-            along *= strength
-            reweighting = tl.exp(-tl.where(tl.abs(along) < FARTHEST, along, 0.0))
-        sums *= reweighting
-        tl.store(reweighted_ptr + offs_v, sums, mask=in_v)
-        tl.store(reweighting_ptr + offs_v, reweighting, mask=in_v)
-        total += sums
-        # The row of a column that no token drops may hold NaN.
-        mean += tl.sum(tl.where(sums[:, None] > 0, sums[:, None] * w, 0.0), 0)
-        if REST_D > 0:
-            rest_mean += tl.sum(tl.where(sums[:, None] > 0, sums[:, None] * rest, 0.0), 0)
-    tl.store(total_ptr + tl.program_id(0), tl.sum(total, 0))
-    mean_ptr += tl.program_id(0).to(tl.int64) * hidden_size
-    tl.store(mean_ptr + offs_d, mean, mask=in_d)
-    if REST_D > 0:
-        tl.store(mean_ptr + rest_d, rest_mean, mask=in_rest)
-
-
-@kernel("hidden", "weight", "slot_ptr", "sums_ptr", "parts", "hidden_size")
-def _dropped_sums_kernel(
-    hidden,  # in: [S, D] descriptor or pointer
+@kernel("rows", "weight", "slot_ptr", "sums_ptr", "count_ptr", "parts", "hidden_size")
+def _dropped_columns_kernel(
+    rows,  # in: [S, D] descriptor or pointer; with HAS_MEAN the last row is the mean of all tokens
     weight,  # in: [V, D] descriptor or pointer
     head,  # in: Head
     num_sampled_ptr,  # in: [1] int32
     number_ptr,  # in: [3, S] fp32, as in ``Sample``
     labels_ptr,  # in: [S] int64
     slot_ptr,  # in: [V] int32
-    sums_ptr,  # out: [B, V] fp32, a row for each block of rows
+    sums_ptr,  # out: [V] fp32
+    count_ptr,  # out: [tiles] int64
     parts,  # out: [S, columns] descriptor or pointer, or None
-    num_rows,
     hidden_size,
     num_valid,
     start,
     parts_cols,
+    strength,
+    HAS_MEAN: tl.constexpr,
     MASK_V: tl.constexpr,
     TILE: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    BLOCK_N: tl.constexpr = TILE.rows
+    # A tile [SAMPLE, BLOCK_V] has the whole sample, so sums over tokens are at hand.
+    SAMPLE: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
     num_sampled = tl.load(num_sampled_ptr)
-    # Sum the dropped exponentials of a tile [BLOCK_N, BLOCK_V] over its tokens. Neighbouring programs read the same columns.
-    num_blocks = tl.cdiv(num_rows, BLOCK_N)
-    row = tl.program_id(0) % num_blocks * BLOCK_N
-    col = tl.program_id(0) // num_blocks * BLOCK_V
+    col = tl.program_id(0) * BLOCK_V
     offs_v = col + tl.arange(0, BLOCK_V)
     in_v = offs_v < num_valid
     sums = tl.zeros((BLOCK_V,), tl.float32)
-    if row < num_sampled:
-        acc = tile_of_products(hidden, weight, row, col, num_rows, num_valid, hidden_size, TILE, TMA, PRECISION)
-        offs_n = row + tl.arange(0, BLOCK_N)
-        live = offs_n < num_sampled
-        factors = token_factors(head, offs_n, live)
+    if num_sampled > 0:
+        acc = tile_of_products(rows, weight, 0, col, SAMPLE, num_valid, hidden_size, TILE, TMA, PRECISION)
+        offs_s = tl.arange(0, SAMPLE)
+        live = offs_s < num_sampled
+        each = tl.where(live, 1.0 / num_sampled.to(tl.float32), 0.0)
+        reweighting = tl.full((BLOCK_V,), 1.0, tl.float32)
+        if HAS_MEAN:
+            minus_mean = tl.where(offs_s == SAMPLE - 1, -1.0, each)
+            along = tl.sum(acc * minus_mean[:, None], 0) * strength
+            reweighting = tl.exp(-tl.where(tl.abs(along) < FARTHEST, along, 0.0))
+        factors = token_factors(head, offs_s, live)
         z = logits_of(acc, offs_v, in_v, head, factors, MASK_V)
-        reference = tl.load(number_ptr + num_rows + offs_n, mask=live, other=0)
-        threshold = tl.load(number_ptr + 2 * num_rows + offs_n, mask=live, other=float("-inf"))
-        label = (tl.load(labels_ptr + offs_n, mask=live, other=-1) - start).to(tl.int32)
-        dropped = (z < threshold[:, None]) & (offs_v[None, :] != label[:, None])
+        inverse = tl.load(number_ptr + offs_s)
+        reference = tl.load(number_ptr + SAMPLE + offs_s)
+        threshold = tl.load(number_ptr + 2 * SAMPLE + offs_s)
+        label = (tl.load(labels_ptr + offs_s, mask=live, other=-1) - start).to(tl.int32)
+        infrequent = tl.load(slot_ptr + offs_v, mask=in_v, other=1) == 0
+        dropped = (z < threshold[:, None]) & (offs_v[None, :] != label[:, None]) & infrequent[None, :]
         e = tl.where(dropped, tl.exp(z - reference[:, None]), 0.0)
         if head.softcap is not None:
             e = sloped(e, z, head, factors[1][:, None])
-        is_frequent = tl.load(slot_ptr + offs_v, mask=in_v, other=0) > 0
-        sums = tl.where(is_frequent, 0.0, tl.sum(e, 0))
-        factor = tl.where(is_frequent, 0.0, PART)
+        sums = tl.sum(e, 0)
         if parts is not None:
-            store_tile(
-                parts, row, col, e * factor[None, :], num_rows, parts_cols, parts_cols, BLOCK_N, BLOCK_V, TMA
-            )
-    where = sums_ptr + (tl.program_id(0) % num_blocks).to(tl.int64) * num_valid + offs_v
-    tl.store(where, sums, mask=in_v)
-
-
-def shares_of(
-    sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, num_valid: int, device: torch.device
-) -> Dropped:
-    """Return the shares of columns, and the mean row of the weight by share. Without sums the shares are 0.
-
-    Args:
-        sums: The outputs of ``_reweight_kernel``: ``Dropped.reweighting_2V``, partial totals [P], partial sums of rows [P, D].
-        num_valid: Number of columns.
-        device: Where the shares are.
-    """
-    reweighting_2V, total_P, mean_PD = sums or (None, None, None)
-    num_parts, hidden_size = (0, 0) if mean_PD is None else mean_PD.shape
-    num_runs = cdiv(num_valid, RUN)
-    share_V = torch.empty(num_valid, dtype=torch.float32, device=device)
-    total = torch.empty((), dtype=torch.float32, device=device)
-    count_B = torch.empty(num_runs, dtype=torch.int64, device=device)
-    shared_2D = torch.empty(2, hidden_size, dtype=torch.float32, device=device) if sums else None
-    _shares_kernel[(num_runs,)](
-        reweighting_2V, total_P, mean_PD,
-        share_V, count_B, total, shared_2D,
-        num_parts, num_valid, hidden_size, compensation.PARTS,
-        HAS_SUMS=sums is not None, BLOCK_V=RUN, BLOCK_P=32, BLOCK_D=64,
-    )
-    return Dropped(share_V, count_B, total, shared_2D, reweighting_2V)
-
-
-@kernel("sums_ptr", "part_ptr", "mean_ptr", "share_ptr", "count_ptr", "total_ptr", "hidden_size")
-def _shares_kernel(
-    sums_ptr,  # in: [2, V] fp32; the second row, the sums, is read
-    part_ptr,  # in: [P] fp32
-    mean_ptr,  # in: [P, D] fp32
-    share_ptr,  # out: [V] fp32
-    count_ptr,  # out: [runs] int64
-    total_ptr,  # out: [] fp32
-    shared_ptr,  # out: [2, D] fp32, as in ``Dropped``
-    num_parts,
-    num_valid,
-    hidden_size,
-    whole,
-    HAS_SUMS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    stride = num_valid.to(tl.int64)
-    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_v = offs_v < num_valid
-    share = tl.zeros((BLOCK_V,), tl.float32)
-    if HAS_SUMS:
-        share += tl.load(sums_ptr + stride + offs_v, mask=in_v, other=0)
-        parts = tl.zeros((BLOCK_V,), tl.float32)
-        # Every program adds up the total of all columns.
-        for first in range(0, num_parts, BLOCK_V):
-            offs_p = first + tl.arange(0, BLOCK_V)
-            parts += tl.load(part_ptr + offs_p, mask=offs_p < num_parts, other=0)
-        total = tl.sum(parts, 0)
-        divisor = tl.where(total < TINY, TINY, total)
-        share *= 1 / divisor
-        tl.store(count_ptr + tl.program_id(0), tl.sum((share * whole.to(tl.float32)).to(tl.int64), 0))
-        if tl.program_id(0) == 0:
-            tl.store(total_ptr, total)
-        # Add up the mean row of the weight, [BLOCK_P, BLOCK_D] at a time; the programs share the blocks.
-        for first_d in range(tl.program_id(0) * BLOCK_D, hidden_size, tl.num_programs(0) * BLOCK_D):
-            offs_d = first_d + tl.arange(0, BLOCK_D)
-            in_d = offs_d < hidden_size
-            mean = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-            for first in range(0, num_parts, BLOCK_P):
-                offs_p = first + tl.arange(0, BLOCK_P)
-                where = mean_ptr + offs_p[:, None] * hidden_size + offs_d[None, :]
-                mean += tl.load(where, mask=(offs_p < num_parts)[:, None] & in_d[None, :], other=0)
-            center = tl.sum(mean, 0) / divisor
-            tl.store(shared_ptr + offs_d, center, mask=in_d)
-            tl.store(shared_ptr + hidden_size + offs_d, center, mask=in_d)
-    tl.store(share_ptr + offs_v, share, mask=in_v)
+            sign = tl.where(inverse > 0, 1.0, 0.0) - tl.where(inverse < 0, 1.0, 0.0)
+            e = (e - each[:, None] * sums[None, :]) * sign[:, None]
+            e = (e - each[:, None] * tl.sum(e, 0)[None, :]) * reweighting[None, :]
+            store_tile(parts, 0, col, e, SAMPLE, parts_cols, parts_cols, SAMPLE, BLOCK_V, TMA)
+        sums *= reweighting
+    tl.store(sums_ptr + offs_v, sums, mask=in_v)
+    tl.store(count_ptr + tl.program_id(0), tl.sum(in_units(sums, 1.0), 0))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels.filter import compensation
+from cce_dist.kernels.filter.shares import UNIT
 
 
 class Sampled(NamedTuple):
@@ -24,7 +25,7 @@ class Sampled(NamedTuple):
 
 def sample(share: Tensor, size: int) -> Sampled:
     """Draw ``size`` indices by systematic sampling (Madow, 1949): lay the shares end to end, and pick at equal distances."""
-    end = (share * compensation.PARTS).long().cumsum(0)
+    end = (share * UNIT.value).long().cumsum(0)
     step = torch.arange(size, device=share.device)
     place = torch.searchsorted(end, (2 * step + 1) * (end[-1] // (2 * size)), right=True)
     place.clamp_(max=share.shape[0] - 1)
@@ -43,7 +44,7 @@ def signal_share(signal: Tensor, noise: Tensor) -> Tensor:
     return torch.where((factor > compensation.LEAST_SIGNAL) & (signal > 0), factor, 0.0)
 
 
-def linear(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float, usual: Tensor) -> tuple[Tensor, Tensor]:
+def linear(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float) -> tuple[Tensor, Tensor]:
     """Return two 0-d factors: on the linear correction, and on the samples' estimate of the error that remains.
 
     The factor on the linear correction is chosen from a grid, so that the expected error is smallest. This error is what the
@@ -54,7 +55,6 @@ def linear(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float, 
         lines: The samples' estimate of the linear correction.
         noise_3: Squared noise of ``estimate``, product of both noises, squared noise of ``lines``.
         noise_part: Squared noise of the linear correction itself, divided by the squared noise of ``lines``.
-        usual: Square of d_hidden. A correction of less than ``LEAST_CORRECTED`` of it becomes 0.
     """
     factor = torch.linspace(0.0, 1.0, compensation.LINEAR_FACTORS, device=estimate.device)
     square = factor.square()
@@ -63,7 +63,4 @@ def linear(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float, 
     part = signal_share(signal, noise)
     left = torch.where(part > 0, part * noise, (signal - noise).clamp(min=0.0)) + square * noise_3[2] * noise_part
     best = left.nan_to_num(torch.inf).argmin()
-    least = compensation.LEAST_CORRECTED * usual
-    best = torch.where(left[0] - left[best] > least, best, 0)
-    rank_1 = (signal[0] - noise[0]).clamp(min=0.0)
-    return factor[best], torch.where(rank_1 - left[best] > least, part[best], 0.0)
+    return factor[best], part[best]
