@@ -123,11 +123,11 @@ def table_tiles(major: int, bits: int) -> Tiles:
 
 
 def sample_tile(tile: Tile, num_rows: int, itemsize: int, device: torch.device) -> Tile:
-    """Return the tile for the product of a sample of tokens with all columns: all rows, and columns for as many elements.
+    """Return the tile for the matmul of a sample of tokens with all columns: all rows, and no more elements than ``tile`` has.
 
     It has one more stage if that fits (H200: 0.84 of the time).
     """
-    tile = tile._replace(rows=num_rows, cols=max(16, tile.rows * tile.cols // num_rows))
+    tile = tile._replace(rows=num_rows, cols=max(16, min(tile.cols, tile.rows * tile.cols // num_rows)))
     if interpreted() or major_of(device) not in (9, 10):
         return tile
     most = (200 << 10) // ((tile.rows + tile.cols) * tile.inner * itemsize)
