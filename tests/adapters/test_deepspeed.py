@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.ranks import run_ranks
 from test_options import DS_CONFIG
 from tiny_trainer import assert_filtered, begin_deepspeed, counted, tiny_model, watched
 from torch import Tensor, nn
@@ -34,7 +35,6 @@ from cce_dist.integrations.deepspeed.__main__ import main
 from cce_dist.integrations.deepspeed.engine import num_converted
 from cce_dist.integrations.deferred import task as deferred_task
 from cce_dist.integrations.on_import import on_import
-from cce_dist.tools.ranks import run_ranks
 
 HIDDEN, VOCAB, SEQ, BATCH, STEPS, MICROBATCHES = 16, 37, 6, 2, 2, 2
 IGNORED = -100

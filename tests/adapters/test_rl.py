@@ -27,6 +27,7 @@ import test_megatron_scores
 from dense_scores import TOKENS, VOCAB, compare, compare_models, dense_scores, operands
 from megatron_on_cpu import use_cpu
 from nemo_rl_on_cpu import use_stand_ins
+from support.ranks import run_ranks
 from test_megatron_scores import of_this_rank, packed_lengths
 
 from cce_dist.integrations import megatron as cce_megatron
@@ -35,7 +36,6 @@ from cce_dist.integrations import patching
 from cce_dist.integrations import trl as cce_trl
 from cce_dist.integrations import verl as cce_verl
 from cce_dist.integrations.megatron import loss as megatron_loss
-from cce_dist.tools.ranks import run_ranks
 
 
 class LinearCrossEntropy:
