@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -62,7 +61,7 @@ def log_probs_processor(*, temperature: float = 1.0, options: Options | None = N
             f"cce_dist: log_probs_processor needs megatron-core >= 0.18, whose GPTModel.forward takes {ARGUMENTS[0]}; "
             f"{megatron.core.__version__} has none. log_probs_of serves any version"
         )
-    return _Processor(temperature, options, wanted)
+    return _processor(temperature, options, wanted)
 
 
 @contextlib.contextmanager
@@ -156,16 +155,8 @@ def _check(function: str, wanted: dict[str, Any]) -> None:
         raise TypeError(f"{function} got an unexpected argument {min(unknown)!r}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Processor:
-    """The processor; ``log_probs_processor`` describes its arguments."""
-
-    temperature: float
-    options: Options | None
-    wanted: dict[str, Any]
-
-    def __call__(
-        self,
+def _processor(temperature: float, options: Options | None, wanted: dict[str, Any]) -> Callable:
+    def process(
         *,
         hidden_states: Tensor,
         output_layer: Any,
@@ -176,30 +167,25 @@ class _Processor:
         config: Any,
         **_: Any,
     ) -> LogProbs:
-        context = {"temperature": self.temperature} | (context or {})
+        context = {"temperature": temperature} | (context or {})
         reason = "the call has no labels" if labels is None else reason_against(output_layer, config)
         if context.keys() != {"temperature"}:
             reason = f"output_processor_context has {', '.join(context)}, and only temperature is known"
         if reason is not None:
             raise ValueError(f"cce_dist cannot compute log-probabilities of this model: {reason}")
         converted = isinstance(output_layer, Head)
-        options = self.options or (output_layer.cce_task.options if converted else Options())
+        chosen = options or (output_layer.cce_task.options if converted else Options())
         say_once("log-probabilities of Megatron's models come from hidden states (linear_log_probs)")
+        scale = float(scale_logits(torch.ones((), device="cpu")))
 
         def compute(head: Any, hidden: Tensor, weight: Tensor | None) -> LogProbs:
             whole, call = call_of(head, weight)
-            return vocab_parallel_log_probs(
-                hidden,
-                whole,
-                labels,  # type: ignore[arg-type]
-                **call,
-                **context,
-                **self.wanted,
-                options=options,
-                logit_scale=float(scale_logits(torch.ones((), device="cpu"))),
-            )
+            call |= context | wanted | {"logit_scale": scale, "options": chosen}
+            return vocab_parallel_log_probs(hidden, whole, labels, **call)  # type: ignore[arg-type]
 
         # The call of a converted head runs its hooks, which gather parameters just in time.
         if converted:
             return output_layer(hidden_states, ask=compute, weight=output_weight)
         return compute(output_layer, hidden_states, output_weight)
+
+    return process

@@ -40,7 +40,7 @@ TEMPERATURE = torch.linspace(0.5, 2, BATCH * SEQ).view(BATCH, SEQ)
 
 
 def processor(**wanted: Any) -> Any:
-    return cce.log_probs_processor(**wanted) if takes_a_processor() else scores._Processor(1.0, None, wanted)
+    return cce.log_probs_processor(**wanted) if takes_a_processor() else scores._processor(1.0, None, wanted)
 
 
 def by_logits(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
