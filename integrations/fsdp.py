@@ -212,7 +212,7 @@ class Rows:
     ) -> Any:
         """Return what ``linear_cross_entropy`` would return for this rank's tokens and the whole vocabulary.
 
-        ``weight`` [V_r, D] is as ``operands`` returns it; of ``shard`` only the ``vocab_size`` counts, the logits' last dimension.
+        ``weight`` [V_r, D] is as ``operands`` returns it. Only ``vocab_size`` of ``shard`` counts, the logits' last dimension.
         """
         chosen = self._checked(hidden, target, reduction=reduction, ignore_index=ignore_index, num_tokens=num_tokens)
         count, most = target.numel(), self.most(target.numel())
