@@ -892,7 +892,7 @@ def test_plain_initialize_says_that_it_ignores_the_section(tmp_path: Path) -> No
         "assert 'deepspeed' not in sys.modules\n"
         "from deepspeed import initialize as plain\n"
         "from test_deepspeed import Case, cce, ds_config, one_model, prepare\n"
-        "from cce_dist.tools import ranks\n"
+        "from support import ranks\n"
         "def body():\n"
         "    prepare()\n"
         "    for call, enabled in ((plain, True), (plain, False), (cce.initialize, True), (cce.initialize, False)):\n"
@@ -902,7 +902,7 @@ def test_plain_initialize_says_that_it_ignores_the_section(tmp_path: Path) -> No
         "    ranks.START_METHOD = 'fork'  # which imports nothing again\n"
         "    ranks.run_ranks(body, 1)\n"
     )
-    places = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    places = [*map(str, Path(__file__).parents[:3]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
     done = subprocess.run([sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
