@@ -241,7 +241,7 @@ def record_rank(folder: str, backends: list[str]) -> None:
 
 def write_bits(folder: str, backends: list[str]) -> dict[str, dict[str, str]]:
     os.environ |= {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    from cce_dist.tools.ranks import run_ranks
+    from support.ranks import run_ranks
 
     found: dict[str, dict[str, str]] = {}
     for world in WORLDS if backends else ():

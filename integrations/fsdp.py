@@ -21,6 +21,7 @@ import copy
 import dataclasses
 import functools
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -53,11 +54,6 @@ BESIDE_DDP = (
 EFFICIENT_LOADING = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")  # Accelerate's variables
 
 
-def _outside_of_graphs(function: Any) -> Any:
-    """Exclude a method from torch.compile, because it reads sizes of other ranks."""
-    return torch.compiler.disable(function)
-
-
 class _Averaged(torch.autograd.Function):
     """Cast rows to the dtype of the computation. Backward averages their gradient over all data-parallel ranks."""
 
@@ -79,6 +75,8 @@ class _Averaged(torch.autograd.Function):
 @dataclasses.dataclass(eq=False)
 class Rows:
     """This rank's rows of a head, and the loss, embeddings and logits that they give.
+
+    torch.compile leaves out the methods that read sizes of other ranks.
 
     Args:
         mesh: The data-parallel ranks, as ``fully_shard`` takes it: one dimension, or replicas before it.
@@ -105,15 +103,14 @@ class Rows:
 
     def __deepcopy__(self, memo: dict) -> Rows:
         # A copied model has the same groups, but is given to fully_shard by itself.
-        memo[id(self)] = new = copy.copy(self)
-        return new
+        return copy.copy(self)
 
     @property
     def precision(self) -> MixedPrecisionPolicy:
         """FSDP2's dtypes; None among them stands for the parameter's or the gradient's own."""
         return MixedPrecisionPolicy() if self.state is None else self.state._mp_policy
 
-    @_outside_of_graphs
+    @torch.compiler.disable
     def enter(self, module: nn.Module, hidden: Tensor | None = None) -> None:
         """Find the ``fully_shard`` call of a converted model, or of a head with its ``hidden``, if ``_watch`` has not seen it.
 
@@ -128,7 +125,7 @@ class Rows:
         near = near or [call for call in calls if call[2] and call[0] in set(module.modules())]
         for _, state, group in near:
             return self.belong_to(state, group.mesh_info.mesh if group else self.mesh, nn.Module())
-        apart = [call for call in calls if self._differs(*call[1:])] if hidden is not None else []
+        apart = [call for call in calls if call[2] and self._differs(*call[1:])] if hidden is not None else []
         leaves = {id(leaf) for leaf in leaves_of(hidden)} if apart and hidden is not None else ()
         for wrapped, _, group in apart:
             gathered = [getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params]
@@ -141,8 +138,6 @@ class Rows:
 
     def _differs(self, state: Any, group: Any) -> bool:
         """Whether a ``fully_shard`` call with parameters has a divide factor, or other ranks or replicas."""
-        if group is None:
-            return False
         same_ranks = torch.equal(group.mesh_info.mesh.mesh, self.mesh.mesh)
         return not same_ranks or getattr(state, "cce_divide_factor", None) is not None
 
@@ -169,7 +164,7 @@ class Rows:
         local = whole.detach()[self.shard.start : self.shard.stop].clone()
         return nn.Parameter(distribute(local, len(whole), self.mesh), requires_grad=whole.requires_grad)
 
-    @_outside_of_graphs
+    @torch.compiler.disable
     def local(self, parameter: Any, dtype: torch.dtype | None = None) -> Tensor:
         """Return this rank's rows [V_r, ...] of a parameter from ``split``; dtype None: FSDP2's dtype of the computation."""
         if DistributedDataParallel._active_ddp_module is not None:
@@ -201,7 +196,7 @@ class Rows:
                 raise ValueError(f"equal_tokens was promised, but ranks have from {least} to {most} tokens")
         return most
 
-    @_outside_of_graphs
+    @torch.compiler.disable
     def loss(
         self,
         hidden: Tensor,
@@ -217,15 +212,7 @@ class Rows:
     ) -> Any:
         """Return what ``linear_cross_entropy`` would return for this rank's tokens and the whole vocabulary.
 
-        Args:
-            hidden: [..., D] of this rank's tokens.
-            weight: [V_r, D] as ``operands`` returns it.
-            target: [...] labels of this rank's tokens.
-            shard: Its ``vocab_size`` is the logits' last dimension.
-            reduction: Over this rank's tokens. A mean of none is 0.
-            num_tokens: What a mean divides by; None: this rank's labels.
-            ignore_index, return_aux: As in ``linear_cross_entropy``.
-            **call: Further options of it.
+        ``weight`` [V_r, D] is as ``operands`` returns it. Only ``vocab_size`` of ``shard`` counts, the logits' last dimension.
         """
         chosen = self._checked(hidden, target, reduction=reduction, ignore_index=ignore_index, num_tokens=num_tokens)
         count, most = target.numel(), self.most(target.numel())
@@ -267,8 +254,10 @@ class Rows:
 
     def _checked(self, hidden: Tensor, target: Tensor, **given: Any) -> Options:
         """Check the arguments that ``loss`` handles itself. With CCE_DIST_DEBUG=1 an error of one rank is raised on all."""
-        chosen, error = Options(), None
-        try:
+        debug = environment()[1]
+        if debug:
+            self.cpu_group.monitored_barrier(wait_all_ranks=True)
+        with merge.agreement("shard_over", self.group) if debug else nullcontext({}) as facts:
             chosen = checked(Options, **given)
             tensors({"input": hidden, "target": target})
             if hidden.shape[:-1] != target.shape:
@@ -276,20 +265,13 @@ class Rows:
                     f"target must be {tuple(hidden.shape[:-1])} as input's tokens, got {tuple(target.shape)}"
                 )
             check_divisor(chosen, target)
-        except (TypeError, ValueError) as wrong:
-            error = wrong
-        if environment()[1]:
             count = chosen.num_tokens
-            facts = {"reduction": chosen.reduction, "num_tokens": count.item() if isinstance(count, Tensor) else count}
-            facts = {"arguments": str(error)} if error else {"arguments": ""} | facts
-            self.cpu_group.monitored_barrier(wait_all_ranks=True)
-            rows = (self.shard.start, self.shard.stop)
-            merge.assert_ranks_agree("shard_over", facts, rows, self.group, self.shard.vocab_size)
-        if error is not None:
-            raise error
+            if debug:
+                facts["reduction"] = chosen.reduction
+                facts["num_tokens"] = count.item() if isinstance(count, Tensor) else count
         return chosen
 
-    @_outside_of_graphs
+    @torch.compiler.disable
     def lookup(self, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         """Return the embeddings [..., D] of this rank's ids [...]; every rank looks up the ids that are in its rows.
 

@@ -86,37 +86,31 @@ def _scores(options: ScoreOptions) -> Callable:
     return from_parallel_hidden_states_to_logprobs
 
 
-def _forward(_: ScoreOptions) -> Callable:
-    # NeMo-RL passes the labels on unchanged, so the lengths travel as their attribute.
-    def _gpt_forward_with_linear_ce_fusion(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        labels, packed = kwargs.get("labels"), kwargs.get("packed_seq_params")
-        if labels is not None and packed is not None:
-            kwargs["labels"] = labels.view_as(labels)
-            kwargs["labels"].packed_seq_params = packed
-            kwargs["labels"].replay = getattr(labels, "replay", None)
-        return _gpt_forward_with_linear_ce_fusion.cce_original(self, *args, **kwargs)  # type: ignore[attr-defined]
-
-    return _gpt_forward_with_linear_ce_fusion
+# NeMo-RL passes the labels on unchanged, so the lengths travel as their attribute.
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    labels, packed = kwargs.get("labels"), kwargs.get("packed_seq_params")
+    if labels is not None and packed is not None:
+        kwargs["labels"] = labels.view_as(labels)
+        kwargs["labels"].packed_seq_params = packed
+        kwargs["labels"].replay = getattr(labels, "replay", None)
+    return _forward.cce_original(self, *args, **kwargs)  # type: ignore[attr-defined]
 
 
-def _loss(_: ScoreOptions) -> Callable:
-    def __call__(
-        self: Any,
-        data_dict: Any,
-        packed_seq_params: Any = None,
-        global_valid_seqs: Tensor | None = None,
-        global_valid_toks: Tensor | None = None,
-    ) -> Callable:
-        theirs = __call__.cce_original  # type: ignore[attr-defined]
-        fused = any(getattr(self.loss_fn, name, False) for name in SWITCHES)
-        unpacked = fused and packed_seq_params is not None
-        compute = theirs(self, data_dict, None if unpacked else packed_seq_params, global_valid_seqs, global_valid_toks)
-        if not unpacked:
-            return compute
-        length = data_dict["input_ids"].shape[1] - 1
-        return lambda log_probs: compute(F.pad(log_probs, (0, length - log_probs.shape[1])))
-
-    return __call__
+def _loss(
+    self: Any,
+    data_dict: Any,
+    packed_seq_params: Any = None,
+    global_valid_seqs: Tensor | None = None,
+    global_valid_toks: Tensor | None = None,
+) -> Callable:
+    theirs = _loss.cce_original  # type: ignore[attr-defined]
+    fused = any(getattr(self.loss_fn, name, False) for name in SWITCHES)
+    unpacked = fused and packed_seq_params is not None
+    compute = theirs(self, data_dict, None if unpacked else packed_seq_params, global_valid_seqs, global_valid_toks)
+    if not unpacked:
+        return compute
+    length = data_dict["input_ids"].shape[1] - 1
+    return lambda log_probs: compute(F.pad(log_probs, (0, length - log_probs.shape[1])))
 
 
 @dataclasses.dataclass
@@ -128,30 +122,24 @@ class Replay:
     unfiltered: Tensor | None = None  # [B, S - 1] log-probabilities over the whole vocabulary
 
 
-def _step(_: ScoreOptions) -> Callable:
-    def forward_with_post_processing_fn(data_iterator: Any, model: Any, post_processing_fn: Any, **given: Any) -> Any:
-        theirs = forward_with_post_processing_fn.cce_original  # type: ignore[attr-defined]
-        params = given.get("sampling_params")
-        fused = given.get("use_fused_linear_logprobs") or given.get("use_linear_ce_fusion_loss")
-        if not fused or params is None or (params.top_p in (None, 1.0) and (params.top_k or -1) < 1):
-            return theirs(data_iterator, model, post_processing_fn, **given)
-        batch = next(data_iterator)
-        loss = getattr(post_processing_fn, "loss_fn", None)
-        replay = Replay(_sampled_from(batch.data_dict), getattr(loss, "reference_policy_kl_penalty", 0) != 0)
-        batch.input_ids_cp_sharded.replay = batch.data_dict["input_ids"].replay = replay
-        return theirs(iter([batch]), model, post_processing_fn, **given)
-
-    return forward_with_post_processing_fn
+def _step(data_iterator: Any, model: Any, post_processing_fn: Any, **given: Any) -> Any:
+    theirs = _step.cce_original  # type: ignore[attr-defined]
+    params = given.get("sampling_params")
+    fused = given.get("use_fused_linear_logprobs") or given.get("use_linear_ce_fusion_loss")
+    if not fused or params is None or (params.top_p in (None, 1.0) and (params.top_k or -1) < 1):
+        return theirs(data_iterator, model, post_processing_fn, **given)
+    batch = next(data_iterator)
+    loss = getattr(post_processing_fn, "loss_fn", None)
+    replay = Replay(_sampled_from(batch.data_dict), getattr(loss, "reference_policy_kl_penalty", 0) != 0)
+    batch.input_ids_cp_sharded.replay = batch.data_dict["input_ids"].replay = replay
+    return theirs(iter([batch]), model, post_processing_fn, **given)
 
 
-def _unfiltered(_: ScoreOptions) -> Callable:
-    def get_next_token_logprobs_from_logits(input_ids: Tensor, *args: Any, **given: Any) -> Tensor:
-        replay = getattr(input_ids, "replay", None)
-        if replay is not None:
-            return F.pad(replay.unfiltered, (0, input_ids.shape[1] - 1 - replay.unfiltered.shape[1]))
-        return get_next_token_logprobs_from_logits.cce_original(input_ids, *args, **given)  # type: ignore[attr-defined]
-
-    return get_next_token_logprobs_from_logits
+def _unfiltered(input_ids: Tensor, *args: Any, **given: Any) -> Tensor:
+    replay = getattr(input_ids, "replay", None)
+    if replay is not None:
+        return F.pad(replay.unfiltered, (0, input_ids.shape[1] - 1 - replay.unfiltered.shape[1]))
+    return _unfiltered.cce_original(input_ids, *args, **given)  # type: ignore[attr-defined]
 
 
 SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # attributes of a loss; the second is NeMo-RL 0.7's
@@ -161,10 +149,10 @@ _FORWARD, _STEP = "_gpt_forward_with_linear_ce_fusion", "forward_with_post_proce
 _SCORES, MASK = "get_next_token_logprobs_from_logits", ("sampling_mask_token_ids", "sampling_mask_sizes")
 PATCHES = (
     PATCH,
-    Patch("nemo_rl.distributed.model_utils", _FORWARD, KNOWN, _forward, {_FORWARD: ()}),
-    Patch("nemo_rl.models.megatron.train", "LossPostProcessor.__call__", KNOWN, _loss),
-    Patch("nemo_rl.models.megatron.train", _STEP, KNOWN, _step, {_STEP: ()}),
-    Patch("nemo_rl.distributed.model_utils", _SCORES, KNOWN, _unfiltered, {_SCORES: ()}),
+    Patch("nemo_rl.distributed.model_utils", _FORWARD, KNOWN, parameters={_FORWARD: ()}, ours=_forward),
+    Patch("nemo_rl.models.megatron.train", "LossPostProcessor.__call__", KNOWN, ours=_loss),
+    Patch("nemo_rl.models.megatron.train", _STEP, KNOWN, parameters={_STEP: ()}, ours=_step),
+    Patch("nemo_rl.distributed.model_utils", _SCORES, KNOWN, parameters={_SCORES: ()}, ours=_unfiltered),
 )
 
 

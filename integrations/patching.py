@@ -64,22 +64,23 @@ class Patch(Place):
 
     Args:
         known: Versions of the package that the adapter was written for, as an error names them.
-        make: Called with the options, returns the replacement, whose parameters the function must have.
+        ours: The replacement, whose parameters the function must have.
+        make: In place of ``ours``: called with the options, returns the replacement.
         parameters: Further names of the module and the parameters that they must have (fields for a class, () for anything).
             An entry for the function itself counts in place of the replacement's parameters.
     """
 
     known: str
-    make: Callable[[ScoreOptions], Callable]
+    make: Callable[[ScoreOptions], Callable] | None = None
     parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    ours: Any = None
 
     def install(self, options: ScoreOptions) -> None:
-        self.uninstall()
         try:
             home = importlib.import_module(self.module)
         except ImportError as error:
             raise ImportError(f"cce_dist needs {self.known}, and cannot import {self.module}: {error}") from error
-        ours = self.make(options)
+        ours = self.ours if self.make is None else self.make(options)
         self._check(home, {self.name: tuple(inspect.signature(ours).parameters), **self.parameters})
         self.put(ours)
 

@@ -75,31 +75,25 @@ def _make(options: ScoreOptions) -> Callable:
     return linear_cross_entropy
 
 
-def _fused_kernels(_: ScoreOptions) -> Callable:
-    # verl's own method is told that the model predicts several tokens only if it is trained to.
-    def _maybe_enable_fused_kernels(self: Any) -> None:
-        theirs = _maybe_enable_fused_kernels.cce_original  # type: ignore[attr-defined]
-        mtp = self.model_config.mtp
-        told = SimpleNamespace(mtp=SimpleNamespace(enable=mtp.enable and mtp.enable_train))
-        engine = {"engine_config": self.engine_config, "is_value_model": self.is_value_model, "module": self.module}
-        theirs(SimpleNamespace(model_config=told, **engine))
-
-    return _maybe_enable_fused_kernels
+# verl's own method is told that the model predicts several tokens only if it is trained to.
+def _fused_kernels(self: Any) -> None:
+    theirs = _fused_kernels.cce_original  # type: ignore[attr-defined]
+    mtp = self.model_config.mtp
+    told = SimpleNamespace(mtp=SimpleNamespace(enable=mtp.enable and mtp.enable_train))
+    engine = {"engine_config": self.engine_config, "is_value_model": self.is_value_model, "module": self.module}
+    theirs(SimpleNamespace(model_config=told, **engine))
 
 
-def _postprocess(_: ScoreOptions) -> Callable:
-    # verl gives this method to models that predict several tokens, and ignores output_processor in it.
-    def _megatron_gptmodel_postprocess(self: Any, *args: Any, output_processor: Any = None, **given: Any) -> Any:
-        if output_processor is None:
-            return _megatron_gptmodel_postprocess.cce_original(self, *args, **given)  # type: ignore[attr-defined]
-        if not self.post_process:
-            return given["hidden_states"]
-        tied = self.share_embeddings_and_output_weights
-        given["output_weight"] = self.shared_embedding_or_output_weight() if tied else None
-        given["context"] = given.pop("output_processor_context")
-        return output_processor(output_layer=self.output_layer, config=self.config, **given)
-
-    return _megatron_gptmodel_postprocess
+# verl gives this method to models that predict several tokens, and ignores output_processor in it.
+def _postprocess(self: Any, *args: Any, output_processor: Any = None, **given: Any) -> Any:
+    if output_processor is None:
+        return _postprocess.cce_original(self, *args, **given)  # type: ignore[attr-defined]
+    if not self.post_process:
+        return given["hidden_states"]
+    tied = self.share_embeddings_and_output_weights
+    given["output_weight"] = self.shared_embedding_or_output_weight() if tied else None
+    given["context"] = given.pop("output_processor_context")
+    return output_processor(output_layer=self.output_layer, config=self.config, **given)
 
 
 class _Replay:
@@ -125,38 +119,29 @@ def _begin(batch: Any) -> Any:
     return torch.nested.nested_tensor_from_jagged(torch.arange(len(labels), device=labels.device), ids.offsets())
 
 
-def _fsdp_inputs(_: ScoreOptions) -> Callable:
-    def prepare_model_inputs(self: Any, micro_batch: Any) -> tuple[dict, dict]:
-        theirs = prepare_model_inputs.cce_original  # type: ignore[attr-defined]
-        inputs, outputs = theirs(self, micro_batch)
-        numbers = _begin(micro_batch) if "return_dict" in inputs else None  # else fused kernels are off
-        if numbers is not None:
-            if "shift_labels" not in inputs:
-                raise ValueError("cce_dist: a batch with sampling_mask needs use_remove_padding=True")
-            numbered = micro_batch.clone(recurse=False)
-            numbered["input_ids"] = numbers
-            inputs["shift_labels"] = theirs(self, numbered)[0]["shift_labels"]
-        return inputs, outputs
-
-    return prepare_model_inputs
+def _fsdp_inputs(self: Any, micro_batch: Any) -> tuple[dict, dict]:
+    theirs = _fsdp_inputs.cce_original  # type: ignore[attr-defined]
+    inputs, outputs = theirs(self, micro_batch)
+    numbers = _begin(micro_batch) if "return_dict" in inputs else None  # else fused kernels are off
+    if numbers is not None:
+        if "shift_labels" not in inputs:
+            raise ValueError("cce_dist: a batch with sampling_mask needs use_remove_padding=True")
+        numbered = micro_batch.clone(recurse=False)
+        numbered["input_ids"] = numbers
+        inputs["shift_labels"] = theirs(self, numbered)[0]["shift_labels"]
+    return inputs, outputs
 
 
-def _megatron_inputs(_: ScoreOptions) -> Callable:
-    def prepare_model_inputs(self: Any, batch: Any) -> dict:
-        _Replay.numbers = _begin(batch)
-        return prepare_model_inputs.cce_original(self, batch)  # type: ignore[attr-defined]
-
-    return prepare_model_inputs
+def _megatron_inputs(self: Any, batch: Any) -> dict:
+    _Replay.numbers = _begin(batch)
+    return _megatron_inputs.cce_original(self, batch)  # type: ignore[attr-defined]
 
 
-def _megatron_forward(_: ScoreOptions) -> Callable:
-    def get_mcore_forward_fused_model_engine_fn(hf_config: Any) -> Callable:
-        theirs = get_mcore_forward_fused_model_engine_fn.cce_original(hf_config)  # type: ignore[attr-defined]
-        if _Replay.lists is None:
-            return theirs
-        return lambda labels, **given: theirs(labels=_Replay.numbers, **given)
-
-    return get_mcore_forward_fused_model_engine_fn
+def _megatron_forward(hf_config: Any) -> Callable:
+    theirs = _megatron_forward.cce_original(hf_config)  # type: ignore[attr-defined]
+    if _Replay.lists is None:
+        return theirs
+    return lambda labels, **given: theirs(labels=_Replay.numbers, **given)
 
 
 PATCH = Patch(
@@ -166,25 +151,19 @@ PATCH = Patch(
     _make,
     {"linear_cross_entropy": (), "LinearCrossEntropy.forward": PARAMETERS},  # linear_cross_entropy is its apply
 )
-ENGINE, POSTPROCESS = "verl.workers.engine.megatron.transformer_impl", "_megatron_gptmodel_postprocess"
-MTP = (
-    Patch(ENGINE, "MegatronEngine._maybe_enable_fused_kernels", "verl 0.9", _fused_kernels),
-    Patch("verl.models.mcore.mtp_patch", POSTPROCESS, "verl 0.9", _postprocess, {POSTPROCESS: ()}),
-)
 NEWEST = "verl 0.9"
+ENGINE, POSTPROCESS = "verl.workers.engine.megatron.transformer_impl", "_megatron_gptmodel_postprocess"
+FSDP_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+MTP = (
+    Patch(ENGINE, "MegatronEngine._maybe_enable_fused_kernels", NEWEST, ours=_fused_kernels),
+    Patch("verl.models.mcore.mtp_patch", POSTPROCESS, NEWEST, parameters={POSTPROCESS: ()}, ours=_postprocess),
+)
 REPLAY = {
     "": (),
-    "fsdp": (
-        Patch(
-            "verl.workers.engine.fsdp.transformer_impl",
-            "FSDPEngineWithLMHead.prepare_model_inputs",
-            NEWEST,
-            _fsdp_inputs,
-        ),
-    ),
+    "fsdp": (Patch(FSDP_ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", NEWEST, ours=_fsdp_inputs),),
     "megatron": (
-        Patch(ENGINE, "MegatronEngineWithLMHead.prepare_model_inputs", NEWEST, _megatron_inputs),
-        Patch("verl.models.mcore.registry", "get_mcore_forward_fused_model_engine_fn", NEWEST, _megatron_forward),
+        Patch(ENGINE, "MegatronEngineWithLMHead.prepare_model_inputs", NEWEST, ours=_megatron_inputs),
+        Patch("verl.models.mcore.registry", "get_mcore_forward_fused_model_engine_fn", NEWEST, ours=_megatron_forward),
     ),
 }
 

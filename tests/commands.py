@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from preload import preload
+from support import ranks
 
-from cce_dist.tools import cli, ranks
+from cce_dist.tools import cli
 from cce_dist.tools.pretrain import torchrun
 
 

@@ -14,9 +14,7 @@ if not torch.cuda.is_available():
 
 from interpreted import make_quick
 from preload import preload
-
-from cce_dist.tools import ranks
-from cce_dist.tools.ranks import Pool
+from support import ranks
 
 if not torch.cuda.is_available():  # CUDA does not survive a fork
     ranks.START_METHOD = "forkserver"
@@ -80,5 +78,5 @@ def ranks4() -> Iterator[Callable]:
 
 
 def _ranks(world: int) -> Iterator[Callable]:
-    with Pool(world, limit_seconds=200, seed=0) as pool:
+    with ranks.Pool(world, limit_seconds=200, seed=0) as pool:
         yield pool.run

@@ -13,6 +13,8 @@ from cce_dist.given import LinearCrossEntropyOutput
 from cce_dist.integrations import transformers
 from cce_dist.integrations.options import SECTION, ModelOptions
 
+REPORTED = ("nll", "z_loss", "entropy")
+
 
 @dataclasses.dataclass(frozen=True)
 class Options(ModelOptions):
@@ -29,10 +31,6 @@ class Options(ModelOptions):
 
     sequence_mean: bool = False
     report: bool = False
-
-    def reported(self) -> tuple[str, ...]:
-        """Return the names of what is reported."""
-        return ("nll", "z_loss", "entropy")
 
     @classmethod
     def known(cls) -> list[str]:
@@ -94,17 +92,10 @@ class Task(transformers.Task):
         return output._replace(loss=loss) if isinstance(output, tuple) else loss
 
     def aux(self) -> tuple[str, ...]:
-        if not self.options.report:
-            return super().aux()
-        return (*super().aux(), "nll", "z_loss", "entropy")
+        return (*super().aux(), *(REPORTED if self.options.report else ()))
 
     def keep(self, output: LinearCrossEntropyOutput, valid: Tensor) -> Tensor:
         if self.options.report:
-            self.report(output, valid)
+            sums = torch.stack([getattr(output, name).detach().sum() for name in REPORTED])
+            self.reported = dict(zip(REPORTED, sums / valid.sum().clamp(min=1), strict=True))
         return super().keep(output, valid)
-
-    @torch.no_grad()
-    def report(self, output: Any, valid: Tensor) -> None:
-        """Keep what a loss was made of."""
-        means = torch.stack([output.nll.sum(), output.z_loss.sum(), output.entropy.sum()]) / valid.sum().clamp(min=1)
-        self.reported = dict(zip(self.options.reported(), means, strict=True))

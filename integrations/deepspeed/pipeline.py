@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cce_dist.autograd import leaves_of
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of
-from cce_dist.integrations.deepspeed.loss import Options, Task
+from cce_dist.integrations.deepspeed.loss import REPORTED, Options, Task
 from cce_dist.integrations.deferred.find_head import check_class
 from cce_dist.integrations.deferred.subclass import take
 from cce_dist.integrations.deferred.tensor import TensorLogits
@@ -69,7 +69,7 @@ def convert(engine: Any, options: Options) -> dict[str, Task]:
     module = engine.module
     if not engine.is_last_stage():
         if options.report:  # DeepSpeed takes notice here of how many numbers there are, and of nothing else
-            module.get_additional_losses = lambda: dict.fromkeys(options.reported())
+            module.get_additional_losses = lambda: dict.fromkeys(REPORTED)
         return {}
     head = module.forward_funcs[-1]
     tied = isinstance(head, functools.partial)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -62,7 +61,7 @@ def log_probs_processor(*, temperature: float = 1.0, options: Options | None = N
             f"cce_dist: log_probs_processor needs megatron-core >= 0.18, whose GPTModel.forward takes {ARGUMENTS[0]}; "
             f"{megatron.core.__version__} has none. log_probs_of serves any version"
         )
-    return _Processor(temperature, options, wanted)
+    return _processor(temperature, options, wanted)
 
 
 @contextlib.contextmanager
@@ -132,35 +131,22 @@ def sequence_boundaries(packed_seq_params: Any, num_tokens: int, num_ranks: int)
     waits for the device that holds ``cu_seqlens_q``.
 
     Raises:
-        ValueError: ``cu_seqlens_q`` is no vector of integers, does not rise from 0 to the number of tokens, or has a sequence
-            that cannot be cut into two slices a rank.
+        ValueError: ``cu_seqlens_q`` does not rise from 0 to the number of tokens, or has a sequence that cannot be cut into two
+            slices a rank.
     """
     given = packed_seq_params.cu_seqlens_q
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        given = torch.as_tensor(given)
-    is_vector = isinstance(given, Tensor) and given.dim() == 1 and given.numel() > 0 and not given.is_meta
-    if not is_vector or given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
-        found = f"{given.dtype} {list(given.shape)} on {given.device}" if isinstance(given, Tensor) else repr(given)
-        raise ValueError(f"cce_dist: cu_seqlens_q must be a vector of integers, got {found}")
-    boundaries = given.tolist()
+    boundaries: list[int] = given.tolist() if isinstance(given, Tensor) else list(given or ())
+    total, multiple = num_ranks * num_tokens, 1 if num_ranks == 1 else 2 * num_ranks
     lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
-    if boundaries[0] != 0 or min(lengths, default=0) < 0:
-        raise ValueError(f"cce_dist: cu_seqlens_q must rise from 0, got {_shortened(boundaries)}")
-    if boundaries[-1] != num_ranks * num_tokens:
+    rises = boundaries[:1] == [0] and boundaries[-1] == total and min(lengths, default=0) >= 0
+    if not rises or any(length % multiple for length in lengths):
+        steps = f", in multiples of {multiple}" if multiple > 1 else ""
+        shown = f"{boundaries[:16]}{' and more' if len(boundaries) > 16 else ''}"
         raise ValueError(
-            f"cce_dist: packed sequences of {boundaries[-1]} tokens (cu_seqlens_q), ids of {num_tokens} on each of {num_ranks} "
-            "context-parallel ranks"
-        )
-    if num_ranks > 1 and any(length % (2 * num_ranks) for length in lengths):
-        raise ValueError(
-            f"cce_dist: the lengths of packed sequences must be multiples of {2 * num_ranks} on {num_ranks} context-parallel "
-            f"ranks, cu_seqlens_q is {_shortened(boundaries)}"
+            f"cce_dist: cu_seqlens_q must rise from 0 to {total}, for ids of {num_tokens} on each of {num_ranks} "
+            f"context-parallel ranks{steps}, got {shown}"
         )
     return boundaries
-
-
-def _shortened(numbers: list[int]) -> str:
-    return f"{numbers}" if len(numbers) <= 16 else f"[{', '.join(map(str, numbers[:16]))}, ...]"
 
 
 def _check(function: str, wanted: dict[str, Any]) -> None:
@@ -169,16 +155,8 @@ def _check(function: str, wanted: dict[str, Any]) -> None:
         raise TypeError(f"{function} got an unexpected argument {min(unknown)!r}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Processor:
-    """The processor; ``log_probs_processor`` describes its arguments."""
-
-    temperature: float
-    options: Options | None
-    wanted: dict[str, Any]
-
-    def __call__(
-        self,
+def _processor(temperature: float, options: Options | None, wanted: dict[str, Any]) -> Callable:
+    def process(
         *,
         hidden_states: Tensor,
         output_layer: Any,
@@ -189,30 +167,25 @@ class _Processor:
         config: Any,
         **_: Any,
     ) -> LogProbs:
-        context = {"temperature": self.temperature} | (context or {})
+        context = {"temperature": temperature} | (context or {})
         reason = "the call has no labels" if labels is None else reason_against(output_layer, config)
         if context.keys() != {"temperature"}:
             reason = f"output_processor_context has {', '.join(context)}, and only temperature is known"
         if reason is not None:
             raise ValueError(f"cce_dist cannot compute log-probabilities of this model: {reason}")
         converted = isinstance(output_layer, Head)
-        options = self.options or (output_layer.cce_task.options if converted else Options())
+        chosen = options or (output_layer.cce_task.options if converted else Options())
         say_once("log-probabilities of Megatron's models come from hidden states (linear_log_probs)")
+        scale = float(scale_logits(torch.ones((), device="cpu")))
 
         def compute(head: Any, hidden: Tensor, weight: Tensor | None) -> LogProbs:
             whole, call = call_of(head, weight)
-            return vocab_parallel_log_probs(
-                hidden,
-                whole,
-                labels,  # type: ignore[arg-type]
-                **call,
-                **context,
-                **self.wanted,
-                options=options,
-                logit_scale=float(scale_logits(torch.ones((), device="cpu"))),
-            )
+            call |= context | wanted | {"logit_scale": scale, "options": chosen}
+            return vocab_parallel_log_probs(hidden, whole, labels, **call)  # type: ignore[arg-type]
 
         # The call of a converted head runs its hooks, which gather parameters just in time.
         if converted:
             return output_layer(hidden_states, ask=compute, weight=output_weight)
         return compute(output_layer, hidden_states, output_weight)
+
+    return process

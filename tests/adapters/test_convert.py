@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.ranks import run_ranks
 from tiny_trainer import counted
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -28,7 +29,6 @@ from cce_dist.integrations.deferred import tensor as deferred_tensor
 from cce_dist.integrations.deferred.logits import NotComputedError
 from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.on_demand import OnDemand
-from cce_dist.tools.ranks import run_ranks
 
 HIDDEN, VOCAB, LENGTH, BATCH = 16, 37, 6, 2
 IGNORED = -100

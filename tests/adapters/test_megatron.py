@@ -26,13 +26,13 @@ from torch import Tensor
 pytest.importorskip("megatron.core")
 
 from megatron_on_cpu import Norm, OwnTokenAttention, use_cpu
+from support.ranks import Pool, run_ranks
 from tiny_trainer import assert_filtered, compared, counted, watched
 
 from cce_dist import GradFilter, VocabShard, groups
 from cce_dist.integrations import megatron as cce
 from cce_dist.integrations.deferred.subclass import Head
 from cce_dist.integrations.megatron import flags, loss
-from cce_dist.tools.ranks import Pool, run_ranks
 
 SEQ, BATCH, VOCAB, STEPS = 8, 2, 64, 2
 IGNORED = -100

@@ -40,7 +40,7 @@ TEMPERATURE = torch.linspace(0.5, 2, BATCH * SEQ).view(BATCH, SEQ)
 
 
 def processor(**wanted: Any) -> Any:
-    return cce.log_probs_processor(**wanted) if takes_a_processor() else scores._Processor(1.0, None, wanted)
+    return cce.log_probs_processor(**wanted) if takes_a_processor() else scores._processor(1.0, None, wanted)
 
 
 def by_logits(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
@@ -178,7 +178,7 @@ def next_ids_in_slices(case: Case) -> None:
         assert torch.equal(cce.next_ids(ids, group, packed), labels)
         for make in (lambda: build(case)[0], lambda: hybrid(case)):
             compare_models(f"{lengths}, {case}", in_slices, make, (ids, positions, None), labels, packed)
-    with pytest.raises(ValueError, match=r"packed sequences of 4 tokens \(cu_seqlens_q\), ids of 10 on each of 2 "):
+    with pytest.raises(ValueError, match="must rise from 0 to 20, for ids of 10 on each of 2 "):
         cce.next_ids(ids, group, packed_lengths(4))
 
 
@@ -237,29 +237,24 @@ def test_boundaries_of_packed_sequences() -> None:
     assert labels(torch.arange(11)) == [-1] * 10
     assert labels(torch.tensor([0]), 0) == labels(torch.tensor([0, 0]), 0) == []
 
-    integers = "must be a vector of integers, got "
-    for wrong, message in (
-        ([0, 6, 4, 10], r"must rise from 0, got \[0, 6, 4, 10\]"),
-        ([0, -3, 10], "must rise from 0"),
-        ([2, 10], "must rise from 0"),
-        ([-1, 10], "must rise from 0"),
-        ([10], "must rise from 0"),
-        ([0, 12, 10], "must rise from 0"),
-        ([0, 12], r"packed sequences of 12 tokens \(cu_seqlens_q\), ids of 10 on each of 1 "),
-        ([0, 9], "packed sequences of 9 tokens"),
-        ([0], "packed sequences of 0 tokens"),
-        ([0.0, 4.0, 10.0], integers + r"torch.float32 \[3\]"),
-        ([False, True], integers),
-        ([[0, 4, 10]], integers + r"torch.int64 \[1, 3\]"),
-        (10, integers),
-        ([], integers),
+    for wrong in (
+        [0, 6, 4, 10],
+        [0, -3, 10],
+        [2, 10],
+        [-1, 10],
+        [10],
+        [0, 12, 10],
+        [0, 12],
+        [0, 9],
+        [0],
+        [[0, 4, 10]],
+        [],
     ):
-        with pytest.raises(ValueError, match=message) as error:
+        with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0 to 10, ") as error:
             labels(torch.tensor(wrong))
-        assert "cu_seqlens_q" in str(error.value) and "\n" not in str(error.value)
-    for wrong in (None, "0, 10", torch.tensor([0, 10], device="meta")):
-        with pytest.raises(ValueError, match="cu_seqlens_q must be a vector of integers"):
-            labels(wrong)
+        assert str(wrong) in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0"):
+        labels(None)
     packed = packed_lengths(4, 2, 6)
-    with pytest.raises(ValueError, match="must be multiples of 4 on 2 context-parallel ranks, cu_seqlens_q is"):
+    with pytest.raises(ValueError, match="on each of 2 context-parallel ranks, in multiples of 4, got"):
         scores.sequence_boundaries(packed, 6, 2)

@@ -19,10 +19,10 @@ pytest.importorskip("nemo_rl.distributed.model_utils", reason="NeMo-RL itself: l
 
 from megatron_on_cpu import use_cpu
 from nemo_rl_on_cpu import use_stand_ins
+from support.ranks import run_ranks
 from test_megatron import SEQ, VOCAB, Case, build, on_layout
 
 from cce_dist.integrations import nemo_rl as cce_nemo_rl
-from cce_dist.tools.ranks import run_ranks
 from cce_dist.tools.verify.check import assert_no_worse
 
 LENGTHS = [8, 3, 6]

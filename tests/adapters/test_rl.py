@@ -27,6 +27,7 @@ import test_megatron_scores
 from dense_scores import TOKENS, VOCAB, compare, compare_models, dense_scores, operands
 from megatron_on_cpu import use_cpu
 from nemo_rl_on_cpu import use_stand_ins
+from support.ranks import run_ranks
 from test_megatron_scores import of_this_rank, packed_lengths
 
 from cce_dist.integrations import megatron as cce_megatron
@@ -35,7 +36,6 @@ from cce_dist.integrations import patching
 from cce_dist.integrations import trl as cce_trl
 from cce_dist.integrations import verl as cce_verl
 from cce_dist.integrations.megatron import loss as megatron_loss
-from cce_dist.tools.ranks import run_ranks
 
 
 class LinearCrossEntropy:
@@ -419,9 +419,9 @@ def test_packed_sequences_of_nemo_rl() -> None:
         assert lengths is wanted and found.shape == ((2, 5) if fused else (2, 3))
     hidden, weight, _ = operands(2)
     model = SimpleNamespace(weight=weight, tp_group=Alone(), cp_group=None)
-    for boundaries, message in (([0, 6, 4, 8], "rise from 0"), ([0.0, 8.0], "be a vector of integers")):
+    for boundaries in ([0, 6, 4, 8], [0, 4]):
         packed.cu_seqlens_q = torch.tensor(boundaries)
-        with pytest.raises(ValueError, match=f"cu_seqlens_q must {message}"):
+        with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0"):
             nemo()._gpt_forward_with_linear_ce_fusion(
                 model,
                 hidden.view(-1, 1, hidden.shape[-1])[:8],

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("torchtitan")
 
+from support.ranks import Pool, run_ranks
+
 from cce_dist import reference
-from cce_dist.tools.ranks import Pool, run_ranks
 
 VOCAB, BATCH, STEPS, OURS = 204, 4, 2, "cce_dist.integrations.torchtitan.cce_loss"
 IN_HALVES = {"spmd_backend": "partial_dtensor"}

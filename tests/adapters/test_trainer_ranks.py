@@ -14,6 +14,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from support.ranks import run_ranks
 from tiny_trainer import (
     STEPS,
     Sentences,
@@ -32,7 +33,6 @@ from tiny_trainer import (
 
 import cce_dist
 from cce_dist.integrations import deepspeed as cce
-from cce_dist.tools.ranks import run_ranks
 
 TOLERANCE = 2e-5
 WRAP = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}

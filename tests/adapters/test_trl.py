@@ -20,6 +20,7 @@ import torch.distributed as dist
 pytest.importorskip("trl")
 
 from dense_scores import assert_same_loss, dense_scores, operands
+from support.ranks import run_ranks
 from tiny_trainer import (
     LENGTH,
     VOCAB,
@@ -42,7 +43,6 @@ import cce_dist
 from cce_dist import linear_cross_entropy, objectives, reference
 from cce_dist.integrations import deepspeed as cce_deepspeed
 from cce_dist.integrations import trl as cce_trl
-from cce_dist.tools.ranks import run_ranks
 from cce_dist.tools.verify.check import assert_no_worse
 
 TOLERANCE = 2e-5

@@ -11,10 +11,10 @@ pytest.importorskip("deepspeed")
 
 from commands import outputs_of
 from megatron_on_cpu import use_cpu
+from support.ranks import run_ranks
 
 import heads
 from cce_dist import VocabShard
-from cce_dist.tools.ranks import run_ranks
 from methods import methods_of
 from problem import loss_of, measure_problem
 from tasks import divergence_task

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,7 +26,7 @@ from cce_dist import (
     topk_kl_divergence,
 )
 from cce_dist.integrations.deepspeed.layers import CCEEmbedding
-from cce_dist.tools.ranks import join_alone, run_ranks
+from cce_dist.tools.ranks import join_alone
 
 N, D, V = 6, 8, 20
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -34,7 +35,6 @@ from cce_dist import (
     topk_kl_divergence,
 )
 from cce_dist.debug_ranks import SHARED
-from cce_dist.tools.ranks import run_ranks
 
 N, D, V, K = 6, 8, 20, 3
 WAIT_SECONDS = 5  # of a collective that the other rank does not join; gloo's error then names no argument

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import run_ranks
 
 from cce_dist import reference
 from cce_dist.kernels import dense, outputs
 from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.token_loss import TokenLoss
 from cce_dist.tools import cli
-from cce_dist.tools.ranks import run_ranks
 from cce_dist.tools.verify import FUNCTIONS
 from cce_dist.tools.verify.cases import CASES, PER_TOKEN, Gaussian
 from cce_dist.tools.verify.check import assert_no_worse, run_case

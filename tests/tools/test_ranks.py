@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
-from cce_dist.tools.ranks import Pool, RankError
+from support.ranks import Pool, RankError
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

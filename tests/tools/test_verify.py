@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from cce_dist import VocabParallelHead, VocabShard
 from cce_dist.tools import cli
-from cce_dist.tools.ranks import run_ranks
 from cce_dist.tools.verify import FUNCTIONS, matrix
 from cce_dist.tools.verify.cases import CASES, Case
 from cce_dist.tools.verify.check import Error, assert_no_worse, compare, run_case

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from cce_dist.tools.arguments import figure
+from cce_dist.tools.report import picture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,36 +34,27 @@ def draw(metrics: list[Path], out: Path) -> None:
     Raises:
         ValueError: A file holds no record.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     from cce_dist.tools.pretrain.log import read
 
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    title, uniform = "", set()
-    for index, path in enumerate(metrics):
-        path = path / "metrics.jsonl" if path.is_dir() else path
-        name = path.parent.name if path.name == "metrics.jsonl" else path.stem
-        name = name.replace("$", r"\$")  # otherwise matplotlib reads a formula
-        records = read(path)
-        if not records:
-            raise ValueError(f"no records in {path}")
-        title = f"{title}, {name}" if title else name
-        for split, style in (("train", {"alpha": 0.5, "linewidth": 1}), ("val", {"marker": "o", "markersize": 3})):
-            points = [(record["step"], record["loss"]) for record in records if record["split"] == split]
-            if points:
-                # Curves of exact losses coincide: dashes show the one beneath.
-                dashes = "--" if index else "-"
-                axes.plot(
-                    *zip(*points, strict=True), color=f"C{index}", linestyle=dashes, label=f"{name} {split}", **style
-                )
-        uniform |= {record["uniform"] for record in records if "uniform" in record}
-    for value in uniform:
-        axes.axhline(value, color="grey", linestyle=":", label="ln V, of a model that knows nothing")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"Loss of {title}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(out, dpi=120)
-    plt.close(figure)
+    files = [path / "metrics.jsonl" if path.is_dir() else path for path in metrics]
+    names = [path.parent.name if path.name == "metrics.jsonl" else path.stem for path in files]
+    uniform = set()
+    with picture(out, f"Loss of {', '.join(names)}", (8, 5), dpi=120) as figure:
+        axes = figure.subplots()
+        for index, (path, name) in enumerate(zip(files, names, strict=True)):
+            records = read(path)
+            if not records:
+                raise ValueError(f"no records in {path}")
+            for split, style in (("train", {"alpha": 0.5, "linewidth": 1}), ("val", {"marker": "o", "markersize": 3})):
+                points = [(record["step"], record["loss"]) for record in records if record["split"] == split]
+                if points:
+                    label = f"{name} {split}".replace("$", r"\$")  # otherwise matplotlib reads a formula
+                    # Curves of exact losses coincide: dashes show the one beneath.
+                    style |= {"color": f"C{index}", "linestyle": "--" if index else "-", "label": label}
+                    axes.plot(*zip(*points, strict=True), **style)
+            uniform |= {record["uniform"] for record in records if "uniform" in record}
+        for value in uniform:
+            axes.axhline(value, color="grey", linestyle=":", label="ln V, of a model that knows nothing")
+        axes.set(xlabel="step", ylabel="loss (nats per token)")
+        axes.grid(alpha=0.3)
+        axes.legend()

@@ -78,9 +78,8 @@ class Gaussian:
     labels: ChangeLabels | None = None
     shift: float = 0.0  # added to every logit
     spike: float = 0.0  # added to one logit of every other token
-    grid: bool = (
-        False  # round to eighths: all logits are exact in fp32 in any order of summation, even with a shift of 1e4
-    )
+    # Round to eighths: all logits are exact in fp32 in any order of summation, even with a shift of 1e4.
+    grid: bool = False
     masked: float = 0.0  # share of biases that are -inf, except those of labels
 
     def __call__(self, generator: torch.Generator) -> Problem:
@@ -212,9 +211,8 @@ class DivergenceCase(Case):
     spread: float = 3.0  # standard deviation of the teacher's logits
     masked: float = 0.0  # share of the tokens that do not count
     teacher_padding: int = 0  # padding rows that the last rank's shard of the teacher has beyond the student's
-    draft: str = (
-        ""  # the student has a part of the teacher's ids; the teacher's head is "whole" on each rank or "split"
-    )
+    # The student has a part of the teacher's ids, whose head is "whole" on each rank or "split"; "": both have the same.
+    draft: str = ""
 
 
 class Drawn(NamedTuple):
@@ -225,9 +223,8 @@ class Drawn(NamedTuple):
     options: dict[str, Any]  # arguments of the function, some of them tensors
     upstream: dict[str, Tensor]  # gradients of the outputs that are differentiated
     teacher: Problem | None = None  # the other head of a divergence
-    before: float = (
-        2.0**-12
-    )  # what ``grad_weight_out`` holds before the call, as large as the gradient: it rounds no further
+    # What ``grad_weight_out`` holds before the call, as large as the gradient: it rounds no further.
+    before: float = 2.0**-12
 
     def on(self, device: str) -> tuple[Tensor, dict[str, Any], dict[str, Tensor]]:
         """Return labels, options and upstream gradients with their tensors on a device."""

@@ -52,17 +52,15 @@ class Function(NamedTuple):
     """How a public function is checked."""
 
     draw: Callable[[Any, torch.Generator], Drawn]  # draws the tensors of a case
-    reference: Callable[
-        [Drawn, torch.dtype, str], dict[str, Tensor]
-    ]  # dense outputs and gradients, in a dtype on a device
+    # Returns dense outputs and gradients, in a dtype on a device.
+    reference: Callable[[Drawn, torch.dtype, str], dict[str, Tensor]]
     call: Callable[[Drawn, VocabShard, str, str], dict[str, Tensor]]  # the function's, on a shard, backend and device
     # Compares one of them: its name, this rank's value, its part of a whole, what ``reference`` gives in the tested dtype.
     judge: Callable[[Drawn, str, Tensor, Part, dict[str, Tensor], Truth], list[Error]]
     shared: Collection[str]  # outputs that must have the same bits on every rank
     truth: Callable[[Drawn, Bounds, str, str], Truth] | None = None  # None: ``reference`` in float64
-    outputs_in: torch.dtype | None = (
-        None  # dtype of the dense outputs that ours are compared with; None: the tested one
-    )
+    # Dtype of the dense outputs that ours are compared with; None: the tested one.
+    outputs_in: torch.dtype | None = None
 
 
 def run_case(

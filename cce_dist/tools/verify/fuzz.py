@@ -391,10 +391,6 @@ def _on_all_ranks(line: str, setting: Setting) -> str:
     """Return the first line that is not empty, by rank, on every rank."""
     if setting.group is None:
         return line
-    failed = torch.tensor(float(bool(line)), device=setting.device)
-    dist.all_reduce(failed, group=setting.group)
-    if not failed:
-        return ""
     lines: list[str] = [""] * setting.ranks
     dist.all_gather_object(lines, line, group=setting.group)
-    return next(f"rank {rank}: {text}" for rank, text in enumerate(lines) if text)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(lines) if text), "")
