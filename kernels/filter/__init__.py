@@ -301,7 +301,7 @@ def _filtered_gradients(
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
         room = memory.sampled_columns(x.num_valid) if spec.filter.compensate else 0
         frequent = gather_frequent(lists.ids_F, x, cdiv(x.num_valid, 32), room)
-        how, entries = decide(x, softmax, coef_4N, lists, frequent.slot_V, spec.filter.eps)
+        how, entries = decide(x, softmax, coef_4N, lists, spec.filter.eps)
         # First set the exact gradients of unserved tokens, then add the filtered ones. Chunks of the vocabulary are cut for the
         # case that all tokens are unserved.
         d_hidden, d_weight, _ = exact.gradients_by(
@@ -315,8 +315,8 @@ def _filtered_gradients(
         if d_hidden is not None:
             keeps = memory.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes)
             total = Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens) if keeps else None, by_token=True)
-        factor_2N = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
-        given = Given(x, softmax, coef_4N, how.numbers_3N, factor_2N[0])
+        factor_N = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, entries, total)
+        given = Given(x, softmax, coef_4N, how.numbers_3N, factor_N)
         comp = _compensation(x, given, frequent, how, tiles, grads, spec)
         work = _Work(frequent, how, lists, comp, tiles)
         frequent_weight_FD = None

@@ -164,7 +164,6 @@ class Decisions(NamedTuple):
 
     Attributes:
         listed_labels: [N] int64: the label if the token is listed, else -1.
-        frequent_labels: [N] int64: position of a listed token's label among the frequent columns, else -1.
         index: [N] int32: the listed tokens in order, then the others.
         unserved: [N] int32: the unserved tokens in order; the rest is not written.
         numbers_3N: [3, N] fp32: the threshold, below which logits are dropped; the softmax mass of the shard's infrequent
@@ -174,7 +173,6 @@ class Decisions(NamedTuple):
     """
 
     listed_labels: torch.Tensor
-    frequent_labels: torch.Tensor
     index: torch.Tensor
     unserved: torch.Tensor
     numbers_3N: torch.Tensor
@@ -209,7 +207,7 @@ class Entries(NamedTuple):
 
 
 def decide(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, slot_V: torch.Tensor, eps: float
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, eps: float
 ) -> tuple[Decisions, Entries]:
     """Return the decisions, and entries whose columns have their places, none of them taken."""
     (num_tokens, num_slots), num_valid = lists.columns_NL.shape, x.num_valid
@@ -218,15 +216,15 @@ def decide(
         return torch.empty(shape, dtype=dtype, device=x.ids.device)
 
     how = Decisions(
-        new(num_tokens, dtype=torch.int64), new(num_tokens, dtype=torch.int64), new(num_tokens), new(num_tokens),
-        new(3, num_tokens, dtype=torch.float32), new(1), new(1),
+        new(num_tokens, dtype=torch.int64), new(num_tokens), new(num_tokens), new(3, num_tokens, dtype=torch.float32),
+        new(1), new(1),
     )
     grad_NL = new(num_tokens, num_slots, dtype=torch.float32)
     entries = Entries(grad_NL, new(num_valid + 1), new(num_valid), new(num_tokens * num_slots))
     _decide_kernel[(1 + cdiv(num_valid + 1, 4096),)](
-        x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_V, lists.count_N, slot_V,
+        x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_V, lists.count_N,
         *how, entries.first_V, entries.end_V,
-        num_tokens, num_slots, x.start, num_valid,
+        num_tokens, num_slots, num_valid,
         math.log(eps), SLACK,
         BLOCK=4096, num_warps=32,
     )
@@ -234,8 +232,7 @@ def decide(
 
 
 @kernel(
-    "column_count_ptr", "slot_ptr", "listed_labels_ptr", "frequent_labels_ptr", "index_ptr", "unserved_ptr", "numbers_ptr",
-    "first_ptr", "end_ptr",
+    "column_count_ptr", "listed_labels_ptr", "index_ptr", "unserved_ptr", "numbers_ptr", "first_ptr", "end_ptr",
 )
 def _decide_kernel(
     labels_ptr,  # in: [N] int64
@@ -245,9 +242,7 @@ def _decide_kernel(
     bound_ptr,  # in: [3, N] fp32: bound; sum over infrequent columns; reference of this sum
     column_count_ptr,  # in: [V] int32
     count_ptr,  # in: [N] int32
-    slot_ptr,  # in: [V] int32
     listed_labels_ptr,  # out: [N] int64
-    frequent_labels_ptr,  # out: [N] int64
     index_ptr,  # out: [N] int32
     unserved_ptr,  # out: [N] int32
     numbers_ptr,  # out: [3, N] fp32
@@ -257,7 +252,6 @@ def _decide_kernel(
     end_ptr,  # out: [V] int32: the same numbers
     num_tokens,
     num_slots,
-    start,
     num_valid,
     log_eps,
     slack,
@@ -301,10 +295,6 @@ def _decide_kernel(
         tl.store(numbers_ptr + 2 * stride + offs_n, lse - tl.log(coef_p), mask=in_n)
 
         tl.store(listed_labels_ptr + offs_n, tl.where(listed, label, -1), mask=in_n)
-        here = listed & (label >= start) & (label - start < num_valid)
-        slot = tl.load(slot_ptr + tl.where(here, label - start, 0), mask=here, other=0)
-        tl.store(frequent_labels_ptr + offs_n, slot.to(tl.int64) - 1, mask=in_n)
-
         chosen = listed.to(tl.int32)
         chosen_before = num_listed + tl.cumsum(chosen, 0) - chosen
         position = tl.where(listed, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
@@ -331,10 +321,10 @@ def listed_gradients(
             left alone.
 
     Returns:
-        [2, N] fp32: each token's factor on the control variate, scale * P * m (or 0), 0 if it is not listed; zeros.
+        [N] fp32: each token's factor on the control variate, scale * P * m (or 0), and 0 if it is not listed.
     """
     num_tokens, hidden_size = x.hidden.shape
-    factor_2N = torch.empty(2, num_tokens, dtype=torch.float32, device=x.hidden.device)
+    factor_N = torch.empty(num_tokens, dtype=torch.float32, device=x.hidden.device)
     block_d = triton.next_power_of_2(hidden_size)
     warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
     block_k = min(8, max(1, warps * WARP_ELEMENTS // block_d))
@@ -344,7 +334,7 @@ def listed_gradients(
         x.hidden, x.weight, x.head, x.ids, how.listed_labels, lists.columns_NL, lists.count_N, how.numbers_3N, softmax.max,
         softmax.log_sum, coef_4N,
         # out
-        factor_2N, entries.grad_NL, entries.end_V, entries.slot_M, high_ND, low_ND,
+        factor_N, entries.grad_NL, entries.end_V, entries.slot_M, high_ND, low_ND,
         # sizes
         num_tokens, hidden_size, lists.columns_NL.shape[1], x.start, x.head.multiplier if compensate else 0.0,
         # options
@@ -353,7 +343,7 @@ def listed_gradients(
         BLOCK_L=256, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
         num_warps=warps, **REGISTERS,
     )
-    return factor_2N
+    return factor_N
 
 
 @kernel("hidden_ptr", "weight_ptr", "columns_ptr", "grad_ptr", "end_ptr", "place_ptr", "high_ptr", "low_ptr", "hidden_size")
@@ -369,7 +359,7 @@ def _listed_gradients_kernel(
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
-    factor_ptr,  # out: [2, N] fp32
+    factor_ptr,  # out: [N] fp32
     grad_ptr,  # out: [N, L] fp32
     end_ptr,  # in, out: [V] int32
     place_ptr,  # out: [N L] int32: the slot at each place
@@ -439,4 +429,3 @@ def _listed_gradients_kernel(
     dropped = tl.load(numbers_ptr + num_tokens.to(tl.int64) + token) - tl.sum(listed, 0)
     factor = tl.maximum(dropped, 0.0) * given_p * compensation
     tl.store(factor_ptr + token, tl.where(is_listed, factor, 0.0))
-    tl.store(factor_ptr + num_tokens.to(tl.int64) + token, 0.0)
