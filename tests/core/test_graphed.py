@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from shards import needs_gpu
@@ -31,9 +33,11 @@ def test_a_graphed_head(grad_filter: GradFilter | None, buffered: bool) -> None:
     """Catches: a number or an address of the captured call in a replay, and a buffer that warm-up leaves filled."""
     (hidden, weight), labels = large_operands()
     out = torch.zeros_like(weight, dtype=torch.float32).detach() if buffered else None
-    plain = Head(weight, grad_filter, None if out is None else out.clone())
+    plain: Any = Head(weight, grad_filter, None if out is None else out.clone())
     sample = torch.randn_like(hidden).requires_grad_(), labels.roll(5)
-    graphed = torch.cuda.make_graphed_callables(Head(weight, grad_filter, out), sample, allow_unused_input=buffered)
+    graphed: Any = torch.cuda.make_graphed_callables(
+        Head(weight, grad_filter, out), sample, allow_unused_input=buffered
+    )
     if out is not None:
         assert out.any()
         out.zero_()  # warm-up has added its gradients

@@ -152,8 +152,6 @@ def _backward(
     size = torch.stack(parts).abs().sum(0)[:, None] * p + g_entropy.abs()[:, None] * (surprise.abs() + p)
     size = size + label_coef.abs()[:, None] * is_label + uniform_coef.abs()
     sizes = _root_of_squares(size * scale * bend, hidden, weight, "")
-    sizes["dC alike"] = _largest((size * scale * bend).abs().t() @ hidden.abs())
-    sizes["dbias alike"] = _largest((size * scale * bend).abs().sum(0))
     du = (softmax_part + rest) * scale * bend
     sizes["parts of dE"] = sum(_largest(du[:, start:stop] @ weight[start:stop]) for start, stop in bounds)
     of_scale = [exact["dE"][tokens.rows] * hidden]
