@@ -131,22 +131,35 @@ def sequence_boundaries(packed_seq_params: Any, num_tokens: int, num_ranks: int)
     waits for the device that holds ``cu_seqlens_q``.
 
     Raises:
-        ValueError: ``cu_seqlens_q`` does not rise from 0 to the number of tokens, or has a sequence that cannot be cut into two
-            slices a rank.
+        ValueError: ``cu_seqlens_q`` is no vector of integers, does not rise from 0 to the number of tokens, or has a sequence
+            that cannot be cut into two slices a rank.
     """
     given = packed_seq_params.cu_seqlens_q
-    boundaries: list[int] = given.tolist() if isinstance(given, Tensor) else list(given or ())
-    total, multiple = num_ranks * num_tokens, 1 if num_ranks == 1 else 2 * num_ranks
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        given = torch.as_tensor(given)
+    is_vector = isinstance(given, Tensor) and given.dim() == 1 and given.numel() > 0 and not given.is_meta
+    if not is_vector or given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
+        found = f"{given.dtype} {list(given.shape)} on {given.device}" if isinstance(given, Tensor) else repr(given)
+        raise ValueError(f"cce_dist: cu_seqlens_q must be a vector of integers, got {found}")
+    boundaries = given.tolist()
     lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
-    rises = boundaries[:1] == [0] and boundaries[-1] == total and min(lengths, default=0) >= 0
-    if not rises or any(length % multiple for length in lengths):
-        steps = f", in multiples of {multiple}" if multiple > 1 else ""
-        shown = f"{boundaries[:16]}{' and more' if len(boundaries) > 16 else ''}"
+    if boundaries[0] != 0 or min(lengths, default=0) < 0:
+        raise ValueError(f"cce_dist: cu_seqlens_q must rise from 0, got {_shortened(boundaries)}")
+    if boundaries[-1] != num_ranks * num_tokens:
         raise ValueError(
-            f"cce_dist: cu_seqlens_q must rise from 0 to {total}, for ids of {num_tokens} on each of {num_ranks} "
-            f"context-parallel ranks{steps}, got {shown}"
+            f"cce_dist: packed sequences of {boundaries[-1]} tokens (cu_seqlens_q), ids of {num_tokens} on each of {num_ranks} "
+            "context-parallel ranks"
+        )
+    if num_ranks > 1 and any(length % (2 * num_ranks) for length in lengths):
+        raise ValueError(
+            f"cce_dist: the lengths of packed sequences must be multiples of {2 * num_ranks} on {num_ranks} context-parallel "
+            f"ranks, cu_seqlens_q is {_shortened(boundaries)}"
         )
     return boundaries
+
+
+def _shortened(numbers: list[int]) -> str:
+    return f"{numbers}" if len(numbers) <= 16 else f"[{', '.join(map(str, numbers[:16]))}, ...]"
 
 
 def _check(function: str, wanted: dict[str, Any]) -> None:

@@ -178,7 +178,7 @@ def next_ids_in_slices(case: Case) -> None:
         assert torch.equal(cce.next_ids(ids, group, packed), labels)
         for make in (lambda: build(case)[0], lambda: hybrid(case)):
             compare_models(f"{lengths}, {case}", in_slices, make, (ids, positions, None), labels, packed)
-    with pytest.raises(ValueError, match="must rise from 0 to 20, for ids of 10 on each of 2 "):
+    with pytest.raises(ValueError, match=r"packed sequences of 4 tokens \(cu_seqlens_q\), ids of 10 on each of 2 "):
         cce.next_ids(ids, group, packed_lengths(4))
 
 
@@ -237,24 +237,29 @@ def test_boundaries_of_packed_sequences() -> None:
     assert labels(torch.arange(11)) == [-1] * 10
     assert labels(torch.tensor([0]), 0) == labels(torch.tensor([0, 0]), 0) == []
 
-    for wrong in (
-        [0, 6, 4, 10],
-        [0, -3, 10],
-        [2, 10],
-        [-1, 10],
-        [10],
-        [0, 12, 10],
-        [0, 12],
-        [0, 9],
-        [0],
-        [[0, 4, 10]],
-        [],
+    integers = "must be a vector of integers, got "
+    for wrong, message in (
+        ([0, 6, 4, 10], r"must rise from 0, got \[0, 6, 4, 10\]"),
+        ([0, -3, 10], "must rise from 0"),
+        ([2, 10], "must rise from 0"),
+        ([-1, 10], "must rise from 0"),
+        ([10], "must rise from 0"),
+        ([0, 12, 10], "must rise from 0"),
+        ([0, 12], r"packed sequences of 12 tokens \(cu_seqlens_q\), ids of 10 on each of 1 "),
+        ([0, 9], "packed sequences of 9 tokens"),
+        ([0], "packed sequences of 0 tokens"),
+        ([0.0, 4.0, 10.0], integers + r"torch.float32 \[3\]"),
+        ([False, True], integers),
+        ([[0, 4, 10]], integers + r"torch.int64 \[1, 3\]"),
+        (10, integers),
+        ([], integers),
     ):
-        with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0 to 10, ") as error:
+        with pytest.raises(ValueError, match=message) as error:
             labels(torch.tensor(wrong))
-        assert str(wrong) in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0"):
-        labels(None)
+        assert "cu_seqlens_q" in str(error.value) and "\n" not in str(error.value)
+    for wrong in (None, "0, 10", torch.tensor([0, 10], device="meta")):
+        with pytest.raises(ValueError, match="cu_seqlens_q must be a vector of integers"):
+            labels(wrong)
     packed = packed_lengths(4, 2, 6)
-    with pytest.raises(ValueError, match="on each of 2 context-parallel ranks, in multiples of 4, got"):
+    with pytest.raises(ValueError, match="must be multiples of 4 on 2 context-parallel ranks, cu_seqlens_q is"):
         scores.sequence_boundaries(packed, 6, 2)

@@ -419,9 +419,9 @@ def test_packed_sequences_of_nemo_rl() -> None:
         assert lengths is wanted and found.shape == ((2, 5) if fused else (2, 3))
     hidden, weight, _ = operands(2)
     model = SimpleNamespace(weight=weight, tp_group=Alone(), cp_group=None)
-    for boundaries in ([0, 6, 4, 8], [0, 4]):
+    for boundaries, message in (([0, 6, 4, 8], "rise from 0"), ([0.0, 8.0], "be a vector of integers")):
         packed.cu_seqlens_q = torch.tensor(boundaries)
-        with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0"):
+        with pytest.raises(ValueError, match=f"cu_seqlens_q must {message}"):
             nemo()._gpt_forward_with_linear_ce_fusion(
                 model,
                 hidden.view(-1, 1, hidden.shape[-1])[:8],
