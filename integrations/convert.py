@@ -76,6 +76,10 @@ def convert(
         ValueError: An option is unknown or out of range, or the model has no head that can be taken over; one line says which.
         TypeError: ``model`` is no ``nn.Module``.
     """
+    if isinstance(options.get("filter"), GradFilter):
+        raise ValueError(
+            f'cce_dist.convert: filter is "off", "compensated" or "plain"; pass grad_filter={options["filter"]}'
+        )
     chosen = ModelOptions.read(options, lambda key: f"cce_dist.convert: {key}", "cce_dist.convert")
     if grad_filter is not None:
         if any(key.startswith("filter") for key in options):

@@ -39,9 +39,8 @@ class Task(task.Task):
         if kwargs.get(FUSED) and not _serves(model):
             if model.training and torch.is_grad_enabled():
                 raise ValueError(
-                    "cce_dist: this model is converted, which serves SFTTrainer alone and goes with no trl.install(): for "
-                    "TRL's DPO, GRPO, KTO and RLOO revert the model, and call cce_dist.integrations.trl.install() alone, "
-                    "before the trainer is made"
+                    "cce_dist: this model is converted, and trl.install() was called: revert the model, which then serves all "
+                    "trainers of TRL, or call cce_dist.integrations.trl.uninstall() before the trainer is made"
                 )
         elif kwargs.get(FUSED):
             options = self.options

@@ -1,7 +1,7 @@
 """Sampling replay in prime-rl, miles and SkyRL: what to put where each computes log-probabilities from logits.
 
 Shapes are as in the pull requests 3431 of prime-rl, 2595 of miles, and 2237 of SkyRL, whose trainer has no replay yet: its rows
-are padded to a batch here. Entropies are over the lists.
+are padded to a batch here. Entropies are over the lists. These are functions to copy: run as a script, this prints nothing.
 """
 
 from types import SimpleNamespace

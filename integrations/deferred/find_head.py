@@ -57,7 +57,7 @@ def _advice(modules: dict[str, Any], own: tuple[type, ...]) -> str:
     if not names:
         return "it has no nn.Linear"
     example = names[0] if rows[names[0]] == vocabulary else "its.name"
-    seen = ", ".join(f"{name} ({rows[name]} rows)" for name in names[:4])
+    seen = ", ".join(f"{name or 'that it is itself'} ({rows[name]} rows)" for name in names[:4])
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return (
         f'name it by convert(model, head="{example}"), or "cce_dist.head" in ds_config; it has the Linear {seen}{more}'

@@ -51,8 +51,8 @@ class TensorLogits(DeferredLogits):
         "linear_cross_entropy(token_loss=...), a z-loss from convert(model, z_loss_weight=...)"
     )
     SMOOTHING = (  # Trainer's label_smoothing_factor calls log_softmax
-        '; label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing") in place of '
-        "label_smoothing_factor; with TRL's trainers call cce_dist.integrations.trl.install() in place of the conversion"
+        'label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing") in place of '
+        "label_smoothing_factor; with TRL's trainers call cce_dist.integrations.trl.install() in place of the conversion; "
     )
 
     def __init__(self, head: Any, task: Any, hidden: Tensor, **given: Any) -> None:
@@ -190,7 +190,8 @@ class TensorLogits(DeferredLogits):
     def _computed(self, use: str) -> Tensor:
         """Compute the logits [..., V], at the first use; an error in training."""
         if not self._is_for_use():
-            raise NotComputedError(f"{self._refused(use)}{self.SMOOTHING if use == 'log_softmax' else ''}")
+            cure = self.SMOOTHING if use == "log_softmax" else ""
+            raise NotComputedError(f"cce_dist: {cure}{str(self._refused(use)).removeprefix('cce_dist: ')}")
         if self._shard.group is not None:
             raise NotComputedError(
                 f"cce_dist: {use} of logits whose vocabulary is split over ranks, which has no answer here"

@@ -754,7 +754,7 @@ REFUSED: dict[str, tuple] = {
     "filter": (
         Model(),
         {"filter": cce_dist.GradFilter()},
-        "filter must be a string, one of off, compensated, plain, got",
+        r'filter is "off", "compensated" or "plain"; pass grad_filter=GradFilter',
     ),
     "class": (Model(), {"head": "embed"}, "a head that is a Embedding"),
     "none": (nn.Sequential(nn.Linear(2, 2)), {}, r'found none: .*"cce_dist.head" .* has the Linear 0 \(2 rows\)'),

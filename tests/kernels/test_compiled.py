@@ -21,7 +21,7 @@ EXACT = {
     "_grad_hidden_kernel",
     "_grad_weight_kernel",
 }
-FILTERED = {"_list_columns_kernel", "_filtered_hidden_kernel", "_filtered_weight_kernel"}
+FILTERED = {"_list_columns_kernel", "_dropped_columns_kernel", "_hidden_products_kernel", "_filtered_weight_kernel"}
 LOG_PROBS = {"_cells_kernel", "_logits_kernel"}
 OF_LISTS = {"_list_logits_kernel", "_list_hidden_kernel", "_column_rows_kernel"}
 OF_TWO_HEADS = {"_pair_sums_kernel", "_pair_gradients_kernel"}
