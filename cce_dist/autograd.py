@@ -250,12 +250,12 @@ class _Eager(torch.autograd.Function):
         return None, None, None, *ctx.operator.differentiate(ctx, list(ctx.needs_input_grad[3:]), grads)
 
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def is_unobserved(*tensors: Tensor) -> bool:
     """Whether a call may skip the dispatcher: no dispatch mode is active, and no tensor is of a subclass."""
-    return _PLAIN.issuperset(map(type, tensors)) and torch._C._len_torch_dispatch_stack() == 0
+    return PLAIN.issuperset(map(type, tensors)) and torch._C._len_torch_dispatch_stack() == 0
 
 
 def is_wanted(tensor: Tensor) -> bool:

@@ -51,7 +51,7 @@ def check_labels(call: Call, labels: Tensor, ids: Tensor) -> None:
 
 
 # What the ranks of a group must share of an argument. An argument that is not listed must be equal on all ranks, a tensor in
-# shape, dtype, requires_grad and values.
+# shape, dtype, requires_grad and values. docs/api.md has this table, too.
 SHARED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("input", "teacher_input"), ("shape", "dtype", "requires_grad")),
     **dict.fromkeys(("linear_weight", "teacher_weight"), ("hidden size", "dtype", "requires_grad")),

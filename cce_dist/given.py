@@ -14,6 +14,7 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from cce_dist import checks, decide, operands, terms
+from cce_dist.autograd import PLAIN, is_unobserved
 from cce_dist.call import DTYPES, Call, Options, are_plain, checked, checked_num_tokens, layout_of, numbers_of
 from cce_dist.decide import Way, Where
 from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want
@@ -183,7 +184,7 @@ def _kind_of(
     for tensor in (bias, buffer):
         if tensor is None:
             key.append(None)
-        elif type(tensor) in _PLAIN and not tensor.is_nested and not tensor.is_neg():
+        elif type(tensor) in PLAIN and not tensor.is_nested and not tensor.is_neg():
             key += [_facts_of(tensor), tensor.is_contiguous()]
         else:
             return None
@@ -206,7 +207,6 @@ def modes_of(input: Tensor) -> dict[str, Any]:
     }
 
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _KNOWN: dict[tuple[Any, ...], tuple[Given, torch.dtype | None]] = {}
 
 
@@ -216,9 +216,9 @@ def _facts_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def _is_observed(*tensors: Any) -> bool:
     """Whether transforms of torch.func, forward mode, a dispatch mode, tensor subclasses or negated views are at work."""
-    if maybe_current_level() is not None or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0:
+    if maybe_current_level() is not None or forward_ad._current_level >= 0:
         return True
-    return not _PLAIN.issuperset(map(type, tensors)) or any(map(Tensor.is_neg, tensors))
+    return not is_unobserved(*tensors) or any(map(Tensor.is_neg, tensors))
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -239,7 +239,7 @@ def run(
     terms, divisor, expected_N, call = task
     ranks, rows = Distributed(call.layout), call.way.groups.rows
     # A group is computed as if this rank were alone, because d_hidden is summed over ranks only after the whole group.
-    backend, want = named(call.way.backend), call.spec.want._replace(mean=False, tokens=True)
+    backend, want = named(call.way.backend), call.spec.want.of_tokens()
     spec = call.spec._replace(alone=True, once=True, want=want)
     call = call._replace(spec=spec)
     x = operands_of(hidden, weight, head, labels, spec)
@@ -370,7 +370,7 @@ def _loss_and_gradients(
         loss, gradients = run(hidden, weight, head, labels, Task(terms, divisor, None, call), want)
         d_hidden, d_weight, d_head = gradients.hidden, gradients.weight, call.spec.logits.listed(bias=gradients.bias)
     else:
-        call = call._replace(spec=call.spec._replace(want=call.spec.want._replace(mean=False, tokens=True)))
+        call = call._replace(spec=call.spec._replace(want=call.spec.want.of_tokens()))
         nll_N, lse_N, _, uniform_nll_N, *_, saved = run_forward(hidden, weight, head, labels, None, call)
         loss = terms.losses(nll_N, lse_N, uniform_nll_N).sum() / divisor
         d_losses = [*terms.gradients(expectation(None, labels, divisor, hidden), lse_N)][:NUM_LOSSES]

@@ -159,6 +159,10 @@ class Want(NamedTuple):
     mean: bool = False  # Mean of nll over the labels that are not ignored
     tokens: bool = True  # Nll, log-sum-exp and target logit of each token
 
+    def of_tokens(self) -> Want:
+        """Return the same outputs, but each token's loss in place of the mean."""
+        return self._replace(mean=False, tokens=True)
+
 
 class Spec(NamedTuple):
     """Sizes and options of one shard's computation, as plain values. Forward and backward take the same ones."""

@@ -207,7 +207,7 @@ class _Sweep(NamedTuple):
     first_tiles: Tiles  # For the first tile of columns, whose maximum saved exponentials are relative to
     keeping: Span | None  # Tiles whose exponentials are saved
     others: Span | None  # The tiles after them
-    # Of ``allocate``: the partials of all parts, those of the first tile, references of tiles, and what ``Finished`` needs
+    # Of ``allocate``: partials of all parts, partials of the first tile, references of tiles, and what ``Finished`` needs
     shapes: list[tuple[int, ...]]
 
 

@@ -57,7 +57,7 @@ class Finished(NamedTuple):
 
     @classmethod
     def new(cls, x: Operands, num_labelled: torch.Tensor, want: Want, inner: Sequence[Part]) -> Finished:
-        """Allocate the tensors, with those of ``shapes_inside`` in ``inner``."""
+        """Allocate the tensors, except for ``inner``, which has the shapes that ``shapes_inside`` returns."""
 
         def new(is_wanted: bool = True, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
             return torch.empty(shape, dtype=dtype, device=x.ids.device) if is_wanted else None

@@ -202,13 +202,14 @@ class Task:
 
     def require(self, name: str) -> None:
         """Raise unless the head was asked for a loss in training."""
-        if not self.num_losses and not self.num_forwards:
+        if self.num_losses:
+            return
+        if not self.num_forwards:
             raise RuntimeError("cce_dist: no forward in training has ended yet: call require after the first step")
-        if not self.num_losses:
-            raise RuntimeError(
-                f"cce_dist: {self.num_forwards} forward(s) in training ended, and none asked the head {name} for its loss: "
-                "other code computed the loss, maybe from the head's weight, or called a part of the model that was converted"
-            )
+        raise RuntimeError(
+            f"cce_dist: {self.num_forwards} forward(s) in training ended, and none asked the head {name} for its loss: "
+            "other code computed the loss, maybe from the head's weight, or called a part of the model that was converted"
+        )
 
     def announce(self, name: str) -> None:
         """Say in one line where the loss comes from. One rank calls this."""

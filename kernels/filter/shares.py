@@ -240,7 +240,7 @@ def dropped_columns(
 
     Logits below the threshold are dropped, except at labels and frequent columns. A dropped logit counts exp(z - reference)
     times the softcap's slope. A column's sum is multiplied by exp(-REWEIGHTING * scale * (column . shift)); the shift is the
-    mean of the sample's hidden states less that of all tokens. ``parts_SV``: out, or None.
+    mean hidden state of the sample less the mean of all tokens. ``parts_SV``: out, or None.
     """
     rows_SD, num_valid = sample.rows_SD, x.num_valid
     num_rows, hidden_size = rows_SD.shape

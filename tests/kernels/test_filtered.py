@@ -702,7 +702,7 @@ def test_unserved_tokens_are_exact(case: Case, num_unserved: int, limits, monkey
 @pytest.mark.skipif(GPU, reason="the interpreter counts")
 @pytest.mark.parametrize("unserved", [True, False], ids=["all-unserved", "none-unserved"])
 def test_nothing_is_computed_for_what_nobody_will_read(unserved: bool, limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without listed tokens, products of backward are those of the exact path, and the filter's own kernels read no matrix;
+    """Without listed tokens, backward multiplies what the exact path multiplies, and the filter's own kernels read no matrix;
     without unserved tokens it is the other way round. Catches: a control variate, its squares or its sample where nothing is
     dropped, an exact path that does not return at once."""
     case = NARROW._replace(sampled=32)
