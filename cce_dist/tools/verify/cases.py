@@ -241,8 +241,8 @@ class Truth:
         defined: Gradients as the filter is defined, in the tested dtype and in float64.
         noise: For each value the size, in units of the value, of the terms that it is summed from. fp32 rounds each term, in
             any order of operations. Gradients: the root of the sum of squares; "dE unbent" and so on: the same without the
-            softcap's slope, which is itself a difference of two near numbers; "dscale alike": the sum of sizes, because equal
-            terms are rounded alike. Empty: not known.
+            softcap's slope, which is itself a difference of two near numbers; "dC alike" and so on: the sum of sizes, because
+            equal terms are rounded alike, and a sequential sum of them, too. Empty: not known.
         logit_noise: The same for a logit, the largest of all.
     """
 

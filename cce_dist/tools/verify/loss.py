@@ -197,8 +197,8 @@ def _floor(case: LossCase, name: str, right: Tensor, truth: Truth) -> float:
         is_exact = exact_products and not case.token_loss  # the function rounds its own products
         return floor + (0.0 if is_exact else EPS[FP32] * noise.get(name, 0.0))
     floor += EPS[dtype] * noise[name]
-    if name == "dscale" and (problem.scale == 0 or "expanded" in case.layouts.values()):
-        floor += EPS[dtype] * noise["dscale alike"]
+    if problem.scale == 0 or "expanded" in case.layouts.values():
+        floor += EPS[dtype] * noise[f"{name} alike"]
     if name in ("dE", "dscale"):
         floor += EPS[dtype] * noise["parts of dE"]
     logit_noise = 0.0 if exact_products else truth.logit_noise

@@ -152,6 +152,8 @@ def _backward(
     size = torch.stack(parts).abs().sum(0)[:, None] * p + g_entropy.abs()[:, None] * (surprise.abs() + p)
     size = size + label_coef.abs()[:, None] * is_label + uniform_coef.abs()
     sizes = _root_of_squares(size * scale * bend, hidden, weight, "")
+    of_equal = _sums((size * scale * bend).abs(), hidden.abs(), weight.abs())
+    sizes |= {f"{name} alike": _largest(x) for name, x in of_equal.items()}
     du = (softmax_part + rest) * scale * bend
     sizes["parts of dE"] = sum(_largest(du[:, start:stop] @ weight[start:stop]) for start, stop in bounds)
     of_scale = [exact["dE"][tokens.rows] * hidden]
@@ -168,9 +170,12 @@ def _backward(
 
 def _root_of_squares(terms: Tensor, hidden: Tensor, weight: Tensor, suffix: str) -> dict[str, float]:
     """Return the largest root of the sum of squares of the terms, for dE, dC and dbias."""
-    squares = terms.square()
-    sums = {"dE": squares @ weight.square(), "dC": squares.t() @ hidden.square(), "dbias": squares.sum(0)}
+    sums = _sums(terms.square(), hidden.square(), weight.square())
     return {name + suffix: math.sqrt(_largest(x)) for name, x in sums.items()}
+
+
+def _sums(terms: Tensor, hidden: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    return {"dE": terms @ weight, "dC": terms.t() @ hidden, "dbias": terms.sum(0)}
 
 
 def _logit_noise(problem: Problem, options: dict[str, Any]) -> float:
