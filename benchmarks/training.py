@@ -41,7 +41,9 @@ from training_report import Run as Record
 from whole_steps import Run, Text, add_text
 from workload import IGNORE_INDEX
 
-TABLE: dict[str, Method] = ways(ours={name.removeprefix("cce-dist-"): options for name, options in OURS.items()})
+# "filtered-12" filters with a threshold of 2^-12, "filtered-14" with 2^-14.
+EPS = {f"filtered-{bits}": OURS["cce-dist-filtered"] | {"filter_eps": 2.0**-bits} for bits in (12, 14)}
+TABLE: dict[str, Method] = ways(ours={name.removeprefix("cce-dist-"): options for name, options in OURS.items()} | EPS)
 METHODS = ("stock", "default", "filtered")
 WEIGHT_DECAY = 0.1
 CAPTURED_TOKENS = 8192  # at most, of a batch

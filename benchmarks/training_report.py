@@ -81,8 +81,8 @@ class Comparison:
 
     @property
     def baseline(self) -> str:
-        """Return the method that the others are compared with: a model's own, or dense in files of a small GPT."""
-        return "stock" if self.options.get("model") else "dense"
+        """Return the method that the others are compared with: "stock", "dense" in files of a small GPT, or the first."""
+        return next((name for name in ("stock", "dense") if name in self.methods), self.methods[0])
 
     @property
     def title(self) -> str:
