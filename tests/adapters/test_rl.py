@@ -27,6 +27,7 @@ import test_megatron_scores
 from dense_scores import TOKENS, VOCAB, compare, compare_models, dense_scores, operands
 from megatron_on_cpu import use_cpu
 from nemo_rl_on_cpu import use_stand_ins
+from shards import DEVICE
 from support.ranks import run_ranks
 from test_megatron_scores import of_this_rank, packed_lengths
 
@@ -544,7 +545,7 @@ def test_batch_invariance_reaches_the_call(monkeypatch: pytest.MonkeyPatch) -> N
     how: dict[str, Any] = {"backend": "triton", "batch_invariant": True}
     cce_verl.install(**how)
     cce_nemo_rl.install(**how)
-    hidden, weight, labels = operands(2)
+    hidden, weight, labels = (x.to(DEVICE) for x in operands(2))
     verl().linear_cross_entropy(hidden, weight, labels)
     hidden = hidden.transpose(0, 1)
     nemos(hidden, weight, labels, Alone())

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import count_architectures
 import fingerprint
@@ -33,6 +34,7 @@ def test_the_kernels_of_a_loss_are_told_apart(
     out = tmp_path / "times.json"
     argv = ["24x2048", "--tokens", "16", "--methods", "torch", "quack", "trl", "--repeats", "2", "--out", str(out)]
     monkeypatch.setitem(sys.modules, "quack", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a CPU's profile names torch's operations
     table = kernel_times.methods_of()
     wrong = table["torch"]._replace(build=lambda *case: lambda *operands: 2 * table["torch"].build(*case)(*operands))
     monkeypatch.setattr(kernel_times, "methods_of", lambda: table | {"trl": wrong})
