@@ -90,8 +90,9 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
         return [_wrong_ids(name, ours, baseline, values)]
     more = _slope_noise(drawn) if name in GRADIENTS else 0.0
     more += _softcap_noise(options) if name in OF_LOGITS else 0.0
-    if drawn.case.kept and name in (*OF_LOGITS, "entropy"):
-        more += _product_noise(drawn)
+    if name in (*OF_LOGITS, "entropy"):
+        more += EPS[FP32] / 8  # twice the rounding of a sum of exponentials, which is at least 1
+        more += _product_noise(drawn) if drawn.case.kept else 0.0
     if name == "kept_mass" and ours.numel():  # exp of a difference of two log-sum-exps
         more += EPS[FP32] * values["lse"].abs().max().item()
     dtype = drawn.case.dtype if name in GRADIENTS else FP32
