@@ -39,8 +39,9 @@ class Task(task.Task):
         if kwargs.get(FUSED) and not _serves(model):
             if model.training and torch.is_grad_enabled():
                 raise ValueError(
-                    "cce_dist: this model is converted, and trl.install() was called: revert the model, which then serves all "
-                    "trainers of TRL, or call cce_dist.integrations.trl.uninstall() before the trainer is made"
+                    "cce_dist: this trainer of TRL asks for more than a converted model computes: call "
+                    "cce_dist.integrations.trl.install() before the trainer is made, and revert the model: "
+                    "model = cce_dist.revert(model)"
                 )
         elif kwargs.get(FUSED):
             options = self.options
