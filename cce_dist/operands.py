@@ -105,7 +105,9 @@ def head_of(
         raise ValueError("input must be [..., D], got a number")
     if input.shape[-1] != weight.shape[1]:
         shape = list(weight.shape)
-        raise ValueError(f"input has hidden size {input.shape[-1]}, linear_weight {shape[1]}: it is [V, D], got {shape}")
+        raise ValueError(
+            f"input has hidden size {input.shape[-1]}, linear_weight {shape[1]}: it is [V, D], got {shape}"
+        )
     if input.shape[-1] == 0:
         raise ValueError(f"input has hidden size 0, got {tuple(input.shape)}")
     if not weight.is_floating_point():

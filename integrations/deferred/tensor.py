@@ -51,8 +51,8 @@ class TensorLogits(DeferredLogits):
         "linear_cross_entropy(token_loss=...), a z-loss from convert(model, z_loss_weight=...)"
     )
     SMOOTHING = (  # Trainer's label_smoothing_factor calls log_softmax
-        "cce_dist.linear_log_probs returns log-probabilities; in place of Trainer's label_smoothing_factor "
-        'label smoothing is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing"); with TRL\'s trainers call '
+        "cce_dist.linear_log_probs returns log-probabilities; in place of Trainer's label_smoothing_factor label smoothing "
+        'is an option of the conversion (label_smoothing=0.1, "cce_dist.label_smoothing"); with TRL\'s trainers call '
         "cce_dist.integrations.trl.install() in place of the conversion; "
     )
 
