@@ -125,10 +125,7 @@ class _InGroups(torch.autograd.Function):
                 ctx.gradients = ctx.gradients._replace(weight=None)
             found = _times_upstream(ctx, (hidden, weight, head), widened(grads[0].resolve_neg()))
         if torch.is_grad_enabled():
-            nothing = grads[0].new_empty(0)
-            dense = [nothing if tensor is None else tensor for tensor in found]
-            once = differentiable_once("linear_cross_entropy", dense, (hidden, weight, *head, grads[0]))
-            found = [None if tensor is None else grad for tensor, grad in zip(found, once, strict=True)]
+            found = differentiable_once("linear_cross_entropy", found, (hidden, weight, *head, grads[0]))
         return None, None, None, *found
 
 
@@ -259,24 +256,12 @@ def run(
         hidden_sum = ranks.hidden_sum(x.num_tokens, rows) if d_hidden is not None else None
         for first in range(0, max(x.num_tokens, 1), rows):
             part = slice(first, min(first + rows, x.num_tokens))
-            d_weight, d_bias = _finish(
-                x.of_tokens(part, hidden[part]),
-                terms.of_tokens(part),
-                upstream_N[part],
-                softmax.max[part],
-                softmax.log_sum[part],
-                loss_N[part],
-                Grads(
-                    wanted[0],
-                    wanted[1],
-                    spec.logits.named(wanted[2:]).get("bias", False),
-                    gradients.weight,
-                    hidden_out=None if d_hidden is None else d_hidden[part],
-                    weight_low=low,
-                ),
-                call,
-                ranks,
+            group, out = x.of_tokens(part, hidden[part]), None if d_hidden is None else d_hidden[part]
+            grads = Grads(wanted[0], wanted[1], any(wanted[2:]), gradients.weight, hidden_out=out, weight_low=low)
+            loss_N[part], found, d_weight, d_bias = _finish(
+                group, terms.of_tokens(part), upstream_N[part], grads, call, ranks
             )
+            softmax.max[part], softmax.log_sum[part] = found.max, found.log_sum
             if gradients.weight is None:  # later groups add to this tensor
                 gradients = gradients._replace(weight=d_weight)
             if d_bias is not None:
@@ -293,28 +278,18 @@ def run(
 
 
 def _finish(
-    x: Operands,
-    terms: Terms,
-    expected_N: Tensor,
-    max_N: Tensor,
-    log_sum_N: Tensor,
-    loss_N: Tensor,
-    grads: Grads,
-    call: Call,
-    ranks: Distributed,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compute one group: write its softmax, losses and d_hidden, and add its part to d_weight if there is one.
+    x: Operands, terms: Terms, expected_N: Tensor, grads: Grads, call: Call, ranks: Distributed
+) -> tuple[Tensor, Softmax, Tensor | None, Tensor | None]:
+    """Compute one group of tokens: write d_hidden, and add the group's part to d_weight if there is one.
 
     The exponentials of the group are freed at the end.
 
     Args:
-        x, terms: Of the group's tokens.
         expected_N: Expected upstream gradients.
-        max_N, log_sum_N, loss_N: Outputs.
         grads: The wanted gradients, with the tensors that take d_hidden and d_weight.
 
     Returns:
-        A new d_weight, and d_bias; None for what is not wanted or not new.
+        Losses, softmax, a new d_weight, and d_bias; None for what is not wanted or not new.
     """
     backend, spec = named(call.way.backend), call.spec
     # Only the filter merges a bound over ranks, and it takes two passes.
@@ -327,12 +302,9 @@ def _finish(
         losses_N, upstream = terms.losses(found.nll, found.lse, found.uniform), terms.gradients(expected_N, found.lse)
     else:
         losses_N, upstream = terms.token.differentiated(found.nll, found.entropy, x.ids, expected_N)
-    loss_N.copy_(losses_N)
-    max_N.copy_(merged.max)
-    log_sum_N.copy_(merged.log_sum)
-    softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else merged.entropy)
+    softmax = merged if upstream.entropy is not None else merged._replace(entropy=None)
     _, d_weight, d_bias = backend.gradients(x, softmax, upstream, saved, grads, spec)
-    return d_weight, d_bias
+    return losses_N, softmax, d_weight, d_bias
 
 
 # A graph of torch.compile takes the loss and its gradients as one operator. Its forward computes the gradients: group by group
@@ -368,15 +340,15 @@ def _loss_and_gradients(
     call = call.taking(decide.way_now(sizes, call.spec, call.where(hidden, num_ranks, "number")), num_ranks)
     if call.way.passes == "one":
         loss, gradients = run(hidden, weight, head, labels, Task(terms, divisor, None, call), want)
-        d_hidden, d_weight, d_head = gradients.hidden, gradients.weight, call.spec.logits.listed(bias=gradients.bias)
+        d_hidden, d_weight, d_bias = gradients.hidden, gradients.weight, gradients.bias
     else:
         call = call._replace(spec=call.spec._replace(want=call.spec.want.of_tokens()))
         nll_N, lse_N, _, uniform_nll_N, *_, saved = run_forward(hidden, weight, head, labels, None, call)
         loss = terms.losses(nll_N, lse_N, uniform_nll_N).sum() / divisor
         d_losses = [*terms.gradients(expectation(None, labels, divisor, hidden), lse_N)][:NUM_LOSSES]
-        d_hidden, d_weight, d_head_KV = run_backward(d_losses, hidden, weight, head, saved, None, want, call)
-        d_head = head_gradients(d_head_KV, head, want[2:])
-    d_hidden, d_weight, *d_head = (hidden.new_empty(0) if x is None else x for x in (d_hidden, d_weight, *d_head))
+        d_hidden, d_weight, d_bias = run_backward(d_losses, hidden, weight, head, saved, None, want, call)
+    found = (d_hidden, d_weight, *head_gradients(d_bias, head, want[2:]))
+    d_hidden, d_weight, *d_head = (hidden.new_empty(0) if x is None else x for x in found)
     return loss, d_hidden, d_weight, d_head
 
 
