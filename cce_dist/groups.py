@@ -59,7 +59,11 @@ def one_pass(given: Given) -> Found:
     if options.reduction != "none":
         number = given.divisor()
         # Autograd divides by a learned number of tokens, which then gets its gradient.
-        divisor = on_device(1.0 if divides else number, x.hidden)
+        divisor = 1.0 if divides else number
+        if isinstance(divisor, Tensor):
+            divisor = divisor.to(x.hidden.device)
+        else:
+            divisor = torch.full((), float(divisor), dtype=accumulator(x.hidden.dtype), device=x.hidden.device)
     if given.call.way.passes == "operator":
         assert divisor is not None
         loss = _by_operator(given, divisor)
@@ -76,13 +80,6 @@ class Task(NamedTuple):
     divisor: Tensor | None  # 0-d, on the operands' device; None: losses are per token
     expected_N: Tensor | None  # weights that the upstream gradients are expected to be proportional to; None: equal
     call: Call  # its way takes one pass
-
-
-def on_device(divisor: float | Tensor, hidden: Tensor) -> Tensor:
-    """Return a divisor as a 0-d tensor on the device of ``hidden``; a number in the dtype of its losses."""
-    if isinstance(divisor, Tensor):
-        return divisor.to(hidden.device)
-    return torch.full((), float(divisor), dtype=accumulator(hidden.dtype), device=hidden.device)
 
 
 class _ForwardGradients(NamedTuple):
@@ -213,11 +210,10 @@ def times(values: Tensor, factor: Tensor) -> Tensor:
     return torch.where((values == 0) | (factor == 0), 0.0, widened(values) * factor)
 
 
-def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tensor | None, hidden: Tensor) -> Tensor:
+def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the upstream gradients, [N] in the dtype of the losses, that forward computes the gradients for."""
-    dtype = accumulator(hidden.dtype)
     if divisor is not None:
-        return (1.0 / on_device(divisor, hidden).to(dtype)).expand(len(ids_N))
+        return (1.0 / divisor.to(dtype)).expand(len(ids_N))
     if expected_N is None:
         return torch.ones((), dtype=dtype, device=ids_N.device).expand(len(ids_N))
     expected_N = expected_N.double().nan_to_num(0.0, 0.0, 0.0)  # float64 and int64 weights may overflow fp32
@@ -251,7 +247,7 @@ def run(
         d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
         has_low = call.way.groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
         low = weight.new_empty(weight.shape, dtype=torch.int8) if has_low else None
-        upstream_N = expectation(expected_N, ids, divisor, hidden)
+        upstream_N = expectation(expected_N, ids, divisor, loss_N.dtype)
         gradients = _ForwardGradients(d_hidden, None, None, ids, upstream_N, softmax)
         hidden_sum = ranks.hidden_sum(x.num_tokens, rows) if d_hidden is not None else None
         for first in range(0, max(x.num_tokens, 1), rows):
@@ -345,7 +341,7 @@ def _loss_and_gradients(
         call = call._replace(spec=call.spec._replace(want=call.spec.want.of_tokens()))
         nll_N, lse_N, _, uniform_nll_N, *_, saved = run_forward(hidden, weight, head, labels, None, call)
         loss = terms.losses(nll_N, lse_N, uniform_nll_N).sum() / divisor
-        d_losses = [*terms.gradients(expectation(None, labels, divisor, hidden), lse_N)][:NUM_LOSSES]
+        d_losses = [*terms.gradients(expectation(None, labels, divisor, nll_N.dtype), lse_N)][:NUM_LOSSES]
         d_hidden, d_weight, d_bias = run_backward(d_losses, hidden, weight, head, saved, None, want, call)
     found = (d_hidden, d_weight, *head_gradients(d_bias, head, want[2:]))
     d_hidden, d_weight, *d_head = (hidden.new_empty(0) if x is None else x for x in found)

@@ -69,14 +69,9 @@ class Terms(NamedTuple):
 
 
 def learn_scale(
-    scale: Tensor,
-    value: float | Tensor,
-    hidden: Tensor,
-    bias: Tensor | None,
-    group: dist.ProcessGroup | None,
-    hidden_is_part: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return hidden states and bias unchanged, connected to ``scale`` so that backward computes its gradient.
+    x: Operands, scale: Tensor, value: float | Tensor, group: dist.ProcessGroup | None, hidden_is_part: bool
+) -> Operands:
+    """Return the operands with hidden states and bias connected to ``scale``, so that backward computes its gradient.
 
     The logits are a function of scale * (hidden @ weight.T + bias). Hence scale * d_scale = sum(hidden * d_hidden) +
     sum(bias * d_bias), which needs no pass over the vocabulary. It is as exact as d_hidden, which is rounded to hidden's dtype.
@@ -89,8 +84,8 @@ def learn_scale(
         raise ValueError(
             f"logit_scale is {value} and learnable: its gradient would be taken from dE, which is then 0 in fp32"
         )
-    hidden, bias = _LearnScale.apply(scale, hidden, bias, value, group, hidden_is_part)  # type: ignore[misc]
-    return hidden, bias
+    hidden, bias = _LearnScale.apply(scale, x.hidden, x.head.bias, value, group, hidden_is_part)  # type: ignore[misc]
+    return x._replace(hidden=hidden, head=x.head._replace(bias=bias))
 
 
 class _LearnScale(torch.autograd.Function):
