@@ -254,10 +254,8 @@ def run(
             part = slice(first, min(first + rows, x.num_tokens))
             group, out = x.of_tokens(part, hidden[part]), None if d_hidden is None else d_hidden[part]
             grads = Grads(wanted[0], wanted[1], any(wanted[2:]), gradients.weight, hidden_out=out, weight_low=low)
-            loss_N[part], found, d_weight, d_bias = _finish(
-                group, terms.of_tokens(part), upstream_N[part], grads, call, ranks
-            )
-            softmax.max[part], softmax.log_sum[part] = found.max, found.log_sum
+            outputs = loss_N[part], Softmax(softmax.max[part], softmax.log_sum[part])
+            d_weight, d_bias = _finish(group, terms.of_tokens(part), upstream_N[part], outputs, grads, call, ranks)
             if gradients.weight is None:  # later groups add to this tensor
                 gradients = gradients._replace(weight=d_weight)
             if d_bias is not None:
@@ -274,18 +272,20 @@ def run(
 
 
 def _finish(
-    x: Operands, terms: Terms, expected_N: Tensor, grads: Grads, call: Call, ranks: Distributed
-) -> tuple[Tensor, Softmax, Tensor | None, Tensor | None]:
-    """Compute one group of tokens: write d_hidden, and add the group's part to d_weight if there is one.
+    x: Operands, terms: Terms, expected_N: Tensor, outputs: tuple[Tensor, Softmax], grads: Grads, call: Call,
+    ranks: Distributed,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Compute one group of tokens: write its outputs and d_hidden, and add its part to d_weight if there is one.
 
     The exponentials of the group are freed at the end.
 
     Args:
         expected_N: Expected upstream gradients.
+        outputs: The losses, [N], and the softmax without entropy.
         grads: The wanted gradients, with the tensors that take d_hidden and d_weight.
 
     Returns:
-        Losses, softmax, a new d_weight, and d_bias; None for what is not wanted or not new.
+        A new d_weight, and d_bias; None for what is not wanted or not new.
     """
     backend, spec = named(call.way.backend), call.spec
     # Only the filter merges a bound over ranks, and it takes two passes.
@@ -298,9 +298,13 @@ def _finish(
         losses_N, upstream = terms.losses(found.nll, found.lse, found.uniform), terms.gradients(expected_N, found.lse)
     else:
         losses_N, upstream = terms.token.differentiated(found.nll, found.entropy, x.ids, expected_N)
-    softmax = merged if upstream.entropy is not None else merged._replace(entropy=None)
+    loss_N, softmax = outputs
+    loss_N.copy_(losses_N)
+    softmax.max.copy_(merged.max)
+    softmax.log_sum.copy_(merged.log_sum)
+    softmax = softmax._replace(entropy=None if upstream.entropy is None else merged.entropy)
     _, d_weight, d_bias = backend.gradients(x, softmax, upstream, saved, grads, spec)
-    return losses_N, softmax, d_weight, d_bias
+    return d_weight, d_bias
 
 
 # A graph of torch.compile takes the loss and its gradients as one operator. Its forward computes the gradients: group by group
