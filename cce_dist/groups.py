@@ -248,26 +248,25 @@ def run(
         has_low = call.way.groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
         low = weight.new_empty(weight.shape, dtype=torch.int8) if has_low else None
         upstream_N = expectation(expected_N, ids, divisor, loss_N.dtype)
-        gradients = _ForwardGradients(d_hidden, None, None, ids, upstream_N, softmax)
+        d_weight = d_bias = None
         hidden_sum = ranks.hidden_sum(x.num_tokens, rows) if d_hidden is not None else None
         for first in range(0, max(x.num_tokens, 1), rows):
             part = slice(first, min(first + rows, x.num_tokens))
             group, out = x.of_tokens(part, hidden[part]), None if d_hidden is None else d_hidden[part]
-            grads = Grads(wanted[0], wanted[1], any(wanted[2:]), gradients.weight, hidden_out=out, weight_low=low)
+            grads = Grads(wanted[0], wanted[1], any(wanted[2:]), d_weight, hidden_out=out, weight_low=low)
             outputs = loss_N[part], Softmax(softmax.max[part], softmax.log_sum[part])
-            d_weight, d_bias = _finish(group, terms.of_tokens(part), upstream_N[part], outputs, grads, call, ranks)
-            if gradients.weight is None:  # later groups add to this tensor
-                gradients = gradients._replace(weight=d_weight)
-            if d_bias is not None:
-                gradients = gradients._replace(bias=d_bias if gradients.bias is None else gradients.bias + d_bias)
+            found = _finish(group, terms.of_tokens(part), upstream_N[part], outputs, grads, call, ranks)
+            d_weight = found[0] if d_weight is None else d_weight  # later groups add to this tensor
+            d_bias = found[1] if d_bias is None or found[1] is None else d_bias + found[1]
             if hidden_sum is not None and d_hidden is not None:
                 hidden_sum.start(d_hidden[: part.stop])
         if terms.token is not None:
             terms.token.check_gradient()
         if hidden_sum is not None:
-            gradients = gradients._replace(hidden=hidden_sum.wait())
-        if gradients.bias is not None and x.head.bias is not None:
-            gradients = gradients._replace(bias=gradients.bias.to(x.head.bias.dtype))
+            d_hidden = hidden_sum.wait()
+        if d_bias is not None and x.head.bias is not None:
+            d_bias = d_bias.to(x.head.bias.dtype)
+        gradients = _ForwardGradients(d_hidden, d_weight, d_bias, ids, upstream_N, softmax)
         return loss_N if divisor is None else loss_N.sum() / divisor, gradients
 
 
