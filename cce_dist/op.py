@@ -158,10 +158,7 @@ def run_backward(
         cells, d_sum = cell_gradients(upstream.nll, target_NI, ids_NI)
         upstream = upstream._replace(nll=None, lse=d_sum if upstream.lse is None else d_sum + upstream.lse)
     with without_autocast(hidden.device.type):
-        arriving = ranks.arriving(hidden)
-        x = operands_of(hidden, weight, head, ids, spec, cells)
-        if arriving:
-            x = x._replace(hidden=arriving[0].wait())
+        x = operands_of(ranks.whole(hidden), weight, head, ids, spec, cells)
         softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else entropy_N)
 
         def gradients(grads: Grads) -> Gradients:
