@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get
 import torch
 from torch import Tensor
 
+from cce_dist import decide
 from cce_dist.checks import boolean, choice, integer, kind, number, positive
-from cce_dist.decide import BACKENDS, Way, Where, decide, sizes_of_even_shard
+from cce_dist.decide import BACKENDS, Way, Where
 from cce_dist.filter import GradFilter
 from cce_dist.kernels import Spec
 from cce_dist.merge import Layout
@@ -258,23 +259,21 @@ class Call(NamedTuple):
     def where(self, hidden: Tensor, num_ranks: int, upstream: str = "unknown", has_buffer: bool = False) -> Where:
         return Where(self.backend, str(hidden.dtype), self.layout.sums(num_ranks), upstream, has_buffer)
 
-    def taking(self, way: Way, num_ranks: int) -> Call:
-        """Return the call with a way, its memory budget, and ``Spec.alone``."""
-        spec = self.spec._replace(workspace_bytes=way.workspace_bytes, alone=not self.layout.sums(num_ranks))
-        return self._replace(spec=spec, way=way)
-
-    def decided(self, hidden: Tensor, num_tokens: int, num_ranks: int) -> Call:
-        """Return the call with a way of two passes, unless it has a way.
+    def decided(self, hidden: Tensor, num_tokens: int, num_ranks: int, where: Where | None = None) -> Call:
+        """Return the call with a way, its memory budget, and ``Spec.alone``, unless it has a way.
 
         Args:
             hidden: Hidden states; under sequence parallelism this rank's slice.
             num_tokens: Number of tokens of all slices.
             num_ranks: Size of the vocabulary-parallel group.
+            where: None takes two passes.
         """
         if self.way.backend:
             return self
-        sizes = sizes_of_even_shard(hidden, num_tokens, self.spec.vocab_size, num_ranks)
-        return self.taking(decide(sizes, self.spec, self.where(hidden, num_ranks)), num_ranks)
+        sizes = decide.sizes_of_even_shard(hidden, num_tokens, self.spec.vocab_size, num_ranks)
+        way = decide.way_now(sizes, self.spec, where or self.where(hidden, num_ranks))
+        spec = self.spec._replace(workspace_bytes=way.workspace_bytes, alone=not self.layout.sums(num_ranks))
+        return self._replace(spec=spec, way=way)
 
     def with_numbers(self, numbers: Tensor) -> Call:
         """Return the call with the values of ``numbers_of(logit_scale, softcap)`` in place of placeholders."""

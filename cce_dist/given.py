@@ -340,8 +340,7 @@ def _decided(
     where = call.where(x.hidden, shard.group_size, upstream, has_buffer)
     if is_compiling:  # sizes may be symbols, so operators choose the way when they run
         return call._replace(way=Way(passes="operator" if decide.takes_operator(spec, where) else "two")), where
-    sizes = decide.sizes_of_even_shard(x.hidden, x.num_tokens, shard.vocab_size, shard.group_size)
-    return call.taking(decide.way_now(sizes, spec, where), shard.group_size), where
+    return call.decided(x.hidden, x.num_tokens, shard.group_size, where), where
 
 
 def check_divisor(options: Options, ids: Tensor) -> None:

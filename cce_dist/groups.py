@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist import decide
 from cce_dist.autograd import (
     build,
     differentiable_once,
@@ -335,8 +334,7 @@ def _loss_and_gradients(
     if numbers is not None:
         call, (z_loss_weight, label_smoothing) = call.with_numbers(numbers[:2]), numbers[2:].tolist()
     terms, num_ranks = Terms(z_loss_weight, label_smoothing, weight_N), Distributed(call.layout).size
-    sizes = decide.sizes_of_even_shard(hidden, labels.shape[0], call.spec.vocab_size, num_ranks)
-    call = call.taking(decide.way_now(sizes, call.spec, call.where(hidden, num_ranks, "number")), num_ranks)
+    call = call.decided(hidden, labels.shape[0], num_ranks, call.where(hidden, num_ranks, "number"))
     if call.way.passes == "one":
         loss, gradients = run(hidden, weight, head, labels, Task(terms, divisor, None, call), want)
         d_hidden, d_weight, d_bias = gradients.hidden, gradients.weight, gradients.bias
