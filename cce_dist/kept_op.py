@@ -15,7 +15,7 @@ from torch import Tensor
 from cce_dist import kept_ids
 from cce_dist.autograd import Operator, build, without_autocast
 from cce_dist.call import Call
-from cce_dist.debug_ranks import label_error
+from cce_dist.debug_ranks import check_labels
 from cce_dist.kept_ids import KeptIds
 from cce_dist.kernels import IGNORED, OUTSIDE, Gradients, Grads, Operands, Softmax, Spec, Upstream, dense
 from cce_dist.kernels import kept_ids as dense_lists
@@ -90,9 +90,9 @@ def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -
     ids = dense.label_ids(labels, spec.ignore_index, size)
     empty = kept_ids.is_empty(kept)
     ids = torch.where(empty & (ids >= 0), IGNORED, ids)
+    check_labels(call, labels, ids)
     if call.debug or not labels.is_cuda:  # reading values would wait for a GPU, which returns NaN instead
-        error = label_error(call.argument, labels, ids, size, spec.ignore_index)
-        wrong = IndexError(error) if error else kept_ids.error(kept, token_L, ids, size)
+        wrong = kept_ids.error(kept, token_L, ids, size)
         if wrong is not None:
             raise wrong
         return ids
