@@ -92,9 +92,7 @@ def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -
     ids = torch.where(empty & (ids >= 0), IGNORED, ids)
     check_labels(call, labels, ids)
     if call.debug or not labels.is_cuda:  # reading values would wait for a GPU, which returns NaN instead
-        wrong = kept_ids.error(kept, token_L, ids, size)
-        if wrong is not None:
-            raise wrong
+        kept_ids.check_values(kept, token_L, ids, size)
         return ids
     outside = torch.zeros_like(ids).index_add_(0, token_L, ((kept.ids < 0) | (kept.ids >= size)).long())
     return torch.where((outside > 0) & (ids >= 0), OUTSIDE, ids)
