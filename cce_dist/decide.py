@@ -73,31 +73,26 @@ class Way(NamedTuple):
     reason: str = ""
 
 
-_FORCED: Groups | None = None
+forced_groups: Groups | None = None  # by a test
 
 
 @contextmanager
 def of_rows(rows: int | None, low: bool = False) -> Iterator[None]:
     """Test hook: force groups of ``rows`` tokens, on any backend and at any size. None restores the default."""
-    global _FORCED
-    before, _FORCED = _FORCED, None if rows is None else Groups(checks.integer("rows", rows, 1), low)
+    global forced_groups
+    before, forced_groups = forced_groups, None if rows is None else Groups(checks.integer("rows", rows, 1), low)
     try:
         yield
     finally:
-        _FORCED = before
-
-
-def forced_groups() -> Groups | None:
-    """Return the groups that a test has forced, or None."""
-    return _FORCED
+        forced_groups = before
 
 
 def way_now(sizes: Sizes, spec: Spec, where: Where) -> Way:
     """Return the way of a loss, as ``decide`` does. A test may have forced groups."""
     way = decide(sizes, spec, where)
-    if _FORCED is None or not may_take_one_pass(way.backend, spec, where):
+    if forced_groups is None or not may_take_one_pass(way.backend, spec, where):
         return way
-    return way._replace(passes="one", groups=_FORCED)
+    return way._replace(passes="one", groups=forced_groups)
 
 
 def sizes_of_even_shard(hidden: Tensor, num_tokens: int, vocab_size: int, num_ranks: int) -> Sizes:
@@ -214,7 +209,7 @@ def takes_operator(spec: Spec, where: Where) -> bool:
     if where.upstream != "number" or where.has_buffer or spec.filter.eps > 0 or not spec.want.grad:
         return False
     # Gradients in fp16 may underflow before a loss scale multiplies them. In fp32 no exponentials are kept.
-    return _FORCED is not None or (where.backend == "triton" and where.dtype == "torch.bfloat16")
+    return forced_groups is not None or (where.backend == "triton" and where.dtype == "torch.bfloat16")
 
 
 def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:

@@ -203,7 +203,7 @@ def modes_of(input: Tensor) -> dict[str, Any]:
         "autocast": _autocast_dtype(input.device),
         "fp32_precision": fp32_precision() if input.dtype == torch.float32 else None,
         "environment": environment(),
-        "groups": decide.forced_groups(),
+        "groups": decide.forced_groups,
     }
 
 
