@@ -174,15 +174,10 @@ class ClassWeights:
         self.of_labels = torch.where(self.counted, self.weight[x.ids.clamp(0, shard.vocab_size - 1)], 0.0)
 
     def uniform_nll(self, lse: Tensor, scale: float | Tensor) -> Tensor:
-        """Return the mean over the vocabulary of ``weight_j * (lse - logit_j)``, 0 for ignored tokens. [N] -> [N]."""
-        uniform_nll = (self.weight.sum() * lse - scale * self._sum_of_products()) / self.shard.vocab_size
-        return torch.where(self.counted, uniform_nll, 0.0)
+        """Return the mean over the vocabulary of ``weight_j * (lse - logit_j)``, 0 for ignored tokens. [N] -> [N].
 
-    def _sum_of_products(self) -> Tensor:
-        """Return each token's sum of products times class weights, before scale and softcap. -> [N] fp32.
-
-        sum_j w_j (weight_j . hidden + bias_j) = (sum_j w_j weight_j) . hidden + sum_j w_j bias_j. The vector and the number,
-        D + 1 numbers in all, serve all tokens, and are summed over the group.
+        A token's sum of products times class weights is sum_j w_j (weight_j . hidden + bias_j) = (sum_j w_j weight_j) . hidden
+        + sum_j w_j bias_j. The vector and the number, D + 1 numbers in all, serve all tokens, and are summed over the group.
         """
         x, here = self.x, slice(0, self.shard.num_valid)
         with torch.autocast(x.hidden.device.type, enabled=False):
@@ -194,4 +189,6 @@ class ClassWeights:
             assert isinstance(vector, Tensor)
             # Hidden states of ignored tokens may hold anything, and 0 * inf is not 0.
             hidden = widened(x.hidden).masked_fill(~self.counted[:, None], 0.0)
-            return hidden @ vector[:-1] + vector[-1]
+            products = hidden @ vector[:-1] + vector[-1]
+        uniform_nll = (self.weight.sum() * lse - scale * products) / self.shard.vocab_size
+        return torch.where(self.counted, uniform_nll, 0.0)

@@ -165,6 +165,4 @@ def forward(*tensors: Any, call: DivergenceCall, numbers: Tensor | None) -> Tens
     """Call the operator for the arguments of ``_run_forward``, and return the divergence of each token, [N]."""
     if not torch.compiler.is_compiling():
         call = decided(call, *tensors)
-    hidden, weight, head, *_ = tensors
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weight, *head))
-    return _OPERATOR.apply(*tensors, call=call, needs_grad=needs_grad, numbers=numbers)[0]
+    return _OPERATOR.apply(*tensors, call=call, needs_grad=call.spec.grad, numbers=numbers)[0]
