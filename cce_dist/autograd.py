@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C import _functions
 from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
@@ -27,8 +28,8 @@ class Operator(NamedTuple):
     tensors that backward needs. ``head`` lists tensors of ``kernels.Head``; the call names them.
 
     ``backward(d_outputs, *inputs, saved, grad_weight_out, want, call)`` returns the gradients of hidden states and weight, and
-    [K, V] fp32 with one row for each wanted gradient of a tensor of the head. These rows are no list because an operator that
-    writes to an argument cannot return a list. ``inputs`` are the first ``num_saved`` arguments of forward.
+    [V] fp32, the gradient of the bias: no other tensor of the head has one. ``inputs`` are the first ``num_saved`` arguments of
+    forward. ``want`` has a bool for hidden states, weight, and each tensor of the head.
 
     The operators of torch.library take the flat values of the call, then the tensor of ``call.numbers_of``, in place of the
     call.
@@ -143,16 +144,16 @@ class Operator(NamedTuple):
                 if ctx.grad_weight_out is not None:
                     want[1] = want[1] and is_wanted(weight)
                 call = values[0] if len(values) == 1 else call_of_flat(self.call, values)
-                d_hidden, d_weight, d_head_KV = self.backward(*args, call)
+                d_hidden, d_weight, d_bias = self.backward(*args, call)
             else:
                 values = (*flat(values[0]), None) if len(values) == 1 else values
-                d_hidden, d_weight, d_head_KV = getattr(torch.ops.cce_dist, self.backward_name)(*args, *values)
-            gradients = [d_hidden, d_weight, *head_gradients(d_head_KV, head, want[2:])]
+                d_hidden, d_weight, d_bias = getattr(torch.ops.cce_dist, self.backward_name)(*args, *values)
+            returns_weight = want[1] and ctx.grad_weight_out is None
+            gradients = [d_hidden if want[0] else None, d_weight if returns_weight else None]
+            gradients += head_gradients(d_bias, head, want[2:])
         if create_graph:
-            gradients = [hidden.new_empty(0) if grad is None else grad for grad in gradients]
-            gradients = differentiable_once(self.public_name, gradients, (hidden, weight, *head, *d_outputs))
-        returned = [want[0], want[1] and ctx.grad_weight_out is None, *want[2:]]
-        return [grad if wanted else None for grad, wanted in zip(gradients, returned, strict=True)]
+            return differentiable_once(self.public_name, gradients, (hidden, weight, *head, *d_outputs))
+        return gradients
 
     def differentiate_operator(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """Return the gradients of all arguments of forward's operator, as torch.library expects them."""
@@ -165,14 +166,14 @@ class Operator(NamedTuple):
         """Return empty gradients of the right shapes and dtypes, for torch.compile."""
         hidden, weight = others[:2]
         _, grad_weight_out, want = others[self.num_saved :][:3]
-        d_hidden, d_weight, d_head_KV = hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
+        d_hidden, d_weight, d_bias = hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
         if want[0]:
             d_hidden = torch.empty_like(hidden)
         if want[1] and grad_weight_out is None:
             d_weight = torch.empty_like(weight)
         if any(want[2:]):
-            d_head_KV = weight.new_empty((sum(want[2:]), weight.shape[0]), dtype=accumulator(weight.dtype))
-        return d_hidden, d_weight, d_head_KV
+            d_bias = weight.new_empty(weight.shape[0], dtype=accumulator(weight.dtype))
+        return d_hidden, d_weight, d_bias
 
 
 # A record such as ``Call`` passes through an operator as the flat list of its values.
@@ -210,20 +211,9 @@ def call_of_flat(record: type, values: Sequence[Any]) -> Any:
     return call if numbers is None else call.with_numbers(numbers)
 
 
-def head_rows(found: Sequence[Tensor | None], want: Sequence[bool]) -> Tensor | None:
-    """Stack the wanted gradients of the head's tensors, [V] fp32 each. -> [K, V], or None if there is none."""
-    rows = [grad for grad, wanted in zip(found, want, strict=True) if wanted and grad is not None]
-    if not rows:
-        return None
-    return torch.stack(rows) if len(rows) > 1 else rows[0][None]
-
-
-def head_gradients(d_head_KV: Tensor | None, head: Sequence[Tensor], want: Sequence[bool]) -> list[Tensor | None]:
-    """Return the rows of ``head_rows``, one per tensor and in the tensor's dtype; None for unwanted gradients."""
-    if d_head_KV is None or not any(want):
-        return [None] * len(head)
-    rows = iter(d_head_KV.unbind())
-    return [next(rows).to(x.dtype) if wanted else None for x, wanted in zip(head, want, strict=True)]
+def head_gradients(d_bias: Tensor | None, head: Sequence[Tensor], want: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients of the head's tensors: of the bias, in its dtype, and None for all others."""
+    return [d_bias.to(x.dtype) if wanted and d_bias is not None else None for x, wanted in zip(head, want, strict=True)]
 
 
 _LIBRARIES: list[torch.library.Library] = []  # operators live as long as these
@@ -288,26 +278,14 @@ def without_autocast(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
-def differentiable_once(public_name: str, found: Sequence[Tensor], depends_on: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the gradients, connected to ``depends_on`` so that differentiating them raises RuntimeError."""
-    tracked = [x for x in depends_on if x is not None and x.requires_grad]
-    return list(_Refuse.apply(public_name, len(found), *found, *tracked))  # type: ignore[arg-type]
-
-
-class _Refuse(torch.autograd.Function):
-    """Identity function for gradients that were computed with create_graph=True. Its backward raises RuntimeError.
-
-    The tensors that the gradients depend on are inputs too, so that every second derivative passes through here.
-    """
-
-    @staticmethod
-    def forward(ctx, public_name: str, num_found: int, *tensors: Tensor) -> Any:
-        ctx.public_name = public_name
-        return tuple(tensor.clone() for tensor in tensors[:num_found])
-
-    @staticmethod
-    def backward(ctx, *grads: Any):
-        raise RuntimeError(f"{ctx.public_name} is differentiable once: double backward is not supported")
+def differentiable_once(
+    public_name: str, gradients: Sequence[Tensor | None], depends_on: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Return gradients of create_graph=True, connected to ``depends_on`` so that differentiating them raises RuntimeError."""
+    message = f"{public_name} is differentiable once: double backward is not supported"
+    tensors = (*gradients, *depends_on)
+    refusing: Any = _functions.DelayedError(message, len(tensors))
+    return refusing(*tensors)[: len(gradients)]
 
 
 def refuse_transforms(public_name: str, *tensors: Tensor | None) -> None:

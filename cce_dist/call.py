@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
+from cce_dist import decide
 from cce_dist.checks import boolean, choice, integer, kind, number, positive
-from cce_dist.decide import BACKENDS, Way, Where, decide, sizes_of_even_shard
+from cce_dist.decide import BACKENDS, Way, Where
 from cce_dist.filter import GradFilter
 from cce_dist.kernels import Spec
 from cce_dist.merge import Layout
@@ -177,13 +178,12 @@ def _workspace(name: str, value: Any) -> int:
 
 
 class Options(NamedTuple):
-    """The options of ``linear_cross_entropy`` that are neither tensors nor a shard, under their public names.
+    """The options of a public function that are neither tensors nor a shard, under their public names.
 
     Each annotation holds the type of the checked value, and the function that checks and converts what the caller passed.
     """
 
-    function, labels = "linear_cross_entropy", "target"  # names of the function and its labels in messages
-
+    labels: Annotated[str, _one_of("target", "ids")] = "target"  # name of the labels: "ids" in ``linear_log_probs``
     ignore_index: Annotated[int, _ignore_index] = -100
     reduction: Annotated[str, _one_of(*get_args(Reduction))] = "mean"
     label_smoothing: Annotated[float, _smoothing] = 0.0
@@ -200,33 +200,15 @@ class Options(NamedTuple):
     workspace_bytes: Annotated[int, _workspace] = 0  # 0: chosen from the shapes
     # Whether forward may assume proportions of the upstream gradients
     expected_weights: Annotated[bool, boolean] = True
-
-    @property
-    def has_z_loss(self) -> bool:
-        return isinstance(self.z_loss_weight, Tensor) or self.z_loss_weight != 0
-
-
-class LogProbOptions(NamedTuple):
-    """The options of ``linear_log_probs`` that are neither tensors nor a shard, annotated as in ``Options``."""
-
-    function, labels = "linear_log_probs", "ids"
-
-    ignore_index: Annotated[int, _ignore_index] = -100
-    softcap: Annotated[float | None, _softcap] = None
+    # Only in ``linear_log_probs``
     entropy: Annotated[bool, boolean] = False
     sum_p_squared: Annotated[bool, boolean] = False
     argmax: Annotated[bool, boolean] = False
     top_k: Annotated[int, _top_k] = 0
     kept_mass: Annotated[bool, boolean] = False
-    sequence_parallel: Annotated[bool, boolean] = False
-    input_grad: Annotated[str, _one_of(*get_args(InputGrad))] = "summed"
-    reduce_dtype: Annotated[torch.dtype | None, _reduce_dtype] = None
-    backend: Annotated[str, _one_of(*BACKENDS)] = "auto"
-    workspace_bytes: Annotated[int, _workspace] = 0
     batch_invariant: Annotated[bool, boolean] = False
 
 
-_Either = TypeVar("_Either", Options, LogProbOptions)
 # Checked options are cached if all arguments have these types: equal type and value give an equal result.
 _CACHEABLE = frozenset({bool, int, float, str, type(None), torch.dtype, GradFilter})
 
@@ -236,16 +218,16 @@ def are_plain(values: Any) -> bool:
     return _CACHEABLE.issuperset(map(type, values))
 
 
-def checked(record: type[_Either], **given: Any) -> _Either:
+def checked(**given: Any) -> Options:
     """Check each option and the combinations that exclude each other. Raise ValueError or TypeError naming the option."""
     if torch.compiler.is_compiling() or not are_plain(given.values()):
-        return _check(record, **given)
-    return _check_once(record, **given)
+        return _check(**given)
+    return _check_once(**given)
 
 
-def _check(record: type[_Either], **given: Any) -> _Either:
-    options = record(**{name: _CHECKS[name](name, value) for name, value in given.items()})
-    if isinstance(options, Options) and options.num_tokens is not None and options.reduction != "mean":
+def _check(**given: Any) -> Options:
+    options = Options(**{name: _CHECKS[name](name, value) for name, value in given.items()})
+    if options.num_tokens is not None and options.reduction != "mean":
         raise ValueError(f'num_tokens divides the mean; reduction is "{options.reduction}"')
     if options.sequence_parallel and options.input_grad == "partial":
         raise ValueError('input_grad="partial" has no meaning with sequence_parallel: dE comes back as the slice')
@@ -254,13 +236,11 @@ def _check(record: type[_Either], **given: Any) -> _Either:
 
 _check_once = lru_cache(maxsize=256, typed=True)(_check)
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    name: hint.__metadata__[0]
-    for record in (Options, LogProbOptions)
-    for name, hint in get_type_hints(record, include_extras=True).items()
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Options, include_extras=True).items()
 }
 
 
-def layout_of(shard: VocabShard, options: Options | LogProbOptions) -> Layout:
+def layout_of(shard: VocabShard, options: Options) -> Layout:
     """Return how the tensors of a call with these options are distributed over the shard's group."""
     name = "" if options.reduce_dtype is None else str(options.reduce_dtype).removeprefix("torch.")
     return Layout(shard.group_name, options.sequence_parallel, options.input_grad == "partial", name)
@@ -279,23 +259,21 @@ class Call(NamedTuple):
     def where(self, hidden: Tensor, num_ranks: int, upstream: str = "unknown", has_buffer: bool = False) -> Where:
         return Where(self.backend, str(hidden.dtype), self.layout.sums(num_ranks), upstream, has_buffer)
 
-    def taking(self, way: Way, num_ranks: int) -> Call:
-        """Return the call with a way, its memory budget, and ``Spec.alone``."""
-        spec = self.spec._replace(workspace_bytes=way.workspace_bytes, alone=not self.layout.sums(num_ranks))
-        return self._replace(spec=spec, way=way)
-
-    def decided(self, hidden: Tensor, num_tokens: int, num_ranks: int) -> Call:
-        """Return the call with a way of two passes, unless it has a way.
+    def decided(self, hidden: Tensor, num_tokens: int, num_ranks: int, where: Where | None = None) -> Call:
+        """Return the call with a way, its memory budget, and ``Spec.alone``, unless it has a way.
 
         Args:
             hidden: Hidden states; under sequence parallelism this rank's slice.
             num_tokens: Number of tokens of all slices.
             num_ranks: Size of the vocabulary-parallel group.
+            where: None takes two passes.
         """
         if self.way.backend:
             return self
-        sizes = sizes_of_even_shard(hidden, num_tokens, self.spec.vocab_size, num_ranks)
-        return self.taking(decide(sizes, self.spec, self.where(hidden, num_ranks)), num_ranks)
+        sizes = decide.sizes_of_even_shard(hidden, num_tokens, self.spec.vocab_size, num_ranks)
+        way = decide.way_now(sizes, self.spec, where or self.where(hidden, num_ranks))
+        spec = self.spec._replace(workspace_bytes=way.workspace_bytes, alone=not self.layout.sums(num_ranks))
+        return self._replace(spec=spec, way=way)
 
     def with_numbers(self, numbers: Tensor) -> Call:
         """Return the call with the values of ``numbers_of(logit_scale, softcap)`` in place of placeholders."""

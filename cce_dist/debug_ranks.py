@@ -27,27 +27,21 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def label_error(name: str, labels: Tensor, ids: Tensor, vocab_size: int, ignore_index: int) -> str:
-    """Return the error message for the first label outside the vocabulary, or "". Waits for the labels' device."""
-    outside = ids == OUTSIDE
-    if not outside.any():
-        return ""
-    position = int(outside.nonzero()[0])
-    return (
-        f"{name}[{position}] (flattened) is {int(labels[position])}: neither in [0, {vocab_size}) "
-        f"nor ignore_index {ignore_index}: label padding so, resize the head for more ids, or pass the shard of a split weight"
-    )
-
-
 def check_labels(call: Call, labels: Tensor, ids: Tensor) -> None:
-    """Raise IndexError for a label outside the vocabulary, on a CPU or with CCE_DIST_DEBUG=1.
+    """Raise IndexError for the first label outside the vocabulary, on a CPU or with CCE_DIST_DEBUG=1.
 
     Reading labels would wait for a GPU. There the token's loss is NaN instead.
     """
-    if call.debug or not labels.is_cuda:
-        error = label_error(call.argument, labels, ids, call.spec.vocab_size, call.spec.ignore_index)
-        if error:
-            raise IndexError(error)
+    if labels.is_cuda and not call.debug:
+        return
+    outside = ids == OUTSIDE
+    if outside.any():
+        position = int(outside.nonzero()[0])
+        raise IndexError(
+            f"{call.argument}[{position}] (flattened) is {int(labels[position])}: neither in [0, {call.spec.vocab_size}) nor "
+            f"ignore_index {call.spec.ignore_index}: label padding so, resize the head for more ids, or pass the shard of a "
+            "split weight"
+        )
 
 
 # What the ranks of a group must share of an argument. An argument that is not listed must be equal on all ranks, a tensor in

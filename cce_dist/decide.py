@@ -73,31 +73,26 @@ class Way(NamedTuple):
     reason: str = ""
 
 
-_FORCED: Groups | None = None
+forced_groups: Groups | None = None  # by a test
 
 
 @contextmanager
 def of_rows(rows: int | None, low: bool = False) -> Iterator[None]:
     """Test hook: force groups of ``rows`` tokens, on any backend and at any size. None restores the default."""
-    global _FORCED
-    before, _FORCED = _FORCED, None if rows is None else Groups(checks.integer("rows", rows, 1), low)
+    global forced_groups
+    before, forced_groups = forced_groups, None if rows is None else Groups(checks.integer("rows", rows, 1), low)
     try:
         yield
     finally:
-        _FORCED = before
-
-
-def forced_groups() -> Groups | None:
-    """Return the groups that a test has forced, or None."""
-    return _FORCED
+        forced_groups = before
 
 
 def way_now(sizes: Sizes, spec: Spec, where: Where) -> Way:
     """Return the way of a loss, as ``decide`` does. A test may have forced groups."""
     way = decide(sizes, spec, where)
-    if _FORCED is None or not may_take_one_pass(way.backend, spec, where):
+    if forced_groups is None or not may_take_one_pass(way.backend, spec, where):
         return way
-    return way._replace(passes="one", groups=_FORCED)
+    return way._replace(passes="one", groups=forced_groups)
 
 
 def sizes_of_even_shard(hidden: Tensor, num_tokens: int, vocab_size: int, num_ranks: int) -> Sizes:
@@ -150,10 +145,8 @@ def _decide(sizes: Sizes, spec: Spec, where: Where) -> Way:
     uniform = spec.want.uniform
     default = memory.default_dense(sizes, uniform) if one_pass_on_torch else memory.default_workspace(sizes, can_keep)
     workspace_bytes = spec.workspace_bytes or default
-    way = Way(backend, workspace_bytes=workspace_bytes)
-    # The outer loop of "dense" is over the vocabulary, so that all rows of d_hidden become final together.
-    if where.summed and backend != "dense":
-        way = way._replace(ready_rows=_ready_rows(sizes, workspace_bytes if can_keep else 0, workspace_bytes))
+    ready_rows = _ready_rows(backend, sizes, where, workspace_bytes, can_keep)
+    way = Way(backend, workspace_bytes=workspace_bytes, ready_rows=ready_rows)
     why_two = ""
     if can_keep:
         groups, why_two = _groups_of(sizes, spec, where, workspace_bytes)
@@ -177,9 +170,7 @@ def decide_heads(sizes: Sizes, spec: Divergence, where: Where) -> Way:
     backend = "dense" if where.backend == "torch" else "exact"
     can_keep = backend == "exact" and spec.can_keep(where.dtype)
     workspace_bytes = spec.workspace_bytes or memory.default_workspace(sizes, can_keep)
-    ready_rows = 0
-    if where.summed and backend != "dense":
-        ready_rows = _ready_rows(sizes, workspace_bytes if can_keep else 0, workspace_bytes)
+    ready_rows = _ready_rows(backend, sizes, where, workspace_bytes, can_keep)
     saved = memory.saved_columns(sizes, workspace_bytes) if can_keep else 0
     groups = Groups(memory.pair_rows(sizes, workspace_bytes, saved) if spec.empty_sum is not None else 0)
     return Way(backend, groups=groups, workspace_bytes=workspace_bytes, ready_rows=ready_rows)
@@ -218,7 +209,7 @@ def takes_operator(spec: Spec, where: Where) -> bool:
     if where.upstream != "number" or where.has_buffer or spec.filter.eps > 0 or not spec.want.grad:
         return False
     # Gradients in fp16 may underflow before a loss scale multiplies them. In fp32 no exponentials are kept.
-    return _FORCED is not None or (where.backend == "triton" and where.dtype == "torch.bfloat16")
+    return forced_groups is not None or (where.backend == "triton" and where.dtype == "torch.bfloat16")
 
 
 def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:
@@ -235,16 +226,12 @@ def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:
     for name, is_there in unserved.items():
         if is_there:
             return "exact", f"the filter is off because it does not support {name} on Triton"
-    if kept.always or _filter_pays(sizes, spec, where):
+    # As if all gradients were wanted, because all ranks must agree.
+    can_keep = spec._replace(want=spec.want._replace(grad=True)).can_keep(where.dtype)
+    exact_sides = (not kept.hidden) + (not kept.weight)
+    if kept.always or costs.filter_pays(sizes, can_keep, spec.workspace_bytes, exact_sides):
         return "filter", ""
     return "exact", "the filter is off because exact is faster at these sizes"
-
-
-def _filter_pays(sizes: Sizes, spec: Spec, where: Where) -> bool:
-    """Whether the filter is faster than exact gradients, assuming that all gradients are wanted, as all ranks must agree."""
-    with_grad = spec._replace(want=spec.want._replace(grad=True))
-    exact_sides = (not spec.filter.hidden) + (not spec.filter.weight)
-    return costs.filter_pays(sizes, with_grad.can_keep(where.dtype), spec.workspace_bytes, exact_sides)
 
 
 def _groups_of(sizes: Sizes, spec: Spec, where: Where, workspace_bytes: int) -> tuple[Groups | None, str]:
@@ -257,11 +244,11 @@ def _groups_of(sizes: Sizes, spec: Spec, where: Where, workspace_bytes: int) -> 
     return groups, "" if groups else "one pass needs a larger budget for its groups of tokens"
 
 
-def _ready_rows(sizes: Sizes, available: int, workspace_bytes: int) -> int:
-    """Return ``Way.ready_rows``. ``available``: bytes for saved exponentials, with which all rows become final together."""
-    if available > 0 and memory.saved_columns(sizes, available) > 0:
-        return 0
-    return memory.most_rows(sizes, workspace_bytes)
+def _ready_rows(backend: str, sizes: Sizes, where: Where, workspace_bytes: int, can_keep: bool) -> int:
+    """Return ``Way.ready_rows``."""
+    # With saved exponentials, and in the outer loop of "dense" over the vocabulary, all rows of d_hidden become final together.
+    at_once = backend == "dense" or (can_keep and memory.saved_columns(sizes, workspace_bytes) > 0)
+    return memory.most_rows(sizes, workspace_bytes) if where.summed and not at_once else 0
 
 
 def in_words(way: Way, sizes: Sizes, spec: Spec, where: Where) -> str:

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from cce_dist import checks, decide, operands, terms
 from cce_dist.autograd import PLAIN, is_unobserved
-from cce_dist.call import DTYPES, Call, Options, are_plain, checked, checked_num_tokens, layout_of, numbers_of
+from cce_dist.call import DTYPES, Call, Options, are_plain, checked, checked_num_tokens, numbers_of
 from cce_dist.decide import Way, Where
 from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want
 from cce_dist.kernels.dense import label_ids
@@ -203,7 +203,7 @@ def modes_of(input: Tensor) -> dict[str, Any]:
         "autocast": _autocast_dtype(input.device),
         "fp32_precision": fp32_precision() if input.dtype == torch.float32 else None,
         "environment": environment(),
-        "groups": decide.forced_groups(),
+        "groups": decide.forced_groups,
     }
 
 
@@ -279,7 +279,7 @@ def check_all(
     chosen["logit_scale"] = logit_scale if unread is None else 1.0
     chosen["expected_weights"] = isinstance(expected_weights, Tensor) or expected_weights
     of_token_loss = chosen.pop("token_loss"), chosen.pop("token_inputs")
-    options = checked(Options, **chosen)
+    options = checked(**chosen)
     x, shard, logits = operands.prepare(
         input, linear_weight, target, linear_bias, grad_weight_out, shard, options.logit_scale, options, on_meta
     )
@@ -287,17 +287,17 @@ def check_all(
         check_class_weights("weight", weight, shard.vocab_size, on_meta)
         _check_weighted(weight, input, options, grad_weight_out)
     check_divisor(options, x.ids)
+    parts = Terms(options.z_loss_weight, options.label_smoothing)
     scale = options.logit_scale if unread is None else unread
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         part = options.sequence_parallel or options.input_grad == "partial"
-        hidden, bias = terms.learn_scale(logit_scale, scale, x.hidden, x.head.bias, shard.group, part)
-        x = x._replace(hidden=hidden, head=x.head._replace(bias=bias))
+        x = terms.learn_scale(x, logit_scale, scale, shard.group, part)
     if unread is not None:
         x = terms.with_factors(x, unread, 1.0, target.shape, options.ignore_index)
     excluded = {
         "weight": weight is not None,
         "label_smoothing": options.label_smoothing != 0,
-        "z_loss_weight": options.has_z_loss,
+        "z_loss_weight": parts.has_z_loss,
         "grad_filter": options.grad_filter is not None,
         "expected_weights": isinstance(expected_weights, Tensor),
     }
@@ -306,11 +306,10 @@ def check_all(
         if token.debug and not torch.compiler.is_compiling():
             token = token._replace(group=shard.group)
         options = options._replace(return_aux=())
-    class_weights = None
+    class_weights, parts = None, parts._replace(token=token)
     if weight is not None and not on_meta:
         class_weights = ClassWeights(weight, x, shard, options.ignore_index)
-    of_labels = None if class_weights is None else class_weights.of_labels
-    parts = Terms(options.z_loss_weight, options.label_smoothing, of_labels, token)
+        parts = parts._replace(weight_N=class_weights.of_labels)
     expected_N = _checked_expectation(expected_weights, target, options)
     # These terms of the loss are computed outside of the operator, by autograd.
     outside = unread is not None or isinstance(options.z_loss_weight, Tensor)
@@ -329,7 +328,7 @@ def _decided(
     x: Operands, spec: Spec, shard: VocabShard, options: Options, has_token_loss: bool, outside: bool, has_buffer: bool
 ) -> tuple[Call, Where]:
     """Choose the backend and the way of a call. ``outside``: autograd computes terms of the loss outside of the operator."""
-    is_compiling, (forced, debug) = torch.compiler.is_compiling(), environment()
+    is_compiling = torch.compiler.is_compiling()
     if is_compiling:
         # A graph of torch.compile contains the function of a token_loss, which is no part of an operator.
         outside = outside or has_token_loss
@@ -337,15 +336,11 @@ def _decided(
         outside = outside or _is_observed(x.hidden, x.weight)  # by what needs two passes
     is_expected = options.expected_weights and not has_token_loss
     upstream = decide.upstream_of(options.reduction, is_expected, bool(options.return_aux) or outside)
-    backend = decide.choose_backend(
-        options.backend, forced, operands.device_type(x.hidden), x.hidden.dtype, needs_kernels=spec.filter.eps > 0
-    )
-    call = Call(spec, layout_of(shard, options), backend, debug, options.labels)
+    call = operands.call_of(x, spec, shard, options, needs_kernels=spec.filter.eps > 0)
     where = call.where(x.hidden, shard.group_size, upstream, has_buffer)
     if is_compiling:  # sizes may be symbols, so operators choose the way when they run
         return call._replace(way=Way(passes="operator" if decide.takes_operator(spec, where) else "two")), where
-    sizes = decide.sizes_of_even_shard(x.hidden, x.num_tokens, shard.vocab_size, shard.group_size)
-    return call.taking(decide.way_now(sizes, spec, where), shard.group_size), where
+    return call.decided(x.hidden, x.num_tokens, shard.group_size, where), where
 
 
 def check_divisor(options: Options, ids: Tensor) -> None:
@@ -366,7 +361,7 @@ def check_divisor(options: Options, ids: Tensor) -> None:
 
 def _spec(x: Operands, logits: ShardLogits, weighted: bool, shard: VocabShard, parts: Terms, options: Options) -> Spec:
     # The operator computes a plain mean itself, in one launch.
-    plain = options.label_smoothing == 0 and not options.has_z_loss and not weighted and parts.token is None
+    plain = options.label_smoothing == 0 and not parts.has_z_loss and not weighted and parts.token is None
     mean = plain and options.reduction == "mean" and options.num_tokens is None
     want = Want(
         grad=torch.is_grad_enabled() and x.requires_grad,

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist import decide
 from cce_dist.autograd import (
     build,
     differentiable_once,
@@ -59,7 +58,11 @@ def one_pass(given: Given) -> Found:
     if options.reduction != "none":
         number = given.divisor()
         # Autograd divides by a learned number of tokens, which then gets its gradient.
-        divisor = on_device(1.0 if divides else number, x.hidden)
+        divisor = 1.0 if divides else number
+        if isinstance(divisor, Tensor):
+            divisor = divisor.to(x.hidden.device)
+        else:
+            divisor = torch.full((), float(divisor), dtype=accumulator(x.hidden.dtype), device=x.hidden.device)
     if given.call.way.passes == "operator":
         assert divisor is not None
         loss = _by_operator(given, divisor)
@@ -76,13 +79,6 @@ class Task(NamedTuple):
     divisor: Tensor | None  # 0-d, on the operands' device; None: losses are per token
     expected_N: Tensor | None  # weights that the upstream gradients are expected to be proportional to; None: equal
     call: Call  # its way takes one pass
-
-
-def on_device(divisor: float | Tensor, hidden: Tensor) -> Tensor:
-    """Return a divisor as a 0-d tensor on the device of ``hidden``; a number in the dtype of its losses."""
-    if isinstance(divisor, Tensor):
-        return divisor.to(hidden.device)
-    return torch.full((), float(divisor), dtype=accumulator(hidden.dtype), device=hidden.device)
 
 
 class _ForwardGradients(NamedTuple):
@@ -125,10 +121,7 @@ class _InGroups(torch.autograd.Function):
                 ctx.gradients = ctx.gradients._replace(weight=None)
             found = _times_upstream(ctx, (hidden, weight, head), widened(grads[0].resolve_neg()))
         if torch.is_grad_enabled():
-            nothing = grads[0].new_empty(0)
-            dense = [nothing if tensor is None else tensor for tensor in found]
-            once = differentiable_once("linear_cross_entropy", dense, (hidden, weight, *head, grads[0]))
-            found = [None if tensor is None else grad for tensor, grad in zip(found, once, strict=True)]
+            found = differentiable_once("linear_cross_entropy", found, (hidden, weight, *head, grads[0]))
         return None, None, None, *found
 
 
@@ -216,11 +209,10 @@ def times(values: Tensor, factor: Tensor) -> Tensor:
     return torch.where((values == 0) | (factor == 0), 0.0, widened(values) * factor)
 
 
-def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: float | Tensor | None, hidden: Tensor) -> Tensor:
+def expectation(expected_N: Tensor | None, ids_N: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the upstream gradients, [N] in the dtype of the losses, that forward computes the gradients for."""
-    dtype = accumulator(hidden.dtype)
     if divisor is not None:
-        return (1.0 / on_device(divisor, hidden).to(dtype)).expand(len(ids_N))
+        return (1.0 / divisor.to(dtype)).expand(len(ids_N))
     if expected_N is None:
         return torch.ones((), dtype=dtype, device=ids_N.device).expand(len(ids_N))
     expected_N = expected_N.double().nan_to_num(0.0, 0.0, 0.0)  # float64 and int64 weights may overflow fp32
@@ -254,63 +246,40 @@ def run(
         d_hidden = hidden.new_empty(hidden.shape) if wanted[0] else None
         has_low = call.way.groups.low and wanted[1] and call.backend != "torch" and weight.dtype == torch.bfloat16
         low = weight.new_empty(weight.shape, dtype=torch.int8) if has_low else None
-        upstream_N = expectation(expected_N, ids, divisor, hidden)
-        gradients = _ForwardGradients(d_hidden, None, None, ids, upstream_N, softmax)
+        upstream_N = expectation(expected_N, ids, divisor, loss_N.dtype)
+        d_weight = d_bias = None
         hidden_sum = ranks.hidden_sum(x.num_tokens, rows) if d_hidden is not None else None
         for first in range(0, max(x.num_tokens, 1), rows):
             part = slice(first, min(first + rows, x.num_tokens))
-            d_weight, d_bias = _finish(
-                x.of_tokens(part, hidden[part]),
-                terms.of_tokens(part),
-                upstream_N[part],
-                softmax.max[part],
-                softmax.log_sum[part],
-                loss_N[part],
-                Grads(
-                    wanted[0],
-                    wanted[1],
-                    spec.logits.named(wanted[2:]).get("bias", False),
-                    gradients.weight,
-                    hidden_out=None if d_hidden is None else d_hidden[part],
-                    weight_low=low,
-                ),
-                call,
-                ranks,
-            )
-            if gradients.weight is None:  # later groups add to this tensor
-                gradients = gradients._replace(weight=d_weight)
-            if d_bias is not None:
-                gradients = gradients._replace(bias=d_bias if gradients.bias is None else gradients.bias + d_bias)
+            group, out = x.of_tokens(part, hidden[part]), None if d_hidden is None else d_hidden[part]
+            grads = Grads(wanted[0], wanted[1], any(wanted[2:]), d_weight, hidden_out=out, weight_low=low)
+            outputs = loss_N[part], Softmax(softmax.max[part], softmax.log_sum[part])
+            found = _finish(group, terms.of_tokens(part), upstream_N[part], outputs, grads, call, ranks)
+            d_weight = found[0] if d_weight is None else d_weight  # later groups add to this tensor
+            d_bias = found[1] if d_bias is None or found[1] is None else d_bias + found[1]
             if hidden_sum is not None and d_hidden is not None:
                 hidden_sum.start(d_hidden[: part.stop])
         if terms.token is not None:
             terms.token.check_gradient()
         if hidden_sum is not None:
-            gradients = gradients._replace(hidden=hidden_sum.wait())
-        if gradients.bias is not None and x.head.bias is not None:
-            gradients = gradients._replace(bias=gradients.bias.to(x.head.bias.dtype))
+            d_hidden = hidden_sum.wait()
+        if d_bias is not None and x.head.bias is not None:
+            d_bias = d_bias.to(x.head.bias.dtype)
+        gradients = _ForwardGradients(d_hidden, d_weight, d_bias, ids, upstream_N, softmax)
         return loss_N if divisor is None else loss_N.sum() / divisor, gradients
 
 
 def _finish(
-    x: Operands,
-    terms: Terms,
-    expected_N: Tensor,
-    max_N: Tensor,
-    log_sum_N: Tensor,
-    loss_N: Tensor,
-    grads: Grads,
-    call: Call,
+    x: Operands, terms: Terms, expected_N: Tensor, outputs: tuple[Tensor, Softmax], grads: Grads, call: Call,
     ranks: Distributed,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compute one group: write its softmax, losses and d_hidden, and add its part to d_weight if there is one.
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Compute one group of tokens: write its outputs and d_hidden, and add its part to d_weight if there is one.
 
     The exponentials of the group are freed at the end.
 
     Args:
-        x, terms: Of the group's tokens.
         expected_N: Expected upstream gradients.
-        max_N, log_sum_N, loss_N: Outputs.
+        outputs: The losses, [N], and the softmax without entropy.
         grads: The wanted gradients, with the tensors that take d_hidden and d_weight.
 
     Returns:
@@ -327,10 +296,11 @@ def _finish(
         losses_N, upstream = terms.losses(found.nll, found.lse, found.uniform), terms.gradients(expected_N, found.lse)
     else:
         losses_N, upstream = terms.token.differentiated(found.nll, found.entropy, x.ids, expected_N)
+    loss_N, softmax = outputs
     loss_N.copy_(losses_N)
-    max_N.copy_(merged.max)
-    log_sum_N.copy_(merged.log_sum)
-    softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else merged.entropy)
+    softmax.max.copy_(merged.max)
+    softmax.log_sum.copy_(merged.log_sum)
+    softmax = softmax._replace(entropy=None if upstream.entropy is None else merged.entropy)
     _, d_weight, d_bias = backend.gradients(x, softmax, upstream, saved, grads, spec)
     return d_weight, d_bias
 
@@ -364,19 +334,18 @@ def _loss_and_gradients(
     if numbers is not None:
         call, (z_loss_weight, label_smoothing) = call.with_numbers(numbers[:2]), numbers[2:].tolist()
     terms, num_ranks = Terms(z_loss_weight, label_smoothing, weight_N), Distributed(call.layout).size
-    sizes = decide.sizes_of_even_shard(hidden, labels.shape[0], call.spec.vocab_size, num_ranks)
-    call = call.taking(decide.way_now(sizes, call.spec, call.where(hidden, num_ranks, "number")), num_ranks)
+    call = call.decided(hidden, labels.shape[0], num_ranks, call.where(hidden, num_ranks, "number"))
     if call.way.passes == "one":
         loss, gradients = run(hidden, weight, head, labels, Task(terms, divisor, None, call), want)
-        d_hidden, d_weight, d_head = gradients.hidden, gradients.weight, call.spec.logits.listed(bias=gradients.bias)
+        d_hidden, d_weight, d_bias = gradients.hidden, gradients.weight, gradients.bias
     else:
         call = call._replace(spec=call.spec._replace(want=call.spec.want.of_tokens()))
         nll_N, lse_N, _, uniform_nll_N, *_, saved = run_forward(hidden, weight, head, labels, None, call)
         loss = terms.losses(nll_N, lse_N, uniform_nll_N).sum() / divisor
-        d_losses = [*terms.gradients(expectation(None, labels, divisor, hidden), lse_N)][:NUM_LOSSES]
-        d_hidden, d_weight, d_head_KV = run_backward(d_losses, hidden, weight, head, saved, None, want, call)
-        d_head = head_gradients(d_head_KV, head, want[2:])
-    d_hidden, d_weight, *d_head = (hidden.new_empty(0) if x is None else x for x in (d_hidden, d_weight, *d_head))
+        d_losses = [*terms.gradients(expectation(None, labels, divisor, nll_N.dtype), lse_N)][:NUM_LOSSES]
+        d_hidden, d_weight, d_bias = run_backward(d_losses, hidden, weight, head, saved, None, want, call)
+    found = (d_hidden, d_weight, *head_gradients(d_bias, head, want[2:]))
+    d_hidden, d_weight, *d_head = (hidden.new_empty(0) if x is None else x for x in found)
     return loss, d_hidden, d_weight, d_head
 
 

@@ -250,25 +250,25 @@ def is_empty(kept: KeptIds) -> Tensor:
     return empty.index_fill_(0, whole_tokens(kept), False)
 
 
-def error(kept: KeptIds, token_L: Tensor, ids_N: Tensor, vocab_size: int) -> Exception | None:
-    """Return the error for wrong offsets, an id outside the vocabulary, or a repeated id; None if there is none.
+def check_values(kept: KeptIds, token_L: Tensor, ids_N: Tensor, vocab_size: int) -> None:
+    """Raise for wrong offsets or whole tokens, an id outside the vocabulary, or a repeated id.
 
     Waits for the device. Lists of ignored tokens are not checked.
     """
     offsets, ids, whole = kept
     if offsets[0] != 0 or offsets[-1] != ids.shape[0] or bool((offsets.diff() < 0).any()):
-        return ValueError(f"kept.offsets must rise from 0 to {ids.shape[0]}, the number of kept.ids")
+        raise ValueError(f"kept.offsets must rise from 0 to {ids.shape[0]}, the number of kept.ids")
     if whole is not None and whole.shape[0]:
         inside = whole[0] >= 0 and whole[-1] < ids_N.shape[0] and bool((whole.diff() > 0).all())
         if not inside or offsets.diff()[whole.long()].any():
-            return ValueError("kept.whole must rise, and hold numbers of tokens whose lists are empty")
+            raise ValueError("kept.whole must rise, and hold numbers of tokens whose lists are empty")
     if not ids.shape[0]:
-        return None
+        return
     live = ids_N[token_L] >= 0
     outside = live & ((ids < 0) | (ids >= vocab_size))
     if outside.any():
         place = int(outside.nonzero()[0])
-        return IndexError(
+        raise IndexError(
             f"kept.ids[{place}], of token {int(token_L[place])}, is {int(ids[place])}: not in [0, {vocab_size}); "
             "KeptIds.from_bits(bits, vocab_size) leaves out a mask's padding"
         )
@@ -276,5 +276,4 @@ def error(kept: KeptIds, token_L: Tensor, ids_N: Tensor, vocab_size: int) -> Exc
     twice = (key[1:] == key[:-1]) & (key[1:] >= 0)
     if twice.any():
         place = int(order[1:][twice][0])
-        return ValueError(f"kept.ids has id {int(ids[place])} twice in the list of token {int(token_L[place])}")
-    return None
+        raise ValueError(f"kept.ids has id {int(ids[place])} twice in the list of token {int(token_L[place])}")

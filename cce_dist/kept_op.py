@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from cce_dist import kept_ids
-from cce_dist.autograd import Operator, build, head_rows
+from cce_dist.autograd import Operator, build, without_autocast
 from cce_dist.call import Call
-from cce_dist.debug_ranks import label_error
+from cce_dist.debug_ranks import check_labels
 from cce_dist.kept_ids import KeptIds
-from cce_dist.kernels import IGNORED, OUTSIDE, Grads, Operands, Softmax, Spec, Upstream, dense
+from cce_dist.kernels import IGNORED, OUTSIDE, Gradients, Grads, Operands, Softmax, Spec, Upstream, dense
 from cce_dist.kernels import kept_ids as dense_lists
 from cce_dist.kernels.backends import Backend, named
 from cce_dist.kernels.kept_ids import KeptLists, entry_gradients, lists_of, rising, token_of_entries
 from cce_dist.merge import Distributed
-from cce_dist.op import operands_of
+from cce_dist.op import operands_of, summed
 from cce_dist.operands import plain
 
 
@@ -63,7 +63,7 @@ def _run_forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
     """Return negative log-probability, log-sum-exp and entropy over the lists, [N] fp32, and ``Saved`` as a list."""
     spec, ranks = call.spec, Distributed(call.layout)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device.type):
         kept = kept.long()
         begin = rising(offsets, kept.shape[0])
         token_L = token_of_entries(begin, kept.shape[0])
@@ -90,11 +90,9 @@ def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -
     ids = dense.label_ids(labels, spec.ignore_index, size)
     empty = kept_ids.is_empty(kept)
     ids = torch.where(empty & (ids >= 0), IGNORED, ids)
+    check_labels(call, labels, ids)
     if call.debug or not labels.is_cuda:  # reading values would wait for a GPU, which returns NaN instead
-        error = label_error(call.argument, labels, ids, size, spec.ignore_index)
-        wrong = IndexError(error) if error else kept_ids.error(kept, token_L, ids, size)
-        if wrong is not None:
-            raise wrong
+        kept_ids.check_values(kept, token_L, ids, size)
         return ids
     outside = torch.zeros_like(ids).index_add_(0, token_L, ((kept.ids < 0) | (kept.ids >= size)).long())
     return torch.where((outside > 0) & (ids >= 0), OUTSIDE, ids)
@@ -103,44 +101,40 @@ def _ids_of_tokens(labels: Tensor, kept: KeptIds, token_L: Tensor, call: Call) -
 def _run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, head: list[Tensor], saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return d_hidden, d_weight, and the head's gradients as rows; None if not wanted, or added to ``grad_weight_out``."""
+) -> Gradients:  # fmt: skip
+    """Return d_hidden, d_weight and d_bias; None if not wanted, or added to ``grad_weight_out``."""
     spec, ranks = call.spec, Distributed(call.layout)
     num_fields = len(Saved._fields)
     merged, ids, whole, *of_lists, z_M = Saved(*saved[:num_fields])
-    want_hidden, want_weight, *want_head = want
     d_nll, d_lse, d_entropy = d_losses
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device.type):
         x = operands_of(ranks.whole(hidden), weight, head, ids, spec)
         upstream = Upstream(nll=d_nll, lse=d_lse, entropy=d_entropy)
         softmax = Softmax(merged[0], merged[1], None if d_entropy is None else merged[2])
-        want_bias = spec.logits.named(want_head).get("bias", False)
-        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out)
-        d_whole = d_weight = d_bias = None
-        if whole.shape[0]:
-            backend, x_whole, sweep = _sweep(x, whole, call)
-            of_whole: Any = [[None if x_N is None else x_N[whole] for x_N in record] for record in (softmax, upstream)]
-            args = Softmax(*of_whole[0]), Upstream(*of_whole[1])
-            d_whole, d_weight, d_bias = backend.gradients(x_whole, *args, saved[num_fields:], grads, sweep)
         lists = KeptLists(*of_lists)
         coef_4N = dense.coefficients(upstream, ids, spec.vocab_size)
         grad_M = entry_gradients(x, lists, z_M, softmax, coef_4N)
-        hidden_sum = ranks.hidden_sum(x.num_tokens, None)
 
-        def ready(d_hidden: Tensor) -> None:
-            if d_whole is not None:
+        def gradients(grads: Grads) -> Gradients:
+            if not whole.shape[0]:
+                return _backend(call).gradients(x, lists, grad_M, grads, spec)
+            backend, x_whole, sweep = _sweep(x, whole, call)
+            of_whole: Any = [[None if x_N is None else x_N[whole] for x_N in record] for record in (softmax, upstream)]
+            args = Softmax(*of_whole[0]), Upstream(*of_whole[1]), saved[num_fields:]
+            d_whole, d_weight, d_bias = backend.gradients(x_whole, *args, grads._replace(hidden_ready=None), sweep)
+
+            def ready(d_hidden: Tensor) -> None:
+                assert d_whole is not None
                 d_hidden.index_copy_(0, whole, d_whole)
-            if hidden_sum is not None:
-                hidden_sum.start(d_hidden)
+                if grads.hidden_ready is not None:
+                    grads.hidden_ready(d_hidden)
 
-        weight_out = grad_weight_out if d_weight is None else d_weight
-        grads = grads._replace(weight_out=weight_out, hidden_ready=ready)
-        d_hidden, d_listed, d_listed_bias = _backend(call).gradients(x, lists, grad_M, grads, spec)
-        d_weight = d_listed if d_weight is None else d_weight
-        d_bias = d_listed_bias if d_bias is None or d_listed_bias is None else d_bias + d_listed_bias
-        if hidden_sum is not None and want_hidden:
-            d_hidden = hidden_sum.wait()
-        return d_hidden, d_weight, head_rows(spec.logits.listed(bias=d_bias), want_head)
+            weight_out = grads.weight_out if d_weight is None else d_weight
+            of_lists = grads._replace(weight_out=weight_out, hidden_ready=ready)
+            d_hidden, _, d_listed_bias = _backend(call).gradients(x, lists, grad_M, of_lists, spec)
+            return d_hidden, d_weight, None if d_bias is None else d_bias + d_listed_bias
+
+        return summed(gradients, want, grad_weight_out, ranks, x.num_tokens)
 
 
 def _forward_fake(hidden, weight, head, labels, offsets, kept, whole, _, *flat):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import checks, debug_ranks, kept_ids, kept_op, op, operands, terms
-from cce_dist.call import Backend, Call, InputGrad, LogProbOptions, checked, is_symbol, numbers_of
+from cce_dist.call import Backend, Call, InputGrad, Options, checked, is_symbol, numbers_of
 from cce_dist.kept_ids import KeptIds
 from cce_dist.kernels import Operands, ShardLogits, Spec, Want
 from cce_dist.shard import VocabShard
@@ -140,7 +140,7 @@ def linear_log_probs(
             (with CCE_DIST_DEBUG=1).
     """
     options = checked(
-        LogProbOptions, ignore_index=ignore_index, softcap=softcap, entropy=entropy, sum_p_squared=sum_p_squared,
+        labels="ids", ignore_index=ignore_index, softcap=softcap, entropy=entropy, sum_p_squared=sum_p_squared,
         argmax=argmax, top_k=top_k, kept_mass=kept_mass, sequence_parallel=sequence_parallel, input_grad=input_grad,
         reduce_dtype=reduce_dtype, backend=backend, workspace_bytes=workspace_bytes, batch_invariant=batch_invariant,
     )  # fmt: skip
@@ -197,7 +197,7 @@ def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, call: Call, numbers: T
     return out._replace(full_log_probs=full, kept_mass=mass.view(out.lse.shape))
 
 
-def _spec(x: Operands, logits: ShardLogits, shard: VocabShard, options: LogProbOptions) -> Spec:
+def _spec(x: Operands, logits: ShardLogits, shard: VocabShard, options: Options) -> Spec:
     want = Want(
         grad=torch.is_grad_enabled() and x.requires_grad,
         entropy=options.entropy,
@@ -222,7 +222,7 @@ def _one_scale(logit_scale: float | Tensor, temperature: float | Tensor, softcap
     return logit_scale if not is_symbol(temperature) and temperature == 1 else None
 
 
-def _check_kept(kept: KeptIds, x: Operands, options: LogProbOptions) -> None:
+def _check_kept(kept: KeptIds, x: Operands, options: Options) -> None:
     kept_ids.check(kept, x)
     for name in ("sum_p_squared", "argmax", "top_k"):
         if getattr(options, name):

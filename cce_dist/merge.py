@@ -63,11 +63,6 @@ def is_alive(group: dist.ProcessGroup | None) -> bool:
     return False
 
 
-def size_of(group: dist.ProcessGroup | None) -> int:
-    """Return the number of ranks of a group; 1 for None."""
-    return 1 if group is None else group.size()
-
-
 class Layout(NamedTuple):
     """How the tensors of a call are distributed over ranks, as plain values."""
 
@@ -91,11 +86,15 @@ class Distributed:
 
     def __init__(self, layout: Layout) -> None:
         self.layout, self.group = layout, resolve(layout.group_name)
-        self.size = size_of(self.group)
+        self.size = 1 if self.group is None else self.group.size()
 
     def gather(self, stats_KN: Tensor) -> Tensor:
-        """All-gather every rank's statistics. [K, N] -> [T, K, N]."""
-        return gather_stats(stats_KN, self.group)
+        """All-gather every rank's statistics, 4 K N bytes from each rank. [K, N] -> [T, K, N]. One rank sends nothing."""
+        if self.group is None or self.size == 1:
+            return stats_KN.view(1, *stats_KN.shape)
+        whole = stats_KN.new_empty((self.size * stats_KN.shape[0], *stats_KN.shape[1:]))
+        _all_gather_into(whole, stats_KN.contiguous(), group=self.group)
+        return whole.view(self.size, *stats_KN.shape)
 
     def arriving(self, *hidden: Tensor) -> list[SequenceGather]:
         """With sequence parallelism, start to all-gather the ranks' slices of each tensor; else return an empty list."""
@@ -121,13 +120,6 @@ class Distributed:
             return None
         dtype = getattr(torch, layout.reduce_dtype) if layout.reduce_dtype else None
         return HiddenGradSum(self.group, layout.sequence_parallel, dtype, num_tokens, rows)
-
-
-def gather_stats(stats_KN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-gather every rank's statistics, 4 K N bytes from each rank. [K, N] -> [T, K, N]. One rank sends nothing."""
-    if group is None or group.size() == 1:
-        return stats_KN.view(1, *stats_KN.shape)
-    return _all_gather(stats_KN, group).view(group.size(), *stats_KN.shape)
 
 
 def gather_sequence(local_hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -157,13 +149,6 @@ class SequenceGather:
         assert self.work is not None
         self.work.wait()
         return self.whole
-
-
-def _all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the ranks' tensors on dim 0, in rank order."""
-    whole = local.new_empty((local.shape[0] * group.size(), *local.shape[1:]))
-    _all_gather_into(whole, local.contiguous(), group=group)
-    return whole
 
 
 class OwnSlice(torch.autograd.Function):

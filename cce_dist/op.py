@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from cce_dist import merge
-from cce_dist.autograd import Operator, build, head_rows, without_autocast
+from cce_dist.autograd import Operator, build, without_autocast
 from cce_dist.call import Call
 from cce_dist.debug_ranks import check_labels
 from cce_dist.given import Found, Given
-from cce_dist.kernels import Cells, Grads, Operands, Softmax, Spec, Upstream
+from cce_dist.kernels import Cells, Gradients, Grads, Operands, Softmax, Spec, Upstream
 from cce_dist.kernels.backends import Backend, named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.outputs import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
@@ -146,8 +146,8 @@ def _statistics_on_arrival(
 def run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, head: list[Tensor], saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return d_hidden, d_weight, and the head's gradients as rows; None if not wanted, or added to ``grad_weight_out``."""
+) -> Gradients:  # fmt: skip
+    """Return d_hidden, d_weight and d_bias; None if not wanted, or added to ``grad_weight_out``."""
     ranks = Distributed(call.layout)
     max_N, log_sum_N, entropy_N, ids, count, ids_NI, target_NI, saved = Saved.of(saved, call.spec)
     call = call.decided(hidden, ids.shape[0], ranks.size)
@@ -157,23 +157,36 @@ def run_backward(
         # A token's log-sum-exp gets the sum of the gradients of its ids. Cells hold the gradient of each id.
         cells, d_sum = cell_gradients(upstream.nll, target_NI, ids_NI)
         upstream = upstream._replace(nll=None, lse=d_sum if upstream.lse is None else d_sum + upstream.lse)
-    want_hidden, want_weight, *want_head = want
     with without_autocast(hidden.device.type):
-        arriving = ranks.arriving(hidden)
-        x = operands_of(hidden, weight, head, ids, spec, cells)
-        rows = call.way.ready_rows or None
-        hidden_sum = ranks.hidden_sum(ids.numel(), rows)
-        start_sum = None if hidden_sum is None else hidden_sum.start
-        if arriving:
-            x = x._replace(hidden=arriving[0].wait())
-
+        x = operands_of(ranks.whole(hidden), weight, head, ids, spec, cells)
         softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else entropy_N)
-        want_bias = spec.logits.named(want_head).get("bias", False)
-        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
-        d_hidden, d_weight, d_bias = backend.gradients(x, softmax, upstream, saved, grads, spec)
-        if hidden_sum is not None and want_hidden:
-            d_hidden = hidden_sum.wait()
-        return d_hidden, d_weight, head_rows(spec.logits.listed(bias=d_bias), want_head)
+
+        def gradients(grads: Grads) -> Gradients:
+            return backend.gradients(x, softmax, upstream, saved, grads, spec)
+
+        return summed(gradients, want, grad_weight_out, ranks, ids.numel(), call.way.ready_rows or None)
+
+
+def summed(
+    gradients: Callable[[Grads], Gradients], want: list[bool], grad_weight_out: Tensor | None,
+    ranks: Distributed, num_tokens: int, rows: int | None = None,
+) -> Gradients:  # fmt: skip
+    """Return the wanted gradients, with d_hidden summed over the ranks as soon as it is final.
+
+    Args:
+        gradients: Computes this rank's gradients.
+        want: Whether hidden states, weight and each tensor of the head get a gradient.
+        num_tokens: Number of tokens of all slices.
+        rows: ``Grads.ready_rows``.
+    """
+    want_hidden, want_weight, *want_head = want
+    hidden_sum = ranks.hidden_sum(num_tokens, rows)
+    start_sum = None if hidden_sum is None else hidden_sum.start
+    d_hidden, d_weight, d_bias = gradients(
+        Grads(want_hidden, want_weight, any(want_head), grad_weight_out, start_sum, rows)
+    )
+    d_hidden = hidden_sum.wait() if hidden_sum is not None and want_hidden else d_hidden
+    return d_hidden, d_weight, d_bias if any(want_head) else None
 
 
 def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):

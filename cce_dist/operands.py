@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import checks
-from cce_dist.call import DTYPES, Call, LogProbOptions, Options, concrete, layout_of
+from cce_dist.call import DTYPES, Call, Options, concrete, layout_of
 from cce_dist.decide import choose_backend
 from cce_dist.kernels import Operands, ShardLogits, Spec
 from cce_dist.shard import VocabShard, local_rows
@@ -20,7 +19,7 @@ from cce_dist.shard import VocabShard, local_rows
 
 def prepare(
     input: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, buffer: Tensor | None, shard: VocabShard | None,
-    logit_scale: float, options: Options | LogProbOptions, on_meta: bool = False,
+    logit_scale: float, options: Options, on_meta: bool = False,
 ) -> tuple[Operands, VocabShard, ShardLogits]:  # fmt: skip
     """Check the tensors, apply autocast, and return the operands of the kernels, the shard, and how it makes logits.
 
@@ -29,9 +28,7 @@ def prepare(
         buffer: ``grad_weight_out``.
         on_meta: Whether all tensors may be on "meta".
     """
-    if shard is None and type(weight) in (Tensor, torch.nn.Parameter) and weight.dim() == 2 and len(weight) > 0:
-        shard = None if torch.compiler.is_compiling() else _whole(len(weight))
-    dtypes = (*DTYPES, torch.float64) if isinstance(options, Options) else DTYPES
+    dtypes = (*DTYPES, torch.float64) if options.labels == "target" else DTYPES
     head = head_of(input, weight, bias, shard, on_meta, dtypes)
     if buffer is not None:
         checks.tensors({"grad_weight_out": buffer}, on_meta)
@@ -127,14 +124,7 @@ def head_of(
     return LocalHead(input, weight, bias, shard)
 
 
-@lru_cache(maxsize=64)
-def _whole(num_rows: int) -> VocabShard:
-    return VocabShard(0, num_rows, num_rows)
-
-
-def call_of(
-    x: Operands, spec: Spec, shard: VocabShard, options: Options | LogProbOptions, needs_kernels: bool = False
-) -> Call:
+def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options, needs_kernels: bool = False) -> Call:
     """Return the ``Call`` of a public function, with the backend chosen."""
     forced, debug = environment()
     backend = choose_backend(options.backend, forced, device_type(x.hidden), x.hidden.dtype, needs_kernels)
@@ -155,7 +145,7 @@ def _needs_local(name: str) -> str:
     return f"{name} is a DTensor: pass its local tensor (to_local()), with sequence_parallel=True if it is a slice of dim 0"
 
 
-def _check_labels(labels: Tensor, head: LocalHead, options: Options | LogProbOptions) -> None:
+def _check_labels(labels: Tensor, head: LocalHead, options: Options) -> None:
     """Raise unless labels are integers on input's device, [...] or, with ``linear_log_probs``, [..., K]."""
     name, input = options.labels, head.input
     if isinstance(labels, DTensor):
@@ -166,7 +156,7 @@ def _check_labels(labels: Tensor, head: LocalHead, options: Options | LogProbOpt
     if labels.device != input.device:
         raise ValueError(f"input is on {input.device}, {name} on {labels.device}")
     shape, tokens = tuple(labels.shape), shape_of_tokens(head, options.sequence_parallel)
-    several = isinstance(options, LogProbOptions)
+    several = options.labels == "ids"
     if several and shape[:-1] == tokens and labels.dim() == len(tokens) + 1 and shape[-1] > 0:
         return
     wanted = f"{tokens} or {(*tokens, 'K')} with K > 0" if several else f"{tokens}"

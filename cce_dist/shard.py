@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -205,6 +206,9 @@ def _group_of_dim(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
     raise RuntimeError(f"the process groups of {mesh} were destroyed, or not made: make the mesh anew")
 
 
+_made_once = lru_cache(maxsize=64)(VocabShard)
+
+
 def local_rows(
     weight: torch.Tensor, bias: torch.Tensor | None, shard: VocabShard | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, VocabShard]:
@@ -226,7 +230,8 @@ def local_rows(
             raise ValueError("linear_weight is a DTensor, whose placements give the shard: leave shard out")
         return weight.to_local(), bias, VocabShard.from_dtensor(weight)
     if shard is None:
-        if weight.shape[0] == 0:
+        rows = weight.shape[0]
+        if rows == 0:
             raise ValueError(f"linear_weight has no rows, got {tuple(weight.shape)}")
-        shard = VocabShard(0, weight.shape[0], weight.shape[0])
+        shard = VocabShard(0, rows, rows) if torch.compiler.is_compiling() else _made_once(0, rows, rows)
     return weight, bias, shard

@@ -69,14 +69,9 @@ class Terms(NamedTuple):
 
 
 def learn_scale(
-    scale: Tensor,
-    value: float | Tensor,
-    hidden: Tensor,
-    bias: Tensor | None,
-    group: dist.ProcessGroup | None,
-    hidden_is_part: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return hidden states and bias unchanged, connected to ``scale`` so that backward computes its gradient.
+    x: Operands, scale: Tensor, value: float | Tensor, group: dist.ProcessGroup | None, hidden_is_part: bool
+) -> Operands:
+    """Return the operands with hidden states and bias connected to ``scale``, so that backward computes its gradient.
 
     The logits are a function of scale * (hidden @ weight.T + bias). Hence scale * d_scale = sum(hidden * d_hidden) +
     sum(bias * d_bias), which needs no pass over the vocabulary. It is as exact as d_hidden, which is rounded to hidden's dtype.
@@ -89,8 +84,8 @@ def learn_scale(
         raise ValueError(
             f"logit_scale is {value} and learnable: its gradient would be taken from dE, which is then 0 in fp32"
         )
-    hidden, bias = _LearnScale.apply(scale, hidden, bias, value, group, hidden_is_part)  # type: ignore[misc]
-    return hidden, bias
+    hidden, bias = _LearnScale.apply(scale, x.hidden, x.head.bias, value, group, hidden_is_part)  # type: ignore[misc]
+    return x._replace(hidden=hidden, head=x.head._replace(bias=bias))
 
 
 class _LearnScale(torch.autograd.Function):
@@ -179,15 +174,10 @@ class ClassWeights:
         self.of_labels = torch.where(self.counted, self.weight[x.ids.clamp(0, shard.vocab_size - 1)], 0.0)
 
     def uniform_nll(self, lse: Tensor, scale: float | Tensor) -> Tensor:
-        """Return the mean over the vocabulary of ``weight_j * (lse - logit_j)``, 0 for ignored tokens. [N] -> [N]."""
-        uniform_nll = (self.weight.sum() * lse - scale * self._sum_of_products()) / self.shard.vocab_size
-        return torch.where(self.counted, uniform_nll, 0.0)
+        """Return the mean over the vocabulary of ``weight_j * (lse - logit_j)``, 0 for ignored tokens. [N] -> [N].
 
-    def _sum_of_products(self) -> Tensor:
-        """Return each token's sum of products times class weights, before scale and softcap. -> [N] fp32.
-
-        sum_j w_j (weight_j . hidden + bias_j) = (sum_j w_j weight_j) . hidden + sum_j w_j bias_j. The vector and the number,
-        D + 1 numbers in all, serve all tokens, and are summed over the group.
+        A token's sum of products times class weights is sum_j w_j (weight_j . hidden + bias_j) = (sum_j w_j weight_j) . hidden
+        + sum_j w_j bias_j. The vector and the number, D + 1 numbers in all, serve all tokens, and are summed over the group.
         """
         x, here = self.x, slice(0, self.shard.num_valid)
         with torch.autocast(x.hidden.device.type, enabled=False):
@@ -199,4 +189,6 @@ class ClassWeights:
             assert isinstance(vector, Tensor)
             # Hidden states of ignored tokens may hold anything, and 0 * inf is not 0.
             hidden = widened(x.hidden).masked_fill(~self.counted[:, None], 0.0)
-            return hidden @ vector[:-1] + vector[-1]
+            products = hidden @ vector[:-1] + vector[-1]
+        uniform_nll = (self.weight.sum() * lse - scale * products) / self.shard.vocab_size
+        return torch.where(self.counted, uniform_nll, 0.0)

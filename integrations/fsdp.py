@@ -258,7 +258,7 @@ class Rows:
         if debug:
             self.cpu_group.monitored_barrier(wait_all_ranks=True)
         with merge.agreement("shard_over", self.group) if debug else nullcontext({}) as facts:
-            chosen = checked(Options, **given)
+            chosen = checked(**given)
             tensors({"input": hidden, "target": target})
             if hidden.shape[:-1] != target.shape:
                 raise ValueError(

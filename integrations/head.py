@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from cce_dist import merge
-from cce_dist.call import Options, checked
+from cce_dist.call import ExplainOptions, Options, checked
 from cce_dist.checks import integer, kind, number, tensors
 from cce_dist.given import LinearCrossEntropyOutput, check_class_weights
 from cce_dist.integrations import fsdp
@@ -245,11 +245,11 @@ def _check_tied(weight: Any, mesh: DeviceMesh) -> None:
 
 def _check_options(loss_options: dict) -> None:
     """Raise unless these options are valid for every call of the loss."""
-    of_every_loss = set(Options._fields) - {"num_tokens"}
+    of_every_loss = ExplainOptions.__optional_keys__.intersection(Options._fields) - {"num_tokens"}
     unknown = set(loss_options) - of_every_loss - {"grad_weight_out"}
     if unknown:
         raise TypeError(f"VocabParallelHead takes no option {', '.join(sorted(unknown))}")
-    checked(Options, **{name: value for name, value in loss_options.items() if name in of_every_loss})
+    checked(**{name: value for name, value in loss_options.items() if name in of_every_loss})
 
 
 def _local(parameter: Tensor) -> Tensor:

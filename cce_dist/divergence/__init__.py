@@ -202,7 +202,7 @@ def linear_kl_divergence(
 def _options(logit_scale: float | Tensor, **others: Any) -> Options:
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad:
         raise TypeError("logit_scale gets no gradient: pass a number, or a tensor that does not require one")
-    return checked(Options, logit_scale=logit_scale, **others)
+    return checked(logit_scale=logit_scale, **others)
 
 
 def _of_teacher(check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

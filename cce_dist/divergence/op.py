@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.autograd import Operator, build, head_rows, without_autocast
+from cce_dist.autograd import Operator, build, without_autocast
 from cce_dist.decide import Way, Where, decide_heads
-from cce_dist.kernels import IGNORED, Grads, Operands
+from cce_dist.kernels import IGNORED, Gradients, Grads, Operands
 from cce_dist.kernels.divergence import dense as dense_heads
 from cce_dist.kernels.divergence import heads
 from cce_dist.kernels.divergence.heads import Divergence, Heads, Pair, sizes_of
 from cce_dist.merge import Distributed, Layout
+from cce_dist.op import summed
 from cce_dist.shard import even_rows
 
 PUBLIC_NAME = "linear_kl_divergence"
@@ -95,31 +96,25 @@ def _heads(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, spec
     )
 
 
-def _run_backward(d_values: list[Tensor | None], *given: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the student's d_hidden, d_weight, and the gradients of its further tensors as rows.
-
-    A gradient is None if it is not wanted, or was added to ``grad_weight_out``.
+def _run_backward(d_values: list[Tensor | None], *given: Any) -> Gradients:
+    """Return the student's d_hidden, d_weight and d_bias; None if not wanted, or added to ``grad_weight_out``.
 
     Args:
         d_values: The upstream gradient of each token's divergence.
         given: The operands of forward; what forward saved; ``grad_weight_out``; which gradients are wanted; the call.
     """
     *operands, saved, grad_weight_out, want, call = given
-    want_hidden, want_weight, *want_head = want
     backend, ranks = _backend(call), Distributed(call.layout)
     assert d_values[0] is not None
     with without_autocast(d_values[0].device.type):
         call = decided(call, *operands)
-        x, spec, rows = _gathered(*operands, call=call, ranks=ranks), call.spec, call.way.ready_rows or None
-        hidden_sum = ranks.hidden_sum(x.student.num_tokens, rows)
+        x = _gathered(*operands, call=call, ranks=ranks)
         coef_N = d_values[0].masked_fill(x.student.ids < 0, 0.0)
-        start_sum = None if hidden_sum is None else hidden_sum.start
-        want_bias = spec.student.named(want_head).get("bias", False)
-        grads = Grads(want_hidden, want_weight, want_bias, grad_weight_out, start_sum, rows)
-        d_hidden, d_weight, d_bias = backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, spec)
-        if hidden_sum is not None and want_hidden:
-            d_hidden = hidden_sum.wait()
-        return d_hidden, d_weight, head_rows(spec.student.listed(bias=d_bias), want_head)
+
+        def gradients(grads: Grads) -> Gradients:
+            return backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, call.spec)
+
+        return summed(gradients, want, grad_weight_out, ranks, x.student.num_tokens, call.way.ready_rows or None)
 
 
 def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
@@ -170,6 +165,4 @@ def forward(*tensors: Any, call: DivergenceCall, numbers: Tensor | None) -> Tens
     """Call the operator for the arguments of ``_run_forward``, and return the divergence of each token, [N]."""
     if not torch.compiler.is_compiling():
         call = decided(call, *tensors)
-    hidden, weight, head, *_ = tensors
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weight, *head))
-    return _OPERATOR.apply(*tensors, call=call, needs_grad=needs_grad, numbers=numbers)[0]
+    return _OPERATOR.apply(*tensors, call=call, needs_grad=call.spec.grad, numbers=numbers)[0]

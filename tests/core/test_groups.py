@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from cce_dist import VocabShard, debug_ranks, decide, given, groups, linear_cross_entropy, merge
+from cce_dist import VocabShard, decide, given, groups, linear_cross_entropy, merge
 from cce_dist.kernels import ShardLogits, Spec, dry_run, memory, waves
 from cce_dist.kernels import dense as dense_backend
 from cce_dist.kernels.d_weight import joined, low_byte
@@ -209,7 +209,7 @@ def test_under_torch_compile_no_upstream_gradients_are_expected() -> None:
 def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: a comparison that the host reads."""
     monkeypatch.setattr(given, "_is_observed", lambda *_: False)  # a dispatch mode does
-    monkeypatch.setattr(debug_ranks, "label_error", lambda *_: "")  # which reads labels on a CPU
+    monkeypatch.setattr(groups, "check_labels", lambda *_: None)  # which reads labels on a CPU
     with FakeTensorMode(), in_groups():  # whose tensors have no values to read
         hidden, weight = (torch.randn(rows, D, requires_grad=True) for rows in (N, V))
         labels, mask = torch.zeros(N, dtype=torch.int64), torch.ones(N)
