@@ -305,19 +305,6 @@ class Uniform(NamedTuple):
         return cls(coef_N, weighted_sums(coef_N, x.hidden).sum((0, 1)), columns_D)
 
 
-class _Part(NamedTuple):
-    """Columns [first, stop) of the logits' gradient, for one group of tokens."""
-
-    first: int
-    stop: int
-    dlogits_RV: torch.Tensor  # The gradient of these logits
-    scale_R: torch.Tensor | None  # A factor on each row, or None
-    sets_hidden: bool  # Set d_hidden of these tokens instead of adding to it
-    add: bool  # Add to d_weight of these columns instead of setting it
-    num_final: int  # After this part d_hidden of the first ``num_final`` tokens is final; 0: of no token
-    uniform: Uniform | None = None  # Label smoothing's part, added to the products
-
-
 def gradients(
     x: Operands, softmax: Softmax, upstream: Upstream, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
@@ -389,8 +376,10 @@ def gradients_by(
                 if coef_4N is not None:
                     _write_label_cells(saved, x, rows, softmax, coef_4N, scale_R)
                     uniform = Uniform.of(x, coef_4N, num_saved) if spec.want.uniform else None
-                part = _Part(0, num_saved, saved.exp_NV, scale_R, not chunks, add, num_final, uniform)
-                _add_part(out, part, x, rows, tiles)
+                add_chunks(
+                    out, x, rows, [(0, num_saved)], saved.exp_NV, None, tiles, add=add, num_final=num_final,
+                    sets_hidden=not chunks, scale_R=scale_R, uniform=uniform,
+                )
     return returned
 
 
@@ -416,49 +405,49 @@ def _fill_chunk(
 
 def add_chunks(
     out: Output, x: Operands, rows: Rows, chunks: list[tuple[int, int]], dlogits_RV: torch.Tensor,
-    fill: Callable[[int, torch.Tensor], None], tiles: Tiles, *, add: bool, num_final: int, sets_hidden: bool = True,
+    fill: Callable[[int, torch.Tensor], None] | None, tiles: Tiles, *, add: bool, num_final: int, sets_hidden: bool = True,
+    scale_R: torch.Tensor | None = None, uniform: Uniform | None = None,
 ) -> None:
-    """For each chunk [first, stop) of columns, have ``fill`` write the logits' gradient to dlogits_RV, and add its products.
+    """Add the products of the logits' gradient, for each chunk [first, stop) of columns, at the tokens of a group.
 
-    d_weight is set unless ``add``. The first chunk sets d_hidden if ``sets_hidden``. ``num_final`` as in ``_Part``.
+    Args:
+        fill: Writes a chunk's gradient to dlogits_RV; None: it is there.
+        add: Add to d_weight instead of setting it.
+        num_final: d_hidden of the first ``num_final`` tokens is final after the last chunk; 0: of no token.
+        sets_hidden: The first chunk sets d_hidden instead of adding to it.
+        scale_R: A factor on each row of dlogits_RV. The rows of ``rows.hidden`` have it already.
+        uniform: Label smoothing's part, added to the products.
     """
-    grads_RV = first_rows(dlogits_RV, rows.index.shape[0])
-    for first, stop in thinned(chunks):
-        fill(first, grads_RV)
-        final = num_final if stop == chunks[-1][1] else 0
-        is_first = sets_hidden and first == chunks[0][0]
-        _add_part(out, _Part(first, stop, grads_RV, None, is_first, add, final), x, rows, tiles)
+    grads, grads_RV = out.grads, first_rows(dlogits_RV, rows.index.shape[0])
 
-
-def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
-    """Add a part's products to the gradients."""
-    columns, uniform, grads = slice(part.first, part.stop), part.uniform, out.grads
-    if not out.weight_first:
-        _add_hidden_part(out, part, x, rows, tiles)
-    if out.weight is not None:
-        add_d_weight(
-            some_rows(out.weight, part.first, part.stop), part.dlogits_RV, rows, out.gain, tiles.grad_weight, add=part.add,
-            low_VD=None if grads.weight_low is None else grads.weight_low[columns],
-            more_D=None if uniform is None else uniform.d_weight_D, often_empty=grads.often_empty,
+    def add_hidden(first: int, stop: int) -> None:
+        if out.hidden is None:
+            return
+        add_d_hidden(
+            out.hidden, grads_RV, some_rows(x.weight, first, stop), rows, scale_R, out.gain, tiles.grad_hidden,
+            first=sets_hidden and first == chunks[0][0], often_empty=grads.often_empty,
+            outer=None if uniform is None else (uniform.coef_N, uniform.columns_D),
         )
-    if out.bias is not None:
-        add_d_bias(out.bias[columns], part.dlogits_RV, rows, part.scale_R, out.gain)
-        if uniform is not None:
-            out.bias[columns].add_(uniform.coef_N.sum())
-    if out.weight_first:
-        _add_hidden_part(out, part, x, rows, tiles)
+        if grads.hidden_ready is not None and num_final and stop == chunks[-1][1]:
+            grads.hidden_ready(out.hidden.high_ND[:num_final])
 
-
-def _add_hidden_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
-    if out.hidden is None:
-        return
-    add_d_hidden(
-        out.hidden, part.dlogits_RV, some_rows(x.weight, part.first, part.stop), rows, part.scale_R, out.gain,
-        tiles.grad_hidden, first=part.sets_hidden, often_empty=out.grads.often_empty,
-        outer=None if part.uniform is None else (part.uniform.coef_N, part.uniform.columns_D),
-    )
-    if out.grads.hidden_ready is not None and part.num_final:
-        out.grads.hidden_ready(out.hidden.high_ND[: part.num_final])
+    for first, stop in thinned(chunks):
+        if fill is not None:
+            fill(first, grads_RV)
+        if not out.weight_first:
+            add_hidden(first, stop)
+        if out.weight is not None:
+            add_d_weight(
+                some_rows(out.weight, first, stop), grads_RV, rows, out.gain, tiles.grad_weight, add=add,
+                low_VD=None if grads.weight_low is None else grads.weight_low[first:stop],
+                more_D=None if uniform is None else uniform.d_weight_D, often_empty=grads.often_empty,
+            )
+        if out.bias is not None:
+            add_d_bias(out.bias[first:stop], grads_RV, rows, scale_R, out.gain)
+            if uniform is not None:
+                out.bias[first:stop].add_(uniform.coef_N.sum())
+        if out.weight_first:
+            add_hidden(first, stop)
 
 
 def new_gradients(x: Operands, grads: Grads) -> Gradients:
