@@ -277,13 +277,15 @@ def _recompute_exponentials(x: Operands, saved: SavedExp, tiles: Tiles, spec: Sp
 
 
 class Output(NamedTuple):
-    """The gradients of all tokens and columns, to which the products of chunks are added."""
+    """Operands, and the gradients of all tokens and columns, to which the products of chunks are added."""
 
+    x: Operands
     hidden: Sum | None  # d_hidden and its remainder, or None
     weight: torch.Tensor | None  # d_weight, or the buffer that it is added to, or None
     bias: torch.Tensor | None  # d_bias, or None
     gain: torch.Tensor | None  # A factor on all gradients, or None
     grads: Grads
+    tiles: Tiles
     weight_first: bool = False  # d_hidden's storage holds the hidden states for d_weight's product, so d_weight comes first
 
 
@@ -357,7 +359,7 @@ def gradients_by(
         dlogits_RV = torch.empty(at_once, cols, **like_hidden) if chunks else saved.exp_NV
         low_RD = remainder(x.hidden, at_once) if num_parts > 1 and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
-        out = Output(total, d_weight, d_bias, gain, grads, weight_first)
+        out = Output(x, total, d_weight, d_bias, gain, grads, tiles, weight_first)
 
         # Saved exponentials hold all tokens in compact order, so no tokens are final before the others.
         ready_rows = None if num_saved else grads.ready_rows
@@ -369,7 +371,7 @@ def gradients_by(
                 gather_rows(x.hidden, rows)
                 fill = partial(_fill_chunk, x, rows, softmax, coef_4N, tiles, grads.often_empty)
                 final = 0 if num_saved else num_final
-                add_chunks(out, x, rows, chunks, dlogits_RV, fill, tiles, add=add, num_final=final)
+                add_chunks(out, rows, chunks, dlogits_RV, fill, add=add, num_final=final)
             if num_saved:
                 scale_R = scaled_rows(saved, x, rows, softmax, upstream, spec.vocab_size, gather=d_weight is not None)
                 uniform = None
@@ -377,8 +379,8 @@ def gradients_by(
                     _write_label_cells(saved, x, rows, softmax, coef_4N, scale_R)
                     uniform = Uniform.of(x, coef_4N, num_saved) if spec.want.uniform else None
                 add_chunks(
-                    out, x, rows, [(0, num_saved)], saved.exp_NV, None, tiles, add=add, num_final=num_final,
-                    sets_hidden=not chunks, scale_R=scale_R, uniform=uniform,
+                    out, rows, [(0, num_saved)], saved.exp_NV, None, add=add, num_final=num_final, sets_hidden=not chunks,
+                    scale_R=scale_R, uniform=uniform,
                 )
     return returned
 
@@ -404,8 +406,8 @@ def _fill_chunk(
 
 
 def add_chunks(
-    out: Output, x: Operands, rows: Rows, chunks: list[tuple[int, int]], dlogits_RV: torch.Tensor,
-    fill: Callable[[int, torch.Tensor], None] | None, tiles: Tiles, *, add: bool, num_final: int, sets_hidden: bool = True,
+    out: Output, rows: Rows, chunks: list[tuple[int, int]], dlogits_RV: torch.Tensor,
+    fill: Callable[[int, torch.Tensor], None] | None, *, add: bool, num_final: int, sets_hidden: bool = True,
     scale_R: torch.Tensor | None = None, uniform: Uniform | None = None,
 ) -> None:
     """Add the products of the logits' gradient, for each chunk [first, stop) of columns, at the tokens of a group.
@@ -424,7 +426,7 @@ def add_chunks(
         if out.hidden is None:
             return
         add_d_hidden(
-            out.hidden, grads_RV, some_rows(x.weight, first, stop), rows, scale_R, out.gain, tiles.grad_hidden,
+            out.hidden, grads_RV, some_rows(out.x.weight, first, stop), rows, scale_R, out.gain, out.tiles.grad_hidden,
             first=sets_hidden and first == chunks[0][0], often_empty=grads.often_empty,
             outer=None if uniform is None else (uniform.coef_N, uniform.columns_D),
         )
@@ -438,7 +440,7 @@ def add_chunks(
             add_hidden(first, stop)
         if out.weight is not None:
             add_d_weight(
-                some_rows(out.weight, first, stop), grads_RV, rows, out.gain, tiles.grad_weight, add=add,
+                some_rows(out.weight, first, stop), grads_RV, rows, out.gain, out.tiles.grad_weight, add=add,
                 low_VD=None if grads.weight_low is None else grads.weight_low[first:stop],
                 more_D=None if uniform is None else uniform.d_weight_D, often_empty=grads.often_empty,
             )

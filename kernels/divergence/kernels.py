@@ -377,14 +377,12 @@ def gradients(
         several = len(chunks) + (last_saved > 0) > 1
         low_RD = remainder(student.hidden, work.at_once) if several and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
-        out = Output(total, d_weight, d_bias, gain, grads)
+        out = Output(student, total, d_weight, d_bias, gain, grads, work.tiles)
         ready_rows = None if last_saved else grads.ready_rows
         groups = finished_groups(student.ids, compact(student.ids), work.at_once, ready_rows)
         for group, (*order, num_final) in enumerate(groups):
             both = _gather(x, order, work)
-            add = partial(
-                add_chunks, out, student, both[0], tiles=work.tiles, add=grads.weight_out is not None or group > 0
-            )
+            add = partial(add_chunks, out, both[0], add=grads.weight_out is not None or group > 0)
             if last_saved:
                 # Compute the student's logits again if an earlier backward has overwritten them. Otherwise num_labelled is 0.
                 again = both[0]._replace(num_labelled=both[0].num_labelled * saved.overwritten)
