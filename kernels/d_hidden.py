@@ -41,32 +41,30 @@ def add_d_hidden(
     tile: Tile,
     *,
     first: bool,
-    zeros: bool = False,
     often_empty: bool = False,
     outer: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Add gain * scale_R * (dlogits_RV @ weight_VD) at the tokens of the group; ``first`` sets it instead.
 
-    ``zeros``: with ``first``, d_hidden of the group's tokens without a label is set to 0. ``outer``: [N] and [D] fp32; their
-    outer product is added. ``often_empty``: calls often have no labelled token, so only as many programs are launched as run
-    at a time.
+    ``outer``: [N] and [D] fp32; their outer product is added. ``often_empty``: calls often have no labelled token, so only as
+    many programs are launched as run at a time. Otherwise ``first`` also sets d_hidden of tokens without a label, to 0.
     """
-    device, tma = weight_VD.device, has_tma(dlogits_RV, weight_VD)
-    write, has_low = int(first), total.low_RD is not None
-    if not has_low and total.high_ND.itemsize == 2:
+    device, tma, write = weight_VD.device, has_tma(dlogits_RV, weight_VD), int(first)
+    if total.low_RD is None and total.high_ND.itemsize == 2:
         # One chunk needs no remainder, but uses the kernel for several chunks, so that fewer kernels are compiled.
         assert first
-        write, has_low, total = 2, True, total._replace(low_RD=_nothing(device))
-    sizes = (dlogits_RV.shape[0], *weight_VD.shape, dlogits_RV.stride(0), write, dlogits_RV.shape[0] if first and zeros else 0)
-    has = (scale_R is not None, gain is not None, has_low, total.by_token)
-    launches = _launches(sizes, has, tile, num_programs(device), often_empty, tma, precision(dlogits_RV.dtype))
-    tile, parts_PRC = launches.tile, torch.empty(launches.parts, dtype=torch.float32, device=device)
-    target = (rows.index, rows.num_labelled, scale_R, gain, *(outer or (None, None)), total.high_ND, total.low_RD, parts_PRC)
-    launches.products(
-        operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma), *target
+        write, total = 2, total._replace(low_RD=_nothing(device))
+    num_rows = dlogits_RV.shape[0]
+    sizes = (num_rows, *weight_VD.shape, dlogits_RV.stride(0), write, num_rows if first and not often_empty else 0)
+    dot_precision = precision(dlogits_RV.dtype)
+    tile, parts, products, add_parts = _launches(
+        sizes, tile, num_programs(device), total.by_token, often_empty, tma, dot_precision
     )
-    if launches.add_parts is not None:
-        launches.add_parts(*target)
+    parts_PRC = torch.empty(parts, dtype=torch.float32, device=device)
+    target = (rows.index, rows.num_labelled, scale_R, gain, *(outer or (None, None)), total.high_ND, total.low_RD, parts_PRC)
+    products(operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma), *target)
+    if add_parts is not None:
+        add_parts(*target)
 
 
 @lru_cache(maxsize=16)
@@ -74,33 +72,26 @@ def _nothing(device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.bfloat16, device=device)
 
 
-class _Launches(NamedTuple):
-    tile: Tile
-    parts: tuple[int, int, int]  # shape of the parts of tiles that are cut
-    products: Launch
-    add_parts: Launch | None  # None: no tile is cut
-
-
 @lru_cache(maxsize=MOST_KINDS)
 def _launches(
-    sizes: tuple[int, ...], has: tuple[bool, ...], tile: Tile, at_once: int, often_empty: bool, tma: bool, dot_precision: str
-) -> _Launches:
+    sizes: tuple[int, ...], tile: Tile, at_once: int, by_token: bool, often_empty: bool, tma: bool, dot_precision: str
+) -> tuple[Tile, tuple[int, int, int], Launch, Launch | None]:
+    """Return the tile, the shape of the parts of cut tiles, and both kernels' launches, the second None if no tile is cut."""
     num_rows, num_cols, hidden_size, _, write, num_set = sizes
     tile = fitted(tile, hidden_size)
     num_tiles = cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols)
     num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), at_once)
     num_parts = (num_tiles - num_whole) * splits
     programs = num_whole + num_parts
-    options = dict(zip(("HAS_SCALE", "HAS_GAIN", "HAS_LOW", "BY_TOKEN"), has, strict=True))
-    blocks = {"BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
+    options = {"BY_TOKEN": by_token, "BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
     products = _grad_hidden_kernel.prepared(
         (min(programs, at_once) if often_empty else programs,), *sizes, num_whole, splits, programs,
-        **options, OFTEN_EMPTY=often_empty, **blocks, BLOCK_V=tile.inner, TMA=tma, PRECISION=dot_precision,
-        num_warps=tile.warps, num_stages=tile.stages,
+        **options, OFTEN_EMPTY=often_empty, BLOCK_V=tile.inner, TMA=tma, PRECISION=dot_precision, num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     numbers = (hidden_size, write, num_set, num_whole, splits)
-    add_parts = _add_parts_kernel.prepared((num_tiles - num_whole, 4), *numbers, **options, **blocks) if num_parts else None
-    return _Launches(tile, (num_parts, tile.rows, tile.cols), products, add_parts)
+    add_parts = _add_parts_kernel.prepared((num_tiles - num_whole, 4), *numbers, **options) if num_parts else None
+    return tile, (num_parts, tile.rows, tile.cols), products, add_parts
 
 
 @kernel("dlogits", "weight", "scale_ptr", "of_column_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
@@ -109,12 +100,12 @@ def _grad_hidden_kernel(
     weight,  # in: [columns, D] descriptor or pointer
     index_ptr,  # in: [R] int32
     num_labelled_ptr,  # in: [1] int32
-    scale_ptr,  # in: [R] fp32
-    gain_ptr,  # in: [] fp32
+    scale_ptr,  # in: [R] fp32, or None
+    gain_ptr,  # in: [] fp32, or None
     of_token_ptr,  # in: [N] fp32, or None
     of_column_ptr,  # in: [D] fp32, or None
     d_hidden_ptr,  # in, out: [N, D]
-    low_ptr,  # in, out: [R, D] bf16
+    low_ptr,  # in, out: [R, D] bf16, or None
     parts_ptr,  # out: [parts, BLOCK_N, BLOCK_D] fp32
     num_rows,
     num_cols,
@@ -125,9 +116,6 @@ def _grad_hidden_kernel(
     num_whole,
     splits,
     num_pieces,  # whole tiles, and parts of the tiles that are cut
-    HAS_SCALE: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
-    HAS_LOW: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     OFTEN_EMPTY: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -143,21 +131,17 @@ def _grad_hidden_kernel(
     )
     if OFTEN_EMPTY:
         for piece in range(tl.program_id(0), tl.where(num_labelled > 0, num_pieces, 0), tl.num_programs(0)):
-            _write_piece(
-                piece, *given, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
-            )
+            _write_piece(piece, *given, BY_TOKEN, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION)
     else:
-        _write_piece(
-            tl.program_id(0), *given, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
-        )
+        _write_piece(tl.program_id(0), *given, BY_TOKEN, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION)
 
 
 @triton.jit
 def _write_piece(
     piece, dlogits, weight, index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
     parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_set, num_whole, splits,
-    HAS_SCALE: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_LOW: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BY_TOKEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Write a whole tile of d_hidden, or a part of the sum over columns for a tile that is cut."""
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
@@ -187,8 +171,7 @@ def _write_piece(
                 else:
                     _add(
                         some, row, col + number * (BLOCK_D // 4), index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr,
-                        of_column_ptr, d_hidden_ptr, low_ptr, hidden_size, first, num_set, HAS_SCALE, HAS_GAIN, HAS_LOW,
-                        BY_TOKEN, BLOCK_N, BLOCK_D // 4,
+                        of_column_ptr, d_hidden_ptr, low_ptr, hidden_size, first, num_set, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
                     )
 
 
@@ -208,9 +191,6 @@ def _add_parts_kernel(
     num_set,
     num_whole,
     splits,
-    HAS_SCALE: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
-    HAS_LOW: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -230,8 +210,7 @@ def _add_parts_kernel(
         some += tl.load(_part(parts_ptr, cut * splits + split, quarter, BLOCK_N, BLOCK_D))
     _add(
         some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr,
-        d_hidden_ptr, low_ptr, hidden_size, first, num_set, HAS_SCALE, HAS_GAIN, HAS_LOW, BY_TOKEN, BLOCK_N,
-        BLOCK_D // 4,
+        d_hidden_ptr, low_ptr, hidden_size, first, num_set, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
     )
 
 
@@ -259,9 +238,6 @@ def _add(
     hidden_size,
     first,
     num_set,
-    HAS_SCALE: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
-    HAS_LOW: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -271,25 +247,25 @@ def _add(
     offs_d = col + tl.arange(0, COLS)
     live = offs_n < num_labelled
     written = offs_n < tl.maximum(num_labelled, num_set)
-    if HAS_SCALE:
+    if scale_ptr is not None:
         some *= tl.load(scale_ptr + offs_n, mask=live, other=0)[:, None]
     token = tl.load(index_ptr + offs_n, mask=written, other=0)
     if of_token_ptr is not None:
         of_column = tl.load(of_column_ptr + offs_d, mask=offs_d < hidden_size, other=0)
         some += tl.load(of_token_ptr + token, mask=live, other=0)[:, None] * of_column[None, :]
-    if HAS_GAIN:
+    if gain_ptr is not None:
         some *= tl.load(gain_ptr)
     some = tl.where(live[:, None], some, 0.0)
     mask = written[:, None] & (offs_d < hidden_size)[None, :]
     high = d_hidden_ptr + token.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
     low_row = token if BY_TOKEN else offs_n
-    low = low_ptr + low_row.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if HAS_LOW else high
+    low = low_ptr + low_row.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if low_ptr is not None else high
     if first == 0:
         some += tl.load(high, mask=mask, other=0).to(tl.float32)
-        if HAS_LOW:
+        if low_ptr is not None:
             some += tl.load(low, mask=mask, other=0).to(tl.float32)
     rounded = some.to(d_hidden_ptr.dtype.element_ty)
-    if HAS_LOW:
+    if low_ptr is not None:
         tl.store(
             low, (some - rounded.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=tl.where(first != 2, mask, False)
         )

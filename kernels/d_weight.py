@@ -53,8 +53,7 @@ def add_d_weight(
     in_one_wave = tma and d_weight_VD.itemsize == 2 and (often_empty or (is_set and not beside_collectives()))
     at_once = num_programs(d_weight_VD.device) if in_one_wave else 0
     sizes = (rows.hidden.shape[0], *d_weight_VD.shape, dlogits_RV.stride(0))
-    options = (gain is not None, add, low_VD is not None, often_empty)
-    tile, launch = _launch(sizes, options, tile, at_once, tma, precision(rows.hidden.dtype))
+    tile, launch = _launch(sizes, add, often_empty, tile, at_once, tma, precision(rows.hidden.dtype))
     launch(
         # in
         operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows.hidden, tile.inner, tile.cols, tma), rows.num_labelled,
@@ -66,16 +65,15 @@ def add_d_weight(
 
 @lru_cache(maxsize=MOST_KINDS)
 def _launch(
-    sizes: tuple[int, ...], options: tuple[bool, ...], tile: Tile, at_once: int, tma: bool, dot_precision: str
+    sizes: tuple[int, ...], add: bool, often_empty: bool, tile: Tile, at_once: int, tma: bool, dot_precision: str
 ) -> tuple[Tile, Launch]:
     """Return the tile and the launch. ``at_once``: programs of a loop over tiles; 0: one program for each tile."""
     _, num_cols, hidden_size, _ = sizes
-    has_gain, add, has_low, often_empty = options
     tile = fitted(tile, hidden_size)
     num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
     return tile, _grad_weight_kernel.prepared(
         (min(num_tiles, at_once or num_tiles),), *sizes,
-        HAS_GAIN=has_gain, ADD=add, HAS_LOW=has_low, SKIP_EMPTY=often_empty, ONE_WAVE=at_once > 0,
+        ADD=add, SKIP_EMPTY=often_empty, ONE_WAVE=at_once > 0,
         BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_N=tile.inner, TMA=tma, PRECISION=dot_precision,
         num_warps=tile.warps, num_stages=tile.stages,
     )
@@ -86,17 +84,15 @@ def _grad_weight_kernel(
     dlogits,  # in: [R, columns] descriptor or pointer
     hidden,  # in: [R, D] descriptor or pointer
     num_labelled_ptr,  # in: [1] int32
-    gain_ptr,  # in: [] fp32
+    gain_ptr,  # in: [] fp32, or None
     more_ptr,  # in: [D] fp32, or None
-    d_weight,  # out: [columns, D] descriptor or pointer; a pointer with HAS_LOW, in and out with ADD
-    low_ptr,  # out, and in with ADD: [columns, D] int8
+    d_weight,  # out: [columns, D] descriptor or pointer; a pointer with low_ptr, in and out with ADD
+    low_ptr,  # out, and in with ADD: [columns, D] int8, or None
     num_rows,
     num_cols,
     hidden_size,
     dlogits_stride,
-    HAS_GAIN: tl.constexpr,
     ADD: tl.constexpr,
-    HAS_LOW: tl.constexpr,
     SKIP_EMPTY: tl.constexpr,
     ONE_WAVE: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -113,22 +109,22 @@ def _grad_weight_kernel(
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     if ONE_WAVE:
         num_tiles = tl.where(num_labelled > 0 or not SKIP_EMPTY, num_row_blocks * num_col_blocks, 0)
-        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=not (ADD or HAS_LOW)):
+        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=not (ADD or low_ptr is not None)):
             row_block, col_block = row_and_split(tile, num_row_blocks, num_col_blocks, GROUP)
             row, col = row_block * BLOCK_V, col_block * BLOCK_D
-            _write_tile(row, col, *given, HAS_GAIN, ADD, HAS_LOW, BLOCK_V, BLOCK_D, BLOCK_N, TMA, PRECISION)
+            _write_tile(row, col, *given, ADD, BLOCK_V, BLOCK_D, BLOCK_N, TMA, PRECISION)
     elif not SKIP_EMPTY or num_labelled > 0:
         tile = tl.program_id(0)
         row, col = tile // num_col_blocks * BLOCK_V, tile % num_col_blocks * BLOCK_D
-        _write_tile(row, col, *given, HAS_GAIN, ADD, HAS_LOW, BLOCK_V, BLOCK_D, BLOCK_N, TMA, PRECISION)
+        _write_tile(row, col, *given, ADD, BLOCK_V, BLOCK_D, BLOCK_N, TMA, PRECISION)
 
 
 @triton.jit
 def _write_tile(
     row, col, dlogits, hidden, num_labelled, gain_ptr, more_ptr, d_weight, low_ptr, num_rows, num_cols, hidden_size,
     dlogits_stride,
-    HAS_GAIN: tl.constexpr, ADD: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    ADD: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Write a tile of d_weight, or add to it."""
     acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
@@ -140,9 +136,9 @@ def _write_tile(
     if more_ptr is not None:
         offs_d = col + tl.arange(0, BLOCK_D)
         acc += tl.load(more_ptr + offs_d, mask=offs_d < hidden_size, other=0)[None, :]
-    if HAS_GAIN:
+    if gain_ptr is not None:
         acc *= tl.load(gain_ptr)
-    if ADD or HAS_LOW:
+    if ADD or low_ptr is not None:
         offs_v = row + tl.arange(0, BLOCK_V)
         # The tile is written a quarter at a time: the whole of it beside its addresses spills registers.
         for half in tl.static_range(2):
@@ -153,13 +149,13 @@ def _write_tile(
                 where = offs_v.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
                 if ADD:
                     before = tl.load(d_weight + where, mask=mask, other=0)
-                    if HAS_LOW:
+                    if low_ptr is not None:
                         part += joined(before, tl.load(low_ptr + where, mask=mask, other=0))
                     else:
                         part += before.to(tl.float32)
                 rounded = part.to(d_weight.dtype.element_ty)
                 tl.store(d_weight + where, rounded, mask=mask)
-                if HAS_LOW:
+                if low_ptr is not None:
                     tl.store(low_ptr + where, low_byte(part, rounded), mask=mask)
     else:
         store_tile(d_weight, row, col, acc, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
@@ -192,7 +188,7 @@ def add_d_bias(
         dlogits_RV, rows.num_labelled, scale_R, gain,
         d_bias_V,
         num_cols, dlogits_RV.stride(0),
-        HAS_SCALE=scale_R is not None, HAS_GAIN=gain is not None, BLOCK_V=128, BLOCK_N=32,
+        BLOCK_V=128, BLOCK_N=32,
     )
 
 
@@ -200,13 +196,11 @@ def add_d_bias(
 def _grad_bias_kernel(
     dlogits_ptr,  # in: [R, columns]
     num_labelled_ptr,  # in: [1] int32
-    scale_ptr,  # in: [R] fp32
-    gain_ptr,  # in: [] fp32
+    scale_ptr,  # in: [R] fp32, or None
+    gain_ptr,  # in: [] fp32, or None
     d_bias_ptr,  # in, out: [columns] fp32
     num_cols,
     dlogits_stride,
-    HAS_SCALE: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -220,11 +214,11 @@ def _grad_bias_kernel(
         live = offs_n < num_labelled
         where = dlogits_ptr + offs_n.to(tl.int64)[:, None] * dlogits_stride + offs_v[None, :]
         g = tl.load(where, mask=live[:, None] & in_v[None, :], other=0).to(tl.float32)
-        if HAS_SCALE:
+        if scale_ptr is not None:
             g *= tl.load(scale_ptr + offs_n, mask=live, other=0)[:, None]
         total += g
     bias = tl.sum(total, 0)
-    if HAS_GAIN:
+    if gain_ptr is not None:
         bias *= tl.load(gain_ptr)
     bias += tl.load(d_bias_ptr + offs_v, mask=in_v, other=0)
     tl.store(d_bias_ptr + offs_v, bias, mask=in_v)

@@ -31,7 +31,7 @@ from cce_dist.kernels import (
     Upstream,
     memory,
 )
-from cce_dist.kernels.outputs import NO_ID, largest, merge_largest
+from cce_dist.kernels.outputs import NO_ID, largest, merge_largest, normalised
 from cce_dist.kernels.precision import accumulator, product_on_cpu, widened
 
 FLOOR = torch.finfo(torch.float32).min  # replaces a maximum of -inf where -inf - -inf would be NaN
@@ -107,19 +107,17 @@ def blocks_of(x: Operands, spec: Spec, whole: bool = False) -> Iterator[tuple[sl
     def of_columns(cols: slice) -> Iterator[Block]:
         for start in range(0, x.num_tokens, num_rows):
             rows = slice(start, min(start + num_rows, x.num_tokens))
-            column_R1 = torch.where(x.ids[rows] >= 0, x.ids[rows] - x.start - cols.start, -1)[:, None]
-            width = cols.stop - cols.start
-            unlabelled_R1 = x.ids[rows, None] < 0
-            hidden_RD = x.hidden[rows].masked_fill(unlabelled_R1, 0.0)
-            columns_RI = ids_RI = None
-            if x.cells is not None:
-                ids = x.cells.ids_NI[rows]
-                columns_RI = torch.where(ids >= 0, ids - x.start - cols.start, -1)
-                columns_RI, ids_RI = columns_RI.clamp(0, width - 1), (columns_RI >= 0) & (columns_RI < width)
-            yield Block(
-                rows, cols, hidden_RD, x.weight[cols], x.head.of_columns(cols).of_tokens(rows),
-                column_R1.clamp(0, width - 1), (column_R1 >= 0) & (column_R1 < width), unlabelled_R1, columns_RI, ids_RI,
-            )
+            ids_R1 = x.ids[rows, None]
+            hidden_RD = x.hidden[rows].masked_fill(ids_R1 < 0, 0.0)
+            head = x.head.of_columns(cols).of_tokens(rows)
+            of_ids = () if x.cells is None else columns_of(x.cells.ids_NI[rows], cols)
+            yield Block(rows, cols, hidden_RD, x.weight[cols], head, *columns_of(ids_R1, cols), ids_R1 < 0, *of_ids)
+
+    def columns_of(ids: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
+        """Return the position of each id in the columns, any position if it is not among them, and whether it is."""
+        columns = torch.where(ids >= 0, ids - x.start - cols.start, -1)
+        width = cols.stop - cols.start
+        return columns.clamp(0, width - 1), (columns >= 0) & (columns < width)
 
     for start in range(0, x.num_valid, num_cols):
         cols = slice(start, min(start + num_cols, x.num_valid))
@@ -212,10 +210,6 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
     max_R.copy_(new_max)
 
 
-def _with_label(kept: Tensor, block: Block) -> Tensor:
-    return kept.scatter_(1, block.column_R1, kept.gather(1, block.column_R1) | block.label_R1)
-
-
 class _Sums(NamedTuple):
     """Sums of blocks of gradients, in fp32 (float64); d_weight in its own dtype. ``dropped``: sums of the dropped R and |R|."""
 
@@ -239,15 +233,8 @@ def gradients(
     coef_4N = coefficients(upstream, x.ids, spec.vocab_size)
     if saved:
         return _of_exponentials(x, softmax, coef_4N, saved, grads, spec)
-    gain = torch.ones((), dtype=accumulator(x.hidden.dtype), device=x.hidden.device)
-    if x.hidden.dtype == torch.float16 and x.num_tokens:
-        # fp16 cannot hold 1/N times a small probability, so coefficients are divided by the largest one until the end.
-        given = [coef_4N] if x.cells is None else [coef_4N, x.cells.grad_NI]
-        largest = torch.stack([g.abs().nan_to_num(0.0, 0.0, 0.0).amax() for g in given]).amax()
-        gain = torch.where(largest > 0, largest, gain)
-        coef_4N = coef_4N / gain
-        if x.cells is not None:
-            x = x._replace(cells=x.cells._replace(grad_NI=x.cells.grad_NI / gain))
+    x, coef_4N, divisor = normalised(x, coef_4N)
+    gain = 1.0 if divisor is None else divisor
     num_rows, own = x.weight.shape[0], grads.weight_out is None
     sums = _Sums(
         _zeros(*x.hidden.shape, like=x.hidden), torch.zeros_like(x.weight) if grads.weight_out is None else grads.weight_out,
@@ -321,11 +308,13 @@ def _block_gradients(
     block: Block, softmax: Softmax, coef_4N: Tensor, of_ids_RI: Tensor | None, spec: Spec, sums: _Sums
 ) -> tuple[Tensor, Tensor]:
     """Return a block's gradients with respect to ``hidden @ weight.T + bias``: all of them, and with dropped ones as 0."""
-    _, label_coef, uniform_coef, _ = coef_4N[:, block.rows, None].unbind()
-    grad, slope = _softmax_part(block, softmax, coef_4N, spec)
+    p_coef, label_coef, uniform_coef, _ = coef_4N[:, block.rows, None].unbind()
+    grad, slope = _softmax_part(block, softmax, coef_4N)
     dropped = None
     if spec.filter.eps > 0 and softmax.entropy is None:
-        kept = _with_label(_reaches(grad, coef_4N[:, block.rows, None], spec), block)
+        threshold = spec.filter.eps * torch.where(label_coef != 0, label_coef, p_coef).abs()
+        kept = ~(grad.abs() < threshold)  # NaN is kept
+        kept.scatter_(1, block.column_R1, kept.gather(1, block.column_R1) | block.label_R1)
         dropped = (grad * slope).masked_fill_(kept, 0.0)
         sums.dropped_N[block.rows] += dropped.sum(1)
         sums.dropped_V[block.cols] += dropped.abs().sum(0)
@@ -337,7 +326,7 @@ def _block_gradients(
     return whole, whole if dropped is None else whole - dropped
 
 
-def _softmax_part(block: Block, softmax: Softmax, coef_4N: Tensor, spec: Spec) -> tuple[Tensor, Tensor | float]:
+def _softmax_part(block: Block, softmax: Softmax, coef_4N: Tensor) -> tuple[Tensor, Tensor | float]:
     """Return the P and ENTROPY terms of a block's gradient with respect to the logits, and the logits' slope."""
     p_coef, _, _, entropy_coef = coef_4N[:, block.rows, None].unbind()
     z = block.logits()
@@ -350,13 +339,7 @@ def _softmax_part(block: Block, softmax: Softmax, coef_4N: Tensor, spec: Spec) -
     return p_coef * p - entropy_coef * surprise, slope
 
 
-def _reaches(grad: Tensor, coef_4R1: Tensor, spec: Spec) -> Tensor:
-    """Return where the P term of a gradient reaches the filter's threshold; NaN does."""
-    p_coef, label_coef, _, _ = coef_4R1
-    return ~(grad.abs() < spec.filter.eps * torch.where(label_coef != 0, label_coef, p_coef).abs())
-
-
-def _add_compensation(sums: _Sums, x: Operands, grads: Grads, spec: Spec, gain: Tensor) -> None:
+def _add_compensation(sums: _Sums, x: Operands, grads: Grads, spec: Spec, gain: Tensor | float) -> None:
     """Add the rank-1 matrix that replaces the dropped gradients.
 
     Padding rows of the weight are not read: they may hold infinity, and 0 * inf is NaN.

@@ -24,9 +24,8 @@ from cce_dist.kernels.blocks import (
 )
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
-from cce_dist.kernels.lse import choose_splits
 from cce_dist.kernels.tiles import Tiles, num_programs, precision
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.waves import cdiv, num_parts
 
 LOWEST = tl.constexpr(-1e4)  # nats: lower bound of log-probabilities; the probability is 0 at and below it
 
@@ -52,12 +51,11 @@ def dlogits_chunk(
     tile = tiles.dlogits
     num_rows, hidden_size = rows.hidden.shape
     num_tiles = cdiv(min(dlogits_RV.shape[1], x.num_valid - first_col), tile.cols)
-    splits = choose_splits(num_rows, num_tiles, tile, dlogits_RV.device)
-    tma = has_tma(rows.hidden, x.weight, dlogits_RV)
-    if one_wave:  # Programs take fixed shares of the parts, so make all parts equal: one tile each.
-        splits = num_tiles
+    at_once, tma = num_programs(dlogits_RV.device), has_tma(rows.hidden, x.weight, dlogits_RV)
+    # With ``one_wave`` programs take fixed shares of the parts, so make all parts equal: one tile each.
+    splits = num_tiles if one_wave else num_parts(num_rows, num_tiles, tile.rows, at_once)
     programs = cdiv(num_rows, tile.rows) * splits
-    _dlogits_kernel[(min(programs, num_programs(dlogits_RV.device)) if one_wave else programs,)](
+    _dlogits_kernel[(min(programs, at_once) if one_wave else programs,)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
         x.ids, rows.index, rows.num_labelled, softmax, coef_4N,
@@ -104,16 +102,16 @@ def _dlogits_kernel(
     num_labelled = tl.load(num_labelled_ptr)
     num_row_blocks = tl.cdiv(num_labelled, TILE.rows)
     pid = tl.program_id(0)
-    num_parts = num_row_blocks * num_splits
+    num_pieces = num_row_blocks * num_splits
     given = (
         hidden, weight, head, labels_ptr, index_ptr, softmax, coef_ptr, dlogits,
         num_labelled, num_rows, hidden_size, num_valid, start, num_tokens, dlogits_cols, first_col, num_tiles, num_splits,
     )
     if ONE_WAVE:
-        for part in range(pid, num_parts, tl.num_programs(0)):
+        for part in range(pid, num_pieces, tl.num_programs(0)):
             _write_part(part, num_row_blocks, *given, FAST, MASK_V, TILE, GROUP, TMA, PRECISION)
         return
-    if pid >= num_parts:
+    if pid >= num_pieces:
         return
     _write_part(pid, num_row_blocks, *given, FAST, MASK_V, TILE, GROUP, TMA, PRECISION)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, memory
+from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, memory
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden
@@ -47,7 +47,7 @@ from cce_dist.kernels.lse import (
     shape_of_partials,
 )
 from cce_dist.kernels.memory import Sizes
-from cce_dist.kernels.outputs import NO_ID, largest
+from cce_dist.kernels.outputs import NO_ID, largest, normalised
 from cce_dist.kernels.saved_exp import Leveling, SavedExp, label_cells, scaled_rows
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs, thinned
 from cce_dist.kernels.tokens import (
@@ -277,15 +277,15 @@ def _recompute_exponentials(x: Operands, saved: SavedExp, tiles: Tiles, spec: Sp
 
 
 class Output(NamedTuple):
-    """The gradients of all tokens and columns, to which the products of chunks are added."""
+    """Operands, and the gradients of all tokens and columns, to which the products of chunks are added."""
 
+    x: Operands
     hidden: Sum | None  # d_hidden and its remainder, or None
     weight: torch.Tensor | None  # d_weight, or the buffer that it is added to, or None
     bias: torch.Tensor | None  # d_bias, or None
     gain: torch.Tensor | None  # A factor on all gradients, or None
-    ready: Callable[[torch.Tensor], None] | None  # ``Grads.hidden_ready``
-    often_empty: bool  # See ``Grads``
-    weight_low: torch.Tensor | None = None  # ``Grads.weight_low``
+    grads: Grads
+    tiles: Tiles
     weight_first: bool = False  # d_hidden's storage holds the hidden states for d_weight's product, so d_weight comes first
 
 
@@ -307,19 +307,6 @@ class Uniform(NamedTuple):
         return cls(coef_N, weighted_sums(coef_N, x.hidden).sum((0, 1)), columns_D)
 
 
-class _Part(NamedTuple):
-    """Columns [first, stop) of the logits' gradient, for one group of tokens."""
-
-    first: int
-    stop: int
-    dlogits_RV: torch.Tensor  # The gradient of these logits
-    scale_R: torch.Tensor | None  # A factor on each row, or None
-    sets_hidden: bool  # Set d_hidden of these tokens instead of adding to it
-    add: bool  # Add to d_weight of these columns instead of setting it
-    num_final: int  # After this part d_hidden of the first ``num_final`` tokens is final; 0: of no token
-    uniform: Uniform | None = None  # Label smoothing's part, added to the products
-
-
 def gradients(
     x: Operands, softmax: Softmax, upstream: Upstream, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
@@ -334,14 +321,14 @@ def gradients_by(
     """Compute ``gradients`` by coefficients, or if these are None or exponentials are saved, by ``upstream``."""
     last = x.num_valid
     num_saved = min(saved.exp_NV.shape[1], last)
+    d_hidden, d_weight, d_bias = new_gradients(x, grads)
+    returned = d_hidden, None if grads.weight_out is not None else d_weight, d_bias
     if x.num_tokens == 0 or x.num_valid == 0:
-        d_hidden, d_weight, d_bias = new_gradients(x, grads)
         if d_hidden is not None and grads.hidden_ready is not None:
             grads.hidden_ready(d_hidden)
-        return d_hidden, None if grads.weight_out is not None else d_weight, d_bias
+        return returned
     # Only d_weight needs the scaled hidden states. They are kept in d_hidden's storage if d_hidden may be computed last.
     weight_first = 0 < num_saved == last and grads.want_hidden and grads.want_weight and grads.hidden_ready is None
-    d_hidden, d_weight, d_bias = new_gradients(x, grads, zeros=False)  # ``add_d_hidden`` sets rows without a label to 0
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
         gain = None
@@ -350,9 +337,7 @@ def gradients_by(
         if coef_4N is None and (num_saved < last or has_other_terms):
             coef_4N = coefficients(upstream, x.ids, spec.vocab_size)
         if coef_4N is not None:
-            coef_4N, gain = normalised(coef_4N, x.hidden.dtype, x.cells)
-        if x.cells is not None and gain is not None:
-            x = x._replace(cells=x.cells._replace(grad_NI=x.cells.grad_NI / gain))
+            x, coef_4N, gain = normalised(x, coef_4N)
         if saved.overwritten is not None:
             _recompute_exponentials(x, saved, tiles, spec)
             # Through .data, as kernels write: autograd would refuse a saved tensor whose version has changed.
@@ -374,9 +359,7 @@ def gradients_by(
         dlogits_RV = torch.empty(at_once, cols, **like_hidden) if chunks else saved.exp_NV
         low_RD = remainder(x.hidden, at_once) if num_parts > 1 and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
-        out = Output(
-            total, d_weight, d_bias, gain, grads.hidden_ready, grads.often_empty, grads.weight_low, weight_first
-        )
+        out = Output(x, total, d_weight, d_bias, gain, grads, tiles, weight_first)
 
         # Saved exponentials hold all tokens in compact order, so no tokens are final before the others.
         ready_rows = None if num_saved else grads.ready_rows
@@ -388,16 +371,18 @@ def gradients_by(
                 gather_rows(x.hidden, rows)
                 fill = partial(_fill_chunk, x, rows, softmax, coef_4N, tiles, grads.often_empty)
                 final = 0 if num_saved else num_final
-                add_chunks(out, x, rows, chunks, dlogits_RV, fill, tiles, add=add, num_final=final)
+                add_chunks(out, rows, chunks, dlogits_RV, fill, add=add, num_final=final)
             if num_saved:
                 scale_R = scaled_rows(saved, x, rows, softmax, upstream, spec.vocab_size, gather=d_weight is not None)
                 uniform = None
                 if coef_4N is not None:
                     _write_label_cells(saved, x, rows, softmax, coef_4N, scale_R)
                     uniform = Uniform.of(x, coef_4N, num_saved) if spec.want.uniform else None
-                part = _Part(0, num_saved, saved.exp_NV, scale_R, not chunks, add, num_final, uniform)
-                _add_part(out, part, x, rows, tiles)
-    return d_hidden, None if grads.weight_out is not None else d_weight, d_bias
+                add_chunks(
+                    out, rows, [(0, num_saved)], saved.exp_NV, None, add=add, num_final=num_final, sets_hidden=not chunks,
+                    scale_R=scale_R, uniform=uniform,
+                )
+    return returned
 
 
 def _write_label_cells(
@@ -421,67 +406,66 @@ def _fill_chunk(
 
 
 def add_chunks(
-    out: Output, x: Operands, rows: Rows, chunks: list[tuple[int, int]], dlogits_RV: torch.Tensor,
-    fill: Callable[[int, torch.Tensor], None], tiles: Tiles, *, add: bool, num_final: int, sets_hidden: bool = True,
+    out: Output, rows: Rows, chunks: list[tuple[int, int]], dlogits_RV: torch.Tensor,
+    fill: Callable[[int, torch.Tensor], None] | None, *, add: bool, num_final: int, sets_hidden: bool = True,
+    scale_R: torch.Tensor | None = None, uniform: Uniform | None = None,
 ) -> None:
-    """For each chunk [first, stop) of columns, have ``fill`` write the logits' gradient to dlogits_RV, and add its products.
+    """Add the products of the logits' gradient, for each chunk [first, stop) of columns, at the tokens of a group.
 
-    d_weight is set unless ``add``. The first chunk sets d_hidden if ``sets_hidden``. ``num_final`` as in ``_Part``.
+    Args:
+        fill: Writes a chunk's gradient to dlogits_RV; None: it is there.
+        add: Add to d_weight instead of setting it.
+        num_final: d_hidden of the first ``num_final`` tokens is final after the last chunk; 0: of no token.
+        sets_hidden: The first chunk sets d_hidden instead of adding to it.
+        scale_R: A factor on each row of dlogits_RV. The rows of ``rows.hidden`` have it already.
+        uniform: Label smoothing's part, added to the products.
     """
-    grads_RV = first_rows(dlogits_RV, rows.index.shape[0])
-    for first, stop in thinned(chunks):
-        fill(first, grads_RV)
-        final = num_final if stop == chunks[-1][1] else 0
-        is_first = sets_hidden and first == chunks[0][0]
-        _add_part(out, _Part(first, stop, grads_RV, None, is_first, add, final), x, rows, tiles)
+    grads, grads_RV = out.grads, first_rows(dlogits_RV, rows.index.shape[0])
 
-
-def _add_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
-    """Add a part's products to the gradients."""
-    columns, uniform = slice(part.first, part.stop), part.uniform
-    if not out.weight_first:
-        _add_hidden_part(out, part, x, rows, tiles)
-    if out.weight is not None:
-        add_d_weight(
-            some_rows(out.weight, part.first, part.stop), part.dlogits_RV, rows, out.gain, tiles.grad_weight, add=part.add,
-            low_VD=None if out.weight_low is None else out.weight_low[columns],
-            more_D=None if uniform is None else uniform.d_weight_D, often_empty=out.often_empty,
+    def add_hidden(first: int, stop: int) -> None:
+        if out.hidden is None:
+            return
+        add_d_hidden(
+            out.hidden, grads_RV, some_rows(out.x.weight, first, stop), rows, scale_R, out.gain, out.tiles.grad_hidden,
+            first=sets_hidden and first == chunks[0][0], often_empty=grads.often_empty,
+            outer=None if uniform is None else (uniform.coef_N, uniform.columns_D),
         )
-    if out.bias is not None:
-        add_d_bias(out.bias[columns], part.dlogits_RV, rows, part.scale_R, out.gain)
-        if uniform is not None:
-            out.bias[columns].add_(uniform.coef_N.sum())
-    if out.weight_first:
-        _add_hidden_part(out, part, x, rows, tiles)
+        if grads.hidden_ready is not None and num_final and stop == chunks[-1][1]:
+            grads.hidden_ready(out.hidden.high_ND[:num_final])
+
+    for first, stop in thinned(chunks):
+        if fill is not None:
+            fill(first, grads_RV)
+        if not out.weight_first:
+            add_hidden(first, stop)
+        if out.weight is not None:
+            add_d_weight(
+                some_rows(out.weight, first, stop), grads_RV, rows, out.gain, out.tiles.grad_weight, add=add,
+                low_VD=None if grads.weight_low is None else grads.weight_low[first:stop],
+                more_D=None if uniform is None else uniform.d_weight_D, often_empty=grads.often_empty,
+            )
+        if out.bias is not None:
+            add_d_bias(out.bias[first:stop], grads_RV, rows, scale_R, out.gain)
+            if uniform is not None:
+                out.bias[first:stop].add_(uniform.coef_N.sum())
+        if out.weight_first:
+            add_hidden(first, stop)
 
 
-def _add_hidden_part(out: Output, part: _Part, x: Operands, rows: Rows, tiles: Tiles) -> None:
-    if out.hidden is None:
-        return
-    add_d_hidden(
-        out.hidden, part.dlogits_RV, some_rows(x.weight, part.first, part.stop), rows, part.scale_R, out.gain,
-        tiles.grad_hidden, first=part.sets_hidden, zeros=not out.often_empty, often_empty=out.often_empty,
-        outer=None if part.uniform is None else (part.uniform.coef_N, part.uniform.columns_D),
-    )
-    if out.ready is not None and part.num_final:
-        out.ready(out.hidden.high_ND[: part.num_final])
-
-
-def new_gradients(x: Operands, grads: Grads, zeros: bool = True) -> Gradients:
-    """Allocate the wanted gradients. Zero d_bias, d_hidden if ``zeros``, and the rows of d_weight that no kernel writes."""
-    d_hidden = None
+def new_gradients(x: Operands, grads: Grads) -> Gradients:
+    """Allocate the wanted gradients. Zero d_bias and what no kernel writes: padding rows, or all if there is nothing to add."""
+    d_hidden, num_written = None, x.num_valid if x.num_tokens else 0
     if grads.want_hidden:
         d_hidden = _new_like(x.hidden) if grads.hidden_out is None else grads.hidden_out
-        if zeros:
+        if not num_written:  # ``add_d_hidden`` sets rows without a label to 0
             d_hidden.zero_()
     num_rows = x.weight.shape[0]
     d_bias = torch.zeros(num_rows, dtype=torch.float32, device=x.weight.device) if grads.want_bias else None
     if not grads.want_weight or grads.weight_out is not None:
         return d_hidden, grads.weight_out if grads.want_weight else None, d_bias
     d_weight = _new_like(x.weight)
-    num_written = x.num_valid if x.num_tokens else 0
     if num_written < num_rows:
-        d_weight[num_written:].zero_()  # padding
+        d_weight[num_written:].zero_()
     return d_hidden, d_weight, d_bias
 
 
@@ -494,22 +478,6 @@ def remainder(hidden_ND: torch.Tensor, num_rows: int) -> torch.Tensor | None:
     if hidden_ND.itemsize != 2:
         return None
     return torch.empty(num_rows, hidden_ND.shape[1], dtype=torch.bfloat16, device=hidden_ND.device)
-
-
-def normalised(
-    coef_4N: torch.Tensor, dtype: torch.dtype, cells: Cells | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Divide fp16 coefficients by their largest finite magnitude, so that gradients of a mean do not underflow.
-
-    Returns:
-        The coefficients, and the divisor (None in other dtypes).
-    """
-    if dtype != torch.float16:
-        return coef_4N, None
-    given = [coef_4N.abs()] if cells is None or cells.grad_NI is None else [coef_4N.abs(), cells.grad_NI.abs()]
-    gain = torch.stack([torch.where(size.isfinite(), size, 0.0).amax() for size in given]).amax()
-    gain = torch.where(gain > 0, gain, 1.0)
-    return coef_4N / gain, gain
 
 
 def finished_groups(

@@ -149,9 +149,9 @@ def gradients(x: Operands, lists: KeptLists, grad_M: Tensor, grads: Grads, spec:
                 grads.hidden_ready(d_hidden)
         if grads.want_weight or grads.want_bias:
             add = grads.weight_out is not None
-            d_weight = grads.weight_out
-            if grads.want_weight and not add:
-                d_weight = torch.empty_like(x.weight)
+            if grads.want_weight:
+                d_weight = grads.weight_out if add else torch.empty_like(x.weight)
+            if d_weight is not None and not add:
                 d_weight[x.num_valid :] = 0.0
             d_bias = torch.zeros(x.weight.shape[0], dtype=torch.float32, device=x.hidden.device)
             if x.num_valid:
@@ -159,7 +159,7 @@ def gradients(x: Operands, lists: KeptLists, grad_M: Tensor, grads: Grads, spec:
                     x.hidden, lists.first_V1, lists.order_M, lists.token_M, grad_M,
                     d_weight, d_bias,
                     *sizes,
-                    WANT_WEIGHT=grads.want_weight, ADD=add, **tiles,
+                    ADD=add, **tiles,
                 )
     return d_hidden, d_weight if grads.weight_out is None else None, d_bias
 
@@ -204,10 +204,9 @@ def _column_rows_kernel(
     order_ptr,  # in: [M] int64
     token_ptr,  # in: [M] int32
     grad_ptr,  # in: [M] fp32
-    d_weight_ptr,  # out: [V, D], added to with ADD; None without WANT_WEIGHT
+    d_weight_ptr,  # out: [V, D], added to with ADD; or None
     d_bias_ptr,  # out: [V] fp32
     hidden_size,
-    WANT_WEIGHT: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -224,12 +223,12 @@ def _column_rows_kernel(
         entry = tl.load(order_ptr + offs_k, mask=offs_k < end, other=0)
         grad = tl.load(grad_ptr + entry, mask=offs_k < end, other=0)
         total += grad
-        if WANT_WEIGHT:
+        if d_weight_ptr is not None:
             token = tl.load(token_ptr + entry, mask=offs_k < end, other=0).to(tl.int64)
             where = hidden_ptr + token[:, None] * hidden_size + offs_d[None, :]
             rows = tl.load(where, mask=(offs_k < end)[:, None] & in_d[None, :], other=0).to(tl.float32)
             acc += tl.sum(grad[:, None] * rows, 0)
-    if WANT_WEIGHT:
+    if d_weight_ptr is not None:
         target = d_weight_ptr + column * hidden_size + offs_d
         if ADD:
             acc += tl.load(target, mask=in_d, other=0).to(tl.float32)

@@ -41,9 +41,9 @@ from cce_dist.kernels.blocks import (
 from cce_dist.kernels.direct import MOST_KINDS, Launch, Part
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
-from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, num_programs, precision
+from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, precision
 from cce_dist.kernels.tokens import first_rows
-from cce_dist.kernels.waves import cdiv, num_parts
+from cce_dist.kernels.waves import cdiv
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 
@@ -96,12 +96,8 @@ class Marks(NamedTuple):
     words_RW: torch.Tensor  # out: int32, bit k of word w is column 32 w + k; the words cover whole tiles
 
 
-def new_partials(parts: int, num_rows: int, want: Want, like: torch.Tensor) -> torch.Tensor:
-    """Allocate the partials of ``parts`` parts. -> [K, P, R] fp32."""
-    return torch.empty(shape_of_partials(parts, num_rows, want), dtype=torch.float32, device=like.device)
-
-
 def shape_of_partials(parts: int, num_rows: int, want: Want) -> tuple[int, int, int]:
+    """Return [K, P, R], the shape of the partials of ``parts`` parts, fp32."""
     return NUM_PLANES + (2 if want.sum_p_squared or want.best else 0), parts, num_rows
 
 
@@ -158,11 +154,6 @@ def _lse_launch(
         # tiles
         TILE=tile, GROUP=group, TMA=tma, PRECISION=dot_precision, num_warps=tile.warps, num_stages=tile.stages,
     )
-
-
-def choose_splits(num_rows: int, num_tiles: int, tile: Tile, device: torch.device) -> int:
-    """Return the number of parts that the vocabulary is cut into."""
-    return num_parts(num_rows, num_tiles, tile.rows, num_programs(device))
 
 
 def longest_first(num_tiles: int, num_parts: int) -> tuple[int, int]:
@@ -372,7 +363,7 @@ def _gather_targets_launch(num_rows: int, *sizes: int | None) -> Launch:
     num_ids = sizes[-1]
     return _gather_targets_kernel.prepared(
         (cdiv(num_rows, 4) * (num_ids or 1),), num_rows, *sizes,
-        SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_N=4, BLOCK_D=512,
+        MAX_SIDE=MAX_SIDE, BLOCK_N=4, BLOCK_D=512,
     )
 
 
@@ -381,11 +372,11 @@ def _gather_targets_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
     head,  # in: Head
-    labels_ptr,  # in: [N] int64; [N, I] with SEVERAL
+    labels_ptr,  # in: [N] int64; [N, I] with num_ids
     index_ptr,  # in: [R] int32
     num_labelled_ptr,  # in: [1] int32
     rows_ptr,  # out: [R, D]
-    out_ptr,  # out: rows from first_row on of [K, N] fp32, one or with SEVERAL I of them
+    out_ptr,  # out: rows from first_row on of [K, N] fp32, one, or with num_ids I of them
     copy_ptr,  # out: [N] fp32, or None
     num_rows,
     hidden_size,
@@ -393,15 +384,14 @@ def _gather_targets_kernel(
     first_row,
     start,
     num_valid,
-    num_ids,
-    SEVERAL: tl.constexpr,
+    num_ids,  # I, or None for one label per token
     MAX_SIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     block = tl.program_id(0)
     target_ptr = out_ptr + first_row.to(tl.int64) * num_tokens
-    if SEVERAL:
+    if num_ids is not None:
         # Neighbouring programs read the same hidden states, which stay in the cache.
         which = block % num_ids
         block = block // num_ids
@@ -412,7 +402,7 @@ def _gather_targets_kernel(
     kept = in_n & (offs_n < num_labelled)
     written = in_n & (offs_n < rows_with_zeros(num_labelled, MAX_SIDE))
     live = kept
-    if SEVERAL:
+    if num_ids is not None:
         written = tl.where(which == 0, written, False)
         label = tl.load(labels_ptr + token.to(tl.int64) * num_ids + which, mask=live, other=-1)
         live &= label >= 0

@@ -32,6 +32,7 @@ ROWS = 128  # chunks of tokens are cut at multiples of this
 # Fewest tokens of a group whose logits are read twice. H200, 8,192 tokens of Gemma-3-270m's head: groups of 128 took 2.5 of
 # forward KL's time, groups of 768 took 1.25; logits computed twice would take a third more.
 LEAST_PAIR_ROWS = 256
+TILE_COLS = 256  # columns of a tile whose exponentials are kept together
 REFERENCE_BYTES = 4  # bytes of one row's reference in one tile, alive while exponentials are computed
 SAVED_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together: row blocks that share the weight in L2
 # Bytes of a logit that is sorted, with its column and the buffers of torch.sort; most columns of a piece (``piece_columns``).
@@ -105,18 +106,18 @@ class Chunks(NamedTuple):
     cols: int
 
 
-def bytes_of_all(sizes: Sizes, tile_cols: int = 256) -> int:
+def bytes_of_all(sizes: Sizes) -> int:
     """Return the smallest budget that keeps the exponentials of all columns.
 
     It also holds hidden states and references of all tokens. If d_hidden is ``alone``, it holds only a group's in forward, and
     the parts of d_hidden's last wave in backward: backward's hidden states are in d_hidden's own storage.
     """
-    num_tiles = cdiv(sizes.num_columns, tile_cols)
+    num_tiles = cdiv(sizes.num_columns, TILE_COLS)
     row_bytes = _making_bytes(sizes, num_tiles)
     beside = sizes.num_tokens * row_bytes
     if sizes.alone:
         beside = min(beside, max(SAVED_ROWS * row_bytes, usual_waves(sizes.num_tokens, sizes.hidden_size)[1]))
-    return sizes.num_tokens * num_tiles * tile_cols * sizes.cell_bytes + beside
+    return sizes.num_tokens * num_tiles * TILE_COLS * sizes.cell_bytes + beside
 
 
 def _making_bytes(sizes: Sizes, num_tiles: int) -> int:
@@ -131,15 +132,15 @@ def default_workspace(sizes: Sizes, keeps: bool) -> int:
     return max(LEAST_DEFAULT, min(bytes_of_all(sizes._replace(alone=False)), MOST_DEFAULT))
 
 
-def saved_columns(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256) -> int:
-    """Return how many of the first columns keep their exponentials within the budget: a multiple of ``tile_cols``."""
+def saved_columns(sizes: Sizes, workspace_bytes: int) -> int:
+    """Return how many of the first columns keep their exponentials within the budget: whole tiles."""
     num_tokens = sizes.num_tokens
     if num_tokens == 0 or sizes.num_columns == 0:
         return 0
-    if bytes_of_all(sizes, tile_cols) <= workspace_bytes:
-        return cdiv(sizes.num_columns, tile_cols) * tile_cols
-    tiles = _part_kept(sizes, workspace_bytes, tile_cols)
-    return tiles * tile_cols if tiles >= LEAST_TILES else 0
+    if bytes_of_all(sizes) <= workspace_bytes:
+        return cdiv(sizes.num_columns, TILE_COLS) * TILE_COLS
+    tiles = _part_kept(sizes, workspace_bytes)
+    return tiles * TILE_COLS if tiles >= LEAST_TILES else 0
 
 
 class Groups(NamedTuple):
@@ -150,21 +151,21 @@ class Groups(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def groups_of(sizes: Sizes, workspace_bytes: int, tile_cols: int = 256, *, holds_weight: bool = False) -> Groups | None:
+def groups_of(sizes: Sizes, workspace_bytes: int, *, holds_weight: bool = False) -> Groups | None:
     """Return the groups of tokens if each group is to be finished before the next begins, else None.
 
     None: the exponentials of all tokens fit, groups would be too small to fill the device, or too many to add up in 16 bits.
     With ``holds_weight`` the budget also holds d_weight, which forward stores until backward adds it to a buffer.
     """
     num_tokens = sizes.num_tokens
-    if num_tokens == 0 or sizes.num_columns == 0 or bytes_of_all(sizes, tile_cols) <= workspace_bytes:
+    if num_tokens == 0 or sizes.num_columns == 0 or bytes_of_all(sizes) <= workspace_bytes:
         return None
     available = workspace_bytes - (sizes.num_columns * sizes.hidden_bytes if holds_weight else 0)
-    rows = _rows_of_groups(sizes, available, tile_cols, MOST_GROUPS)
+    rows = _rows_of_groups(sizes, available, MOST_GROUPS)
     if sizes.itemsize != 2 or (rows is not None and cdiv(num_tokens, rows) <= MOST_ROUNDED):
         return None if rows is None else Groups(rows)
     if low_bytes(sizes) <= available // 3:  # otherwise groups would be so small that two passes are faster
-        exact = _rows_of_groups(sizes, available - low_bytes(sizes), tile_cols, num_tokens)
+        exact = _rows_of_groups(sizes, available - low_bytes(sizes), num_tokens)
         if exact is not None:
             return Groups(exact, low=True)
     return None if rows is None else Groups(rows)
@@ -175,14 +176,14 @@ def low_bytes(sizes: Sizes) -> int:
     return sizes.num_columns * sizes.hidden_size
 
 
-def _rows_of_groups(sizes: Sizes, available: int, tile_cols: int, most: int) -> int | None:
+def _rows_of_groups(sizes: Sizes, available: int, most: int) -> int | None:
     """Return the tokens of a group that fits in ``available`` bytes, for at most ``most`` groups; None if there is none."""
     num_tokens = sizes.num_tokens
     largest = min(num_tokens, available // (sizes.num_columns * sizes.cell_bytes))
     fit = [
         rows
         for rows in range(LEAST_GROUP, largest + 1, BLOCK_N)
-        if _bytes_of_group(sizes._replace(num_tokens=rows), tile_cols) <= available
+        if _bytes_of_group(sizes._replace(num_tokens=rows)) <= available
     ]
     if not fit or cdiv(num_tokens, fit[-1]) > most:
         return None
@@ -197,25 +198,25 @@ def _rows_of_groups(sizes: Sizes, available: int, tile_cols: int, most: int) -> 
     return fullest if waves(fullest) < FULLER * waves(even) else even
 
 
-def _bytes_of_group(sizes: Sizes, tile_cols: int) -> int:
+def _bytes_of_group(sizes: Sizes) -> int:
     """Return the bytes of a group: exponentials, and the larger of forward's and backward's other buffers."""
-    num_tiles = cdiv(sizes.num_columns, tile_cols)
+    num_tiles = cdiv(sizes.num_columns, TILE_COLS)
     made = min(sizes.num_tokens, SAVED_ROWS) * _making_bytes(sizes, num_tiles)
     parts = usual_waves(sizes.num_tokens, sizes.hidden_size)[1]
-    return sizes.num_tokens * num_tiles * tile_cols * sizes.cell_bytes + max(made, parts)
+    return sizes.num_tokens * num_tiles * TILE_COLS * sizes.cell_bytes + max(made, parts)
 
 
-def _part_kept(sizes: Sizes, workspace_bytes: int, tile_cols: int) -> int:
+def _part_kept(sizes: Sizes, workspace_bytes: int) -> int:
     """Return how many tiles keep their exponentials if the other columns are recomputed in chunks; negative if none fit."""
     # A chunk of ``width`` recomputed columns costs CHUNK_COST, so it is widened until the memory of the next column saves more
     # time as a saved column. Beside the chunk the budget holds hidden states and remainder of all tokens.
     width = math.isqrt(CHUNK_COST * sizes.num_columns)
     recompute = sizes.num_tokens * (2 * sizes.hidden_bytes + width * sizes.cell_bytes)
-    tile_bytes = tile_cols * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads  # per token, with references
+    tile_bytes = TILE_COLS * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads  # per token, with references
     return (workspace_bytes - recompute) // (sizes.num_tokens * tile_bytes)
 
 
-def forward_rows(sizes: Sizes, workspace_bytes: int, saved: int, tile_cols: int = 256) -> int:
+def forward_rows(sizes: Sizes, workspace_bytes: int, saved: int) -> int:
     """Return how many tokens the exact forward processes at a time; ``saved`` columns keep their exponentials.
 
     With saved exponentials these are all tokens, or groups of equal size if the other buffers only fit for a group.
@@ -223,7 +224,7 @@ def forward_rows(sizes: Sizes, workspace_bytes: int, saved: int, tile_cols: int 
     if not saved:
         return max(ROWS, max(workspace_bytes, LEAST_BYTES) // sizes.hidden_bytes // ROWS * ROWS)
     num_tokens = sizes.num_tokens
-    fit = (workspace_bytes - num_tokens * saved * sizes.cell_bytes) // _making_bytes(sizes, saved // tile_cols)
+    fit = (workspace_bytes - num_tokens * saved * sizes.cell_bytes) // _making_bytes(sizes, saved // TILE_COLS)
     if fit >= num_tokens:
         return num_tokens
     groups = cdiv(num_tokens, max(SAVED_ROWS, fit // SAVED_ROWS * SAVED_ROWS))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Softmax, Spec, Want
+from cce_dist.kernels import IGNORED, OUTSIDE, Cells, Operands, Softmax, Spec, Want
 from cce_dist.kernels.memory import piece_columns
 
 NO_ID = torch.iinfo(torch.int32).max  # after the ids of all columns
@@ -132,6 +132,23 @@ def cell_gradients(d_nll_NI: Tensor | None, target_NI: Tensor, ids_NI: Tensor) -
     """Return the cells of backward, and the part of each log-sum-exp's gradient that comes from the token's ids, [N]."""
     grad_NI = torch.zeros_like(target_NI) if d_nll_NI is None else d_nll_NI.masked_fill(ids_NI < 0, 0.0)
     return distinct(ids_NI, target_NI, -grad_NI), grad_NI.sum(1)
+
+
+def normalised(x: Operands, coef: Tensor) -> tuple[Operands, Tensor, Tensor | None]:
+    """Divide fp16 coefficients and cells by their largest finite magnitude, so that gradients of a mean do not underflow.
+
+    Returns:
+        The operands, the coefficients [..., N], and the divisor (None in other dtypes).
+    """
+    if x.hidden.dtype != torch.float16 or not x.num_tokens:
+        return x, coef, None
+    cells: Any = x.cells
+    given = [coef] if cells is None else [coef, cells.grad_NI]
+    gain = torch.stack([g.abs().nan_to_num(0.0, 0.0, 0.0).amax() for g in given]).amax()
+    gain = torch.where(gain > 0, gain, 1.0)
+    if cells is not None:
+        x = x._replace(cells=cells._replace(grad_NI=cells.grad_NI / gain))
+    return x, coef / gain, gain
 
 
 # The largest logits, in falling order, and equal logits in ascending order of ids. torch.topk does not promise which of several

@@ -147,7 +147,7 @@ def _scaled_rows_launch(gather: bool, num_rows: int, hidden_size: int, *sizes: i
     col_blocks = cdiv(hidden_size, 256) if gather and num_ids is None else 1
     return _scaled_rows_kernel.prepared(
         (cdiv(num_rows, 16), col_blocks), num_rows, hidden_size, *sizes,
-        SEVERAL=num_ids is not None, MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
+        MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
     )
 
 
@@ -161,7 +161,7 @@ def _scaled_rows_kernel(
     hidden_ptr,  # in: [N, D]
     reference_ptr,  # in: [R] fp32
     target_ptr,  # in: [N] fp32
-    labels_ptr,  # in: [N] int64; [N, I] with SEVERAL
+    labels_ptr,  # in: [N] int64; [N, I] with num_ids
     head,  # in: Head
     index_ptr,  # in: [R] int32
     num_labelled_ptr,  # in: [1] int32
@@ -173,7 +173,7 @@ def _scaled_rows_kernel(
     d_entropy_ptr,
     d_mean_ptr,
     count_ptr,
-    grad_ptr,  # in: [N, I] fp32; with SEVERAL
+    grad_ptr,  # in: [N, I] fp32, or None
     rows_ptr,  # out: [R, D], or None
     exp_ptr,  # out, one cell a row: [R, B * BLOCK_V]
     scale_ptr,  # out: [R] fp32
@@ -183,14 +183,13 @@ def _scaled_rows_kernel(
     exp_cols,
     start,
     num_valid,
-    num_ids,
+    num_ids,  # I, or None for one label per token
     nll_stride,
     lse_stride,
     target_stride,
     uniform_stride,
     entropy_stride,
     vocab_size,
-    SEVERAL: tl.constexpr,
     MAX_SIDE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -213,7 +212,7 @@ def _scaled_rows_kernel(
     coef_p, coef_label, _, coef_entropy = coefficients_of(upstream, strides, vocab_size, token, live)
     coef_p *= factor
     coef_entropy *= factor
-    if SEVERAL:
+    if num_ids is not None:
         coef_label = tl.zeros((BLOCK_R,), tl.float32)
         for which in range(0, num_ids):
             of_id = token.to(tl.int64) * num_ids + which
@@ -250,7 +249,7 @@ def _scaled_rows_kernel(
             # _with_entropy_kernel takes logarithms to base 2.
             b = -coef_entropy * share * LOG_2
             tl.store(row_factor_ptr + num_rows.to(tl.int64) + offs_r, b, mask=live)
-        elif not SEVERAL:
+        elif num_ids is None:
             grad = coef_p * tl.exp((target - row_max) - log_sum) + coef_label
             if head.softcap is not None:
                 grad *= slope_of(target, head, after)

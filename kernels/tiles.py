@@ -60,7 +60,7 @@ _INTERPRETED = Tiles(*(Tile(16, 32, 16, 4, 1),) * 4, 2)  # small, so that small 
 
 
 class Planned(NamedTuple):
-    """An NVIDIA GPU for which the host code of a dry run chooses tiles."""
+    """A GPU for which host code chooses tiles, such as the one of a dry run."""
 
     major: int  # Major number of the compute capability
     num_programs: int  # Number of multiprocessors
@@ -128,7 +128,7 @@ def sample_tile(tile: Tile, num_rows: int, itemsize: int, device: torch.device) 
     It has one more stage if that fits (H200: 0.84 of the time).
     """
     tile = tile._replace(rows=num_rows, cols=max(16, min(tile.cols, tile.rows * tile.cols // num_rows)))
-    if interpreted() or major_of(device) not in (9, 10):
+    if interpreted() or _gpu(device).major not in (9, 10):
         return tile
     most = (200 << 10) // ((tile.rows + tile.cols) * tile.inner * itemsize)
     return tile._replace(stages=max(tile.stages, min(tile.stages + 1, most)))
@@ -141,10 +141,27 @@ def stages_of_rows(num_bytes: int) -> int:
 
 def num_programs(device: torch.device) -> int:
     """Return the number of programs that run at once if each fills a multiprocessor."""
-    planned = planned_device()
-    if planned is not None:
-        return planned.num_programs
-    return 4 if _in_interpreter() else _num_multiprocessors(device)
+    return _gpu(device).num_programs
+
+
+def has_descriptors(device: torch.device) -> bool:
+    """Return whether kernels can take tensor descriptors."""
+    return _gpu(device).major >= 9
+
+
+def _gpu(device: torch.device) -> Planned:
+    """Return the GPU of this thread's dry run, or else ``device``."""
+    return planned_device() or _own(device)
+
+
+@lru_cache(maxsize=16)
+def _own(device: torch.device) -> Planned:
+    """Return what is known of a device. The interpreter has descriptors; ROCm has none, so its major number is 0 here."""
+    if _in_interpreter():
+        return Planned(9, 4)
+    device = real_device(device)
+    major = 0 if torch.version.hip is not None else torch.cuda.get_device_capability(device)[0]
+    return Planned(major, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def beside_collectives() -> bool:
@@ -156,35 +173,9 @@ def beside_collectives() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-@lru_cache(maxsize=16)
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(real_device(device)).multi_processor_count
-
-
-def has_descriptors(device: torch.device) -> bool:
-    """Return whether kernels can take tensor descriptors."""
-    planned = planned_device()
-    if planned is not None:
-        return planned.major >= 9
-    return _in_interpreter() or _major_of(device) >= 9
-
-
-def major_of(device: torch.device) -> int:
-    """Return the major number of a GPU's compute capability; 0 on ROCm."""
-    planned = planned_device()
-    return _major_of(device) if planned is None else planned.major
-
-
-@lru_cache(maxsize=16)
-def _major_of(device: torch.device) -> int:
-    return 0 if torch.version.hip is not None else torch.cuda.get_device_capability(real_device(device))[0]
-
-
 def real_device(device: torch.device) -> torch.device:
-    """Return ``device``, or this process's own device for "meta": a dry run's tensors are on "meta"."""
-    if device.type != "meta":
-        return device
-    return torch.device("cpu") if interpreted() else torch.device("cuda", torch.cuda.current_device())
+    """Return ``device``, or this process's own GPU for "meta": a dry run's tensors are on "meta"."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "meta" else device
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -28,12 +28,6 @@ _IGNORED, _OUTSIDE = tl.constexpr(IGNORED), tl.constexpr(OUTSIDE)
 _BLOCK = 128  # tokens per program
 
 
-def _launch(kernel, num_tokens: int, first: torch.Tensor, *others, **options) -> None:
-    if num_tokens:
-        with on_device(first):
-            kernel[(cdiv(num_tokens, _BLOCK),)](first, *others, num_tokens, **options, BLOCK_N=_BLOCK)
-
-
 def label_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> torch.Tensor:
     return _of_labels(labels_N, torch.empty_like(labels_N), None, ignore_index, vocab_size)
 
@@ -179,8 +173,13 @@ def _gather_rows_kernel(
 
 def coefficients(upstream: Upstream, ids_N: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return coef_4N, the four coefficients of each token's logit gradients; 0 for tokens without a label."""
-    coef_4N = torch.empty(4, ids_N.shape[0], dtype=torch.float32, device=ids_N.device)
-    _launch(_coefficients_kernel, ids_N.shape[0], ids_N, *upstream, coef_4N, *strides_of(upstream), vocab_size)
+    num_tokens = ids_N.shape[0]
+    coef_4N = torch.empty(4, num_tokens, dtype=torch.float32, device=ids_N.device)
+    if num_tokens:
+        with on_device(ids_N):
+            _coefficients_kernel[(cdiv(num_tokens, _BLOCK),)](
+                ids_N, *upstream, coef_4N, *strides_of(upstream), vocab_size, num_tokens, BLOCK_N=_BLOCK
+            )
     return coef_4N
 
 

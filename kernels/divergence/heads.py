@@ -100,11 +100,6 @@ class Divergence(NamedTuple):
         """Both sums of a second pass over no columns. None: the kind takes one pass over the logits."""
         return {"jsd": 0.0, "tv": 0.0, "lk": -torch.inf}.get(self.kind)
 
-    @property
-    def leads(self) -> int:
-        """Index of the leading head's first row of statistics: 0 for the student, 2 for the teacher."""
-        return 0 if self.kind == "reverse" else 2
-
 
 class Pair(NamedTuple):
     """Statistics of the whole vocabulary, [N] fp32 each. Log-sum-exps are ``max + log_sum``; their sums would round."""
@@ -126,7 +121,7 @@ def merge(stats_T5N: Tensor, spec: Divergence) -> Tensor:
     weight_T2N = below_T2N.exp()
     sum_T2N = stats_T5N[:, 1:4:2]
     sum_2N = (weight_T2N * sum_T2N).sum(0)
-    lead = spec.leads // 2
+    lead = 0 if spec.kind == "reverse" else 1  # the leading head: 0 is the student
     between_TN = below_T2N[:, lead] - below_T2N[:, 1 - lead]
     moved_TN = weight_T2N[:, lead] * (stats_T5N[:, 4] + between_TN * sum_T2N[:, lead])
     # A shard that underflows or is empty adds 0, even if its moment is infinite.

@@ -25,17 +25,10 @@ from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.divergence import heads
 from cce_dist.kernels.divergence.heads import KINDS, Divergence, Heads, Merge, Pair, Sums, pair_of
 from cce_dist.kernels.divergence.pair_logits import PairLogits, fill_logits, new_pair_logits
-from cce_dist.kernels.exact import (
-    Output,
-    add_chunks,
-    finished_groups,
-    new_gradients,
-    normalised,
-    remainder,
-    token_groups,
-)
+from cce_dist.kernels.exact import Output, add_chunks, finished_groups, new_gradients, remainder, token_groups
 from cce_dist.kernels.fast_math import LOG2_E, LOG_2, fast_exp2, fast_log2, has_fast_math
 from cce_dist.kernels.head import slope_of, token_factors
+from cce_dist.kernels.outputs import normalised
 from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.kernels.waves import cdiv
@@ -377,21 +370,19 @@ def gradients(
             grads.hidden_ready(d_hidden)
         return returned
     with on_device(student.hidden):
-        coef_N, gain = normalised(coef_N, student.hidden.dtype)
+        _, coef_N, gain = normalised(student, coef_N)
         work, dtype = _work(x, spec, saved), student.hidden.dtype
         last_saved = min(saved.columns, student.num_valid)
         chunks = work.chunks(last_saved, student.num_valid)
         several = len(chunks) + (last_saved > 0) > 1
         low_RD = remainder(student.hidden, work.at_once) if several and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
-        out = Output(total, d_weight, d_bias, gain, grads.hidden_ready, False)
+        out = Output(student, total, d_weight, d_bias, gain, grads, work.tiles)
         ready_rows = None if last_saved else grads.ready_rows
         groups = finished_groups(student.ids, compact(student.ids), work.at_once, ready_rows)
         for group, (*order, num_final) in enumerate(groups):
             both = _gather(x, order, work)
-            add = partial(
-                add_chunks, out, student, both[0], tiles=work.tiles, add=grads.weight_out is not None or group > 0
-            )
+            add = partial(add_chunks, out, both[0], add=grads.weight_out is not None or group > 0)
             if last_saved:
                 # Compute the student's logits again if an earlier backward has overwritten them. Otherwise num_labelled is 0.
                 again = both[0]._replace(num_labelled=both[0].num_labelled * saved.overwritten)

@@ -38,6 +38,7 @@ from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Up
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.d_weight import add_d_weight
+from cce_dist.kernels.direct import allocate
 from cce_dist.kernels.filter.bound import bound_of_shard, sample_outside, sampled_sums
 from cce_dist.kernels.filter.covariance import along, linear_of
 from cce_dist.kernels.filter.d_hidden import Linear, Product, add_products
@@ -55,18 +56,17 @@ from cce_dist.kernels.filter.sampling import (
     tile_of_sample,
 )
 from cce_dist.kernels.filter.shares import dropped_columns, sample_tokens
-from cce_dist.kernels.losses import Results, merge_splits, merged_lse, of_statistics, token_losses
+from cce_dist.kernels.losses import Results, finish, merged_lse, of_statistics, token_losses
 from cce_dist.kernels.lse import (
     NOTHING_MORE,
     Marks,
     Span,
-    choose_splits,
     gathered_with_targets,
     lse_partials,
-    new_partials,
+    shape_of_partials,
 )
 from cce_dist.kernels.memory import SAMPLE
-from cce_dist.kernels.tiles import Tiles, choose_tiles
+from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
 from cce_dist.kernels.tokens import (
     coefficients,
     first_rows,
@@ -75,7 +75,7 @@ from cce_dist.kernels.tokens import (
     ordered_ids,
     weighted_sums,
 )
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.waves import cdiv, num_parts
 
 __all__ = [
     "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
@@ -212,12 +212,12 @@ def _log_sum_exp(
     """Run the log-sum-exp over all columns into stats_KN and sloped_N at the tokens of the group."""
     num_rows = rows.index.shape[0]
     num_tiles = cdiv(x.num_valid, tiles.lse.cols)
-    parts = choose_splits(num_rows, num_tiles, tiles.lse, stats_KN.device)
-    partials_KPR = new_partials(parts, num_rows, want, stats_KN)
+    parts = num_parts(num_rows, num_tiles, tiles.lse.rows, num_programs(stats_KN.device))
+    (partials_KPR,) = allocate(stats_KN.device, shape_of_partials(parts, num_rows, want))
     lse_partials(
         x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=want, marks=marks, want_sloped=sloped_N is not None
     )
-    merge_splits(partials_KPR, x, rows, stats_KN, want=want, sloped_N=sloped_N)
+    finish(x, rows, partials_KPR, want=want, stats_KN=stats_KN, sloped_N=sloped_N)
 
 
 def gradients(

@@ -660,7 +660,6 @@ def gpu_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An H200's tiles, interpreted or not."""
     if not GPU:
         monkeypatch.setattr(tiles, "_INTERPRETED", tiles.table_tiles(9, 16))
-        monkeypatch.setattr(tiles, "_major_of", lambda _: 9)
     tiles._chosen.cache_clear()
     yield
     tiles._chosen.cache_clear()

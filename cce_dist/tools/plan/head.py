@@ -134,7 +134,7 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
     items = dict(max(moments, key=lambda items: sum(items.values())))
     items["gradients"] = items.get("gradients", 0) - head.gradient_bytes
     items = {name: size for name, size in items.items() if size}
-    forward, backward = forward * _slowest(head.tp), backward * _slowest(head.tp)
+    forward, backward = forward * slowest(head.tp), backward * slowest(head.tp)
     total = forward + backward + sum(each.exposed for each in collectives)
     most = total
     if loss == "filtered":
@@ -142,7 +142,7 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
         more = listed_seconds(head, MANY_LISTED - FEW_LISTED)
         if not lists_have_capacity(head, way.workspace_bytes):
             more = _exact_backward(head, device, way.workspace_bytes)[0]
-        most += more * _slowest(head.tp)
+        most += more * slowest(head.tp)
     return Cost(loss, max(0, sum(items.values())), items, forward, total, most, collectives)
 
 
@@ -192,7 +192,7 @@ def _tiles(device: Device) -> Tiles:
     return table_tiles(device.major, 8 * ITEMSIZE)
 
 
-def _slowest(num_ranks: int) -> float:
+def slowest(num_ranks: int) -> float:
     """Return the time of the slowest of this number of ranks over the time of one."""
     return 1.0 + COSTS.slowest * (num_ranks.bit_length() - 1)
 

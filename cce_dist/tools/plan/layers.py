@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from cce_dist.tools.plan.devices import COSTS, Device
-from cce_dist.tools.plan.head import collective_seconds
+from cce_dist.tools.plan.devices import Device
+from cce_dist.tools.plan.head import collective_seconds, slowest
 from cce_dist.tools.plan.sizes import Model
 
 RECOMPUTE = ("none", "full")
@@ -77,8 +77,8 @@ def layer_time(model: Model, layout: Layout, device: Device) -> LayerTime:
     operations = 2.0 * model.active_params * layout.num_tokens
     # Causal: half of all pairs, two products; flash attention's backward takes 2.5 times its forward.
     attention = 2.0 * layout.num_tokens * layout.seq_len * model.query_size
-    slowest = 1.0 + COSTS.slowest * (layout.tp.bit_length() - 1)
-    products = (num_passes * operations + (num_passes + 0.5) * attention) / layout.tp / device.flops * slowest
+    products = (num_passes * operations + (num_passes + 0.5) * attention) / layout.tp / device.flops
+    products *= slowest(layout.tp)
     moved = EAGER_HIDDEN_BYTES * model.width / layout.num_slices + EAGER_INNER_BYTES * model.ffn_size / layout.tp
     products += layout.elementwise * STRIDED * moved * layout.num_tokens / device.bandwidth
     whole = 2 * layout.num_tokens * model.width

@@ -47,8 +47,8 @@ def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: d
     final = folder / f"step-{state['step']:08d}"
     scratch = final.with_suffix(".tmp")
 
-    def write(act: Callable[[], Any]) -> list[Any]:
-        """Have every rank write its part."""
+    def tried(act: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``act`` as a function that raises ``CheckpointError`` where it cannot write."""
 
         def attempt() -> Any:
             try:
@@ -59,20 +59,16 @@ def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: d
                 reason = getattr(cause, "strerror", None) or f"{cause} (is the disk full?)"  # torch's own say no more
                 raise CheckpointError(f"cannot write checkpoint {final}: {reason}") from error
 
-        return ranks.together(attempt)
-
-    def write_on_first(act: Callable[[], Any]) -> Any:
-        return write(lambda: act() if ranks.rank == 0 else None)[0]
+        return attempt
 
     try:
-        write_on_first(lambda: shutil.rmtree(scratch) if scratch.exists() else None)
-        write(lambda: save_tensors(scratch))
-        files = write_on_first(lambda: _add_state(scratch, state))
+        ranks.on_first(tried(lambda: shutil.rmtree(scratch) if scratch.exists() else None))
+        ranks.together(tried(lambda: save_tensors(scratch)))
+        files = ranks.on_first(tried(lambda: _add_state(scratch, state)))
         mine = files[ranks.rank :: ranks.world_size]
-        sums = write(lambda: {name: checksum(scratch / name) for name in mine})
-        write_on_first(
-            lambda: _publish(scratch, final, keep, {name: sum for each in sums for name, sum in each.items()})
-        )
+        parts = ranks.together(tried(lambda: {name: checksum(scratch / name) for name in mine}))
+        sums = {name: sum for part in parts for name, sum in part.items()}
+        ranks.on_first(tried(lambda: _publish(scratch, final, keep, sums)))
     except CheckpointError:
         if ranks.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)

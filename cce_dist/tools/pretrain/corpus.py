@@ -58,7 +58,8 @@ def prepare(
         CorpusError: No file matches, one cannot be read as UTF-8 text, or the cache cannot be written.
     """
     files = _find(corpus, pattern, max_mib)
-    cache = _cache() if cache is None else cache
+    if cache is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cce-dist"
     folder = cache / _key(files, vocab_size)
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -127,10 +128,6 @@ def _source(path: Path) -> Source:
     if not stat.S_ISREG(status.st_mode):
         raise CorpusError(f"corpus file {path} is no regular file; choose files by --pattern")
     return Source(path, status.st_size, status.st_mtime_ns)
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cce-dist"
 
 
 def _key(files: dict[str, Source], vocab_size: int) -> str:

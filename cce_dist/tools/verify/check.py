@@ -241,7 +241,7 @@ def compare(quantity: str, ours: Tensor, baseline: Tensor, truth: Tensor, dtype:
     finite = truth.isfinite()
     if not torch.equal(ours.isfinite(), finite):
         return Error(quantity, float("inf"), 0.0)
-    return Error(quantity, _largest((ours - truth)[finite]), bound_of(baseline, truth, dtype))
+    return Error(quantity, largest((ours - truth)[finite]), bound_of(baseline, truth, dtype))
 
 
 def bound_of(baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
@@ -249,10 +249,12 @@ def bound_of(baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
     baseline, truth = (x.detach().double().cpu() for x in (baseline, truth))
     finite = truth.isfinite()
     noise = (baseline - truth)[finite].nan_to_num(0.0, 0.0, 0.0)
-    return 2 * _largest(noise) + EPS[dtype] * _largest(truth[finite])
+    return 2 * largest(noise) + EPS[dtype] * largest(truth[finite])
 
 
-def _largest(values: Tensor) -> float:
+def largest(values: Any) -> float:
+    """Return the largest absolute value of a tensor or number; 0 for an empty tensor."""
+    values = torch.as_tensor(values)
     return values.abs().max().item() if values.numel() else 0.0
 
 

@@ -13,7 +13,7 @@ from cce_dist.divergence import linear_kl_divergence
 from cce_dist.shard import VocabShard
 from cce_dist.tools.verify import check
 from cce_dist.tools.verify.cases import BF16, FP32, OF_BOTH, DivergenceCase, Drawn, Gaussian, Problem, Truth
-from cce_dist.tools.verify.check import GRADIENTS, Error, Function, Part, bound_of, compare, found
+from cce_dist.tools.verify.check import GRADIENTS, Error, Function, Part, bound_of, compare, found, largest
 
 TEACHER_SIZE = 40  # the teacher's D; the student's comes from its problem
 
@@ -101,16 +101,16 @@ def _unavoidable(drawn: Drawn) -> dict[str, float]:
     All kinds but KL(t || p) have the divergence as a term of their gradients. For a sharp student the term cancels with others,
     and only its rounding is left. The gradients of "tv" and "lk" jump where p_j = t_j.
     """
-    options, largest, log_softmaxes = drawn.options, [], []
+    options, of_tokens, log_softmaxes = drawn.options, [], []
     for prefix, problem in (("teacher_", drawn.teacher), ("", drawn.problem)):
         assert problem is not None
         scale, softcap = options.get(f"{prefix}logit_scale", 1.0), options.get(f"{prefix}softcap")
         z = reference.logits(problem.hidden, problem.weight, problem.bias, scale, softcap)
-        largest.append(z.abs().amax(1))
+        of_tokens.append(z.abs().amax(1))
         log_softmaxes.append(z.log_softmax(1))
     log_t, log_p = log_softmaxes
-    off_N = torch.finfo(FP32).eps * torch.maximum(*largest) * options["mask"]
-    sizes = {"divergence": _largest(off_N)}
+    off_N = torch.finfo(FP32).eps * torch.maximum(*of_tokens) * options["mask"]
+    sizes = {"divergence": largest(off_N)}
     if options.get("kind", "forward") == "forward":
         return sizes
     share, p = off_N[:, None], log_p.exp()
@@ -126,12 +126,7 @@ def _unavoidable(drawn: Drawn) -> dict[str, float]:
     d_logits = p * share * (drawn.upstream["divergence"].abs() * abs(options.get("logit_scale", 1.0)))[:, None]
     hidden, weight = drawn.problem.hidden.abs(), drawn.problem.weight.abs()
     grads = {"dE": d_logits @ weight, "dC": d_logits.t() @ hidden, "dbias": d_logits.sum(0)}
-    return sizes | {name: _largest(grad) for name, grad in grads.items()}
-
-
-def _largest(values: Tensor) -> float:
-    """Return the largest value; 0 for no token."""
-    return values.amax().item() if values.numel() else 0.0
+    return sizes | {name: largest(grad) for name, grad in grads.items()}
 
 
 DIVERGENCE = Function(draw, reference_of, call, judge, ("divergence",))

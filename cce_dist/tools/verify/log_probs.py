@@ -14,7 +14,7 @@ from cce_dist.log_probs import LogProbs, linear_log_probs
 from cce_dist.shard import VocabShard
 from cce_dist.tools.verify import check
 from cce_dist.tools.verify.cases import FP32, Drawn, LogProbCase, Truth
-from cce_dist.tools.verify.check import EPS, GRADIENTS, Error, Function, Part, compare, found
+from cce_dist.tools.verify.check import EPS, GRADIENTS, Error, Function, Part, compare, found, largest
 
 TOP = 5
 OF_LOGITS = ("log_probs", "lse", "max_logit", "top_log_probs", "full_log_probs", "kept_mass")
@@ -103,10 +103,6 @@ def _smallest(value: Any) -> float:
     return torch.as_tensor(value).abs().amin().item()
 
 
-def _largest(value: Any) -> float:
-    return torch.as_tensor(value).abs().amax().item()
-
-
 def _softcap_noise(options: dict[str, Any]) -> float:
     """Bound a logit's error under a softcap: a tanh made of exponentials is right to two units in the last place of 1."""
     return options.get("softcap", 0.0) / _smallest(options.get("temperature", 1.0)) * EPS[FP32] / 16
@@ -115,8 +111,8 @@ def _softcap_noise(options: dict[str, Any]) -> float:
 def _product_noise(drawn: Drawn) -> float:
     """Bound the error of a logit whose terms cancel. A short list may hold no other, and the baseline be right by luck."""
     hidden, weight, options = drawn.problem.hidden.abs(), drawn.problem.weight.abs(), drawn.options
-    factor = _largest(options.get("logit_scale", 1.0)) / _smallest(options.get("temperature", 1.0))
-    return _largest(hidden @ weight.T) * factor * EPS[FP32] / 64 if len(hidden) else 0.0
+    factor = largest(options.get("logit_scale", 1.0)) / _smallest(options.get("temperature", 1.0))
+    return largest(hidden @ weight.T) * factor * EPS[FP32] / 64
 
 
 def _slope_noise(drawn: Drawn) -> float:
@@ -124,9 +120,9 @@ def _slope_noise(drawn: Drawn) -> float:
     options, problem = drawn.options, drawn.problem
     if "softcap" not in options:
         return 0.0
-    largest = max(1.0, _largest(problem.hidden), _largest(problem.weight))
-    factor = _largest(options.get("logit_scale", 1.0)) / _smallest(options.get("temperature", 1.0))
-    return EPS[FP32] / 8 * sum(map(_largest, drawn.upstream.values())) * largest * factor
+    size = max(1.0, largest(problem.hidden), largest(problem.weight))
+    factor = largest(options.get("logit_scale", 1.0)) / _smallest(options.get("temperature", 1.0))
+    return EPS[FP32] / 8 * sum(map(largest, drawn.upstream.values())) * size * factor
 
 
 def _wrong_ids(name: str, ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor]) -> Error:
