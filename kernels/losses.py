@@ -82,19 +82,6 @@ def rows_per_program(levels: bool) -> int:
     return _LEVELED if levels else _BLOCK
 
 
-def merge_splits(
-    partials_KPR: torch.Tensor,
-    x: Operands,
-    rows: Rows,
-    stats_KN: torch.Tensor,
-    *,
-    want: Want = NOTHING_MORE,
-    sloped_N: torch.Tensor | None = None,
-) -> None:
-    """Merge the partials of all parts into statistics: ``finish`` without losses and saved exponentials."""
-    finish(x, rows, partials_KPR, want=want, stats_KN=stats_KN, sloped_N=sloped_N)
-
-
 def finish(
     x: Operands,
     rows: Rows,

@@ -2,60 +2,75 @@
 
     d_hidden_i  +=  sum of columns k  g_ik weight_k                   frequent and sampled columns (``sampling.py``)
                  +  (r_i - sum of sampled columns k  g_ik) center     the control variate
-                 +  r_i linear (hidden_i covariance - line)           the linear correction (``covariance.py``), or nothing
+                 +  r_i linear (hidden_i covariance - line)           the linear correction, or nothing
 
-The lists' part is there already (``lists.listed_gradients``).
+The lists' part is there already (``lists.listed_gradients``). ``compensation.py`` derives the linear correction:
+
+    r_i * linear * (e_i - e) @ covariance        covariance [D, D]  =  1 / Q  sum_q (weight_q - c) (weight_q - c)^T
+
+The Q columns are sampled by their shares. The terms of the K columns of ``sampling.py`` lose their linear part (``along``).
+``line``, the product of the covariance with the mean hidden state, is the same for all tokens.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 
-from cce_dist.kernels import Rows
+from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.filter.sampling import COLUMNS, LINEAR
+from cce_dist.kernels.d_weight import add_d_weight
+from cce_dist.kernels.filter.sampling import COLUMNS, LINEAR, Columns, Compensation, centered_rows
+from cce_dist.kernels.filter.shares import Dropped, Sample
 from cce_dist.kernels.tiles import Tile, precision
+from cce_dist.kernels.tokens import weighted_sums
 from cce_dist.kernels.waves import cdiv
 
 
-class Linear(NamedTuple):
-    """The linear correction.
+def linear_of(
+    dropped: Dropped, size: int, columns: Columns, num_used: torch.Tensor, sample: Sample, x: Operands, tile: Tile
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the covariance of ``size`` sampled columns, and ``line``. If ``num_used`` is 0 both are 0, and cost nothing."""
+    rows_QD = centered_rows(dropped, columns, x, size)
+    covariance_DD = torch.empty(2 * rows_QD.shape[1:], dtype=rows_QD.dtype, device=rows_QD.device)
+    rows = Rows(columns.ids_C, num_used, rows_QD)  # the product takes all rows, in order, so it reads no index
+    add_d_weight(covariance_DD, rows_QD, rows, None, tile, add=False)
+    return covariance_DD, weighted_sums(sample.means_2D[1], covariance_DD).sum((0, 1))
 
-    Attributes:
-        covariance_DD: [D, D] in the weight's dtype.
-        line_D: Product of the covariance with the mean hidden state, fp32.
-    """
 
-    covariance_DD: torch.Tensor
-    line_D: torch.Tensor
+def along(x: Operands, columns: Columns, sample: Sample) -> torch.Tensor:
+    """Return the dot products of c with each hidden state less the mean hidden state. -> [N] fp32"""
+    along_N = torch.empty(x.num_tokens, dtype=torch.float32, device=x.hidden.device)
+    _along_kernel[(x.num_tokens,)](
+        x.hidden, columns.shared_2D, sample.means_2D, along_N, x.hidden.shape[1], BLOCK_D=1024, num_warps=4
+    )
+    return along_N
 
 
-class Product(NamedTuple):
-    """What all tokens' d_hidden have in common.
-
-    Attributes:
-        rows_CD: Rows of the weight of frequent and then sampled columns.
-        num_frequent: Number of frequent columns.
-        center_D: c of ``compensation.py``, fp32: the first row of a matrix.
-        factors_4: As ``sampling.factors_of`` returns them, None for zeros. If COLUMNS or LINEAR is 0 its product is left out.
-        linear: The linear correction, or None.
-        dropped_N: r of each token, fp32.
-    """
-
-    rows_CD: torch.Tensor
-    num_frequent: int
-    center_D: torch.Tensor
-    factors_4: torch.Tensor | None
-    linear: Linear | None
-    dropped_N: torch.Tensor
+@kernel("hidden_ptr", "center_ptr", "means_ptr", "hidden_size")
+def _along_kernel(
+    hidden_ptr,  # in: [N, D]
+    center_ptr,  # in: [D] fp32
+    means_ptr,  # in: [2, D] fp32, as in ``Sample``; the second row is read
+    along_ptr,  # out: [N] fp32
+    hidden_size,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, hidden_size, BLOCK_D):
+        offs_d = first + tl.arange(0, BLOCK_D)
+        in_d = offs_d < hidden_size
+        h = tl.load(hidden_ptr + row * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
+        h -= tl.load(means_ptr + hidden_size + offs_d, mask=in_d, other=0)
+        total += h * tl.load(center_ptr + offs_d, mask=in_d, other=0)
+    tl.store(along_ptr + row, tl.sum(total, 0))
 
 
 def add_products(
-    total: Sum, rows: Rows, grads_RC: torch.Tensor, sums_BR: torch.Tensor, block_cols: int, product: Product, tile: Tile
+    total: Sum, rows: Rows, grads_RC: torch.Tensor, sums_BR: torch.Tensor, block_cols: int, dropped_N: torch.Tensor,
+    comp: Compensation, tile: Tile,
 ) -> None:
     """Add everything but lists to d_hidden at the tokens of the group.
 
@@ -63,27 +78,26 @@ def add_products(
         total: d_hidden. Its remainder, which is by token, is added to it.
         rows: The tokens.
         grads_RC, sums_BR: As ``sampling.column_gradients`` writes them, in blocks of ``block_cols`` columns.
-        product: The other operands.
+        dropped_N: r of each token, fp32.
+        comp: The control variate. If the factor COLUMNS or LINEAR is 0 its product is left out.
         tile: Tile of the product.
     """
-    rows_CD, num_frequent, center_D, factors_4, linear, dropped_N = product
-    hidden_size, num_rows = total.high_ND.shape[1], rows.hidden.shape[0]
-    covariance_DD, line_D = linear or (None, None)
-    of_linear = () if covariance_DD is None else (rows.hidden, covariance_DD)
-    tma = has_tma(grads_RC, rows_CD, *of_linear)
-    hidden, covariance = (
-        operand(of_linear[0], tile.rows, tile.inner, tma), operand(of_linear[1], tile.inner, tile.cols, tma)
-    ) if of_linear else (None, None)
+    rows_CD, num_frequent, hidden_size = comp.columns.rows_CD, comp.columns.num_frequent, total.high_ND.shape[1]
+    num_rows, hidden, covariance = rows.hidden.shape[0], None, None
+    tma = has_tma(grads_RC, rows_CD, *(() if comp.covariance_DD is None else (rows.hidden, comp.covariance_DD)))
+    if comp.covariance_DD is not None:
+        hidden = operand(rows.hidden, tile.rows, tile.inner, tma)
+        covariance = operand(comp.covariance_DD, tile.inner, tile.cols, tma)
     _hidden_products_kernel[(cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols),)](
         # in
         operand(grads_RC, tile.rows, tile.inner, tma), operand(rows_CD, tile.inner, tile.cols, tma), hidden, covariance,
-        factors_4, rows.index, rows.num_labelled, dropped_N, sums_BR, center_D, line_D, total.low_RD,
+        comp.factors_4, rows.index, rows.num_labelled, dropped_N, sums_BR, comp.columns.shared_2D, comp.line_D, total.low_RD,
         # in, out
         total.high_ND,
         # sizes
         num_rows, num_frequent, rows_CD.shape[0], hidden_size, num_frequent // block_cols, sums_BR.shape[0],
         # options
-        HAS_LINEAR=linear is not None,
+        HAS_LINEAR=covariance is not None,
         # tiles
         BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -103,7 +117,7 @@ def _hidden_products_kernel(
     num_labelled_ptr,  # in: [1] int32
     dropped_ptr,  # in: [N] fp32
     sums_ptr,  # in: [blocks of columns, R] fp32
-    center_ptr,  # in: [D] fp32
+    center_ptr,  # in: [D] fp32: the first row of a matrix
     line_ptr,  # in: [D] fp32, with HAS_LINEAR
     low_ptr,  # in: [N, D] bf16, or None
     d_hidden_ptr,  # in, out: [N, D]

@@ -7,7 +7,7 @@ For a column j, with m_i the softmax mass of token i outside listed and frequent
 where ``share_j`` is column j's part of the mass that all tokens drop (``shares.py``). m is computed by subtraction, so the row
 sums of the softmax are right whatever was dropped.
 
-``by_column`` sorts each column's gradients by token. So each row of d_weight is summed in registers, in token order, and
+``_by_column`` sorts each column's gradients by token. So each row of d_weight is summed in registers, in token order, and
 written once: no atomics on floats, and the same bits every run. Rows of frequent columns come from a matrix product
 (``filter/__init__.py``).
 """
@@ -22,41 +22,85 @@ import triton.language as tl
 
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.filter.lists import Decisions, Entries, Lists
-from cce_dist.kernels.filter.sampling import GAIN, SampledTokens
+from cce_dist.kernels.filter.sampling import GAIN, Compensation
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 from cce_dist.kernels.waves import cdiv
 
 
-class ByColumn(NamedTuple):
-    """The listed gradients by column, then by token. Column j has those from ``first_V[j]`` to ``end_V[j]``.
+class Others(NamedTuple):
+    """The parts of d_weight beside listed gradients and the sampled tokens' correction. Kernels take it as one argument.
 
     Attributes:
-        first_V: [V + 1] int32; the last number is not used.
-        end_V: [V] int32.
-        token_M: [N L] int32.
-        grad_M: [N L] fp32.
+        slot_V: As in ``lists.Decisions``.
+        frequent_FD: The frequent columns' rows of the gradient.
+        share_V: Each column's part of the dropped mass, times any number, fp32.
+        shared_2D: fp32. Its second row is sum_i scale P_i m_i hidden_i, divided by this number.
+        num_listed, num_unserved: As in ``lists.Decisions``. If there are unserved tokens, d_weight holds their gradient and is
+            added to. If no token is listed beside them, nothing is written.
+        factors_4: As ``sampling.factors_of`` returns them, or None. If GAIN is not 0, ``_compensated_weight_kernel`` sets the
+            rows to all parts except listed gradients, and ``_filtered_weight_kernel`` adds these.
     """
 
-    first_V: torch.Tensor
-    end_V: torch.Tensor
-    token_M: torch.Tensor
-    grad_M: torch.Tensor
+    slot_V: torch.Tensor
+    frequent_FD: torch.Tensor
+    share_V: torch.Tensor
+    shared_2D: torch.Tensor
+    num_listed: torch.Tensor
+    num_unserved: torch.Tensor
+    factors_4: torch.Tensor | None
 
 
-def by_column(lists: Lists, entries: Entries) -> ByColumn:
-    """Sort the listed gradients. A gradient's place is the number of its column's gradients with an earlier token."""
-    slot_M, num_slots, num_valid = entries.slot_M, entries.grad_NL.shape[1], entries.end_V.shape[0]
-    columns = ByColumn(
-        entries.first_V, entries.end_V, torch.empty_like(slot_M), torch.empty_like(slot_M, dtype=torch.float32)
+def add_listed(
+    d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, lists: Lists, how: Decisions, entries: Entries,
+    frequent_FD: torch.Tensor, comp: Compensation, tile: Tile, *, add: bool,
+) -> None:
+    """Set the rows of d_weight_VD to the sum of all their parts, or with ``add`` add the sum.
+
+    Args:
+        d_weight_VD: in, out: rows past the last column are left alone.
+        hidden_ND: The hidden states.
+        lists, how, entries: The listed gradients.
+        frequent_FD: The frequent columns' rows of the gradient.
+        comp: The control variate.
+        tile: Tile of a long product.
+    """
+    num_cols, hidden_size = how.end_V.shape[0], hidden_ND.shape[1]
+    others = Others(
+        how.slot_V, frequent_FD, comp.sums_V, comp.columns.shared_2D, how.num_listed, how.num_unserved, comp.factors_4
     )
-    capacity, block = slot_M.shape[0], 64
-    _by_column_kernel[(max(1, min(cdiv(capacity, block), 8 * num_programs(slot_M.device))),)](
-        lists.columns_NL, *entries,
-        columns.token_M, columns.grad_M,
-        num_slots, num_valid, capacity,
+    if comp.parts_SV is not None:
+        _add_sampled_tokens(d_weight_VD, comp, others, tile, add)
+    token_M, grad_M = _by_column(lists, how, entries)
+    block_v = 4
+    block_d = next((size for size in (1024, 512) if cdiv(hidden_size, size) * size <= 1.125 * hidden_size), 256)
+    num_items = cdiv(num_cols, block_v) * cdiv(hidden_size, block_d)
+    _filtered_weight_kernel[(cdiv(num_items, 2),)](
+        # in
+        hidden_ND, how.first_V, how.end_V, token_M, grad_M, others,
+        # in, out
+        d_weight_VD,
+        # sizes
+        num_cols, hidden_size, num_items, int(add),
+        # tiles
+        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, SHORT=8, num_warps=block_d // 256,
+    )
+
+
+def _by_column(lists: Lists, how: Decisions, entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort the listed gradients by column, then by token: a gradient's rank is the number of its column's earlier tokens.
+
+    Returns:
+        The tokens [N L], int32, and their gradients [N L], fp32. Column j has those from ``first_V[j]`` to ``end_V[j]``.
+    """
+    token_M, grad_M = torch.empty_like(entries.slot_M), torch.empty_like(entries.slot_M, dtype=torch.float32)
+    capacity, block = token_M.shape[0], 64
+    _by_column_kernel[(max(1, min(cdiv(capacity, block), 8 * num_programs(token_M.device))),)](
+        lists.columns_NL, entries.grad_NL, how.first_V, how.end_V, entries.slot_M,
+        token_M, grad_M,
+        entries.grad_NL.shape[1], how.end_V.shape[0], capacity,
         BLOCK=block,
     )
-    return columns
+    return token_M, grad_M
 
 
 @kernel("column_ptr", "grad_ptr", "first_ptr", "end_ptr", "slot_ptr", "token_out_ptr", "grad_out_ptr")
@@ -98,77 +142,30 @@ def _by_column_kernel(
         tl.store(grad_out_ptr + low + rank, grad, mask=used)
 
 
-def listed_weight(
-    d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
-    share_V: torch.Tensor, shared_D: torch.Tensor, how: Decisions, factors_4: torch.Tensor | None, *,
-    add: bool,
-) -> None:
-    """Set the rows of d_weight_VD to the sum of all their parts, or add the sum.
-
-    Args:
-        d_weight_VD: in, out: rows past the last column are left alone.
-        slot_V: As in ``Frequent``: 1 plus the position among the frequent columns, or 0.
-        frequent_FD: The frequent columns' rows of the gradient.
-        share_V: Each column's part of the dropped mass, times any number.
-        shared_D: sum_i scale P_i m_i hidden_i, divided by this number, fp32.
-        how: If there are unserved tokens, d_weight_VD holds their gradient and is added to. If no token is listed beside them,
-            nothing is written.
-        factors_4: If GAIN is not 0, ``compensated_weight`` has set the rows to all other parts.
-        add: Add to d_weight_VD in any case.
-    """
-    num_cols, hidden_size = entries.end_V.shape[0], hidden_ND.shape[1]
-    block_v = 4
-    block_d = next((size for size in (1024, 512) if cdiv(hidden_size, size) * size <= 1.125 * hidden_size), 256)
-    num_items = cdiv(num_cols, block_v) * cdiv(hidden_size, block_d)
-    _filtered_weight_kernel[(cdiv(num_items, 2),)](
-        # in
-        hidden_ND, *entries, slot_V, frequent_FD, share_V, shared_D,
-        how.num_listed, how.num_unserved, factors_4,
-        # in, out
-        d_weight_VD,
-        # sizes
-        num_cols, hidden_size, num_items, int(add),
-        # options
-        HAS_FACTORS=factors_4 is not None,
-        # tiles
-        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, SHORT=8, num_warps=block_d // 256,
-    )
-
-
-@kernel(
-    "hidden_ptr", "first_ptr", "end_ptr", "slot_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size"
-)
+@kernel("hidden_ptr", "first_ptr", "end_ptr", "d_weight_ptr", "hidden_size")
 def _filtered_weight_kernel(
     hidden_ptr,  # in: [N, D]
     first_ptr,  # in: [V + 1] int32
     end_ptr,  # in: [V] int32
     token_ptr,  # in: [N L] int32
     grad_ptr,  # in: [N L] fp32
-    slot_ptr,  # in: [V] int32
-    frequent_ptr,  # in: [F, D]
-    share_ptr,  # in: [V] fp32
-    shared_ptr,  # in: [D] fp32
-    num_listed_ptr,  # in: [1] int32
-    num_unserved_ptr,  # in: [1] int32
-    factors_ptr,  # in: [4] fp32, as ``sampling.factors_of`` returns them; with HAS_FACTORS
+    others,  # in: Others
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
     hidden_size,
     num_items,
     add,
-    HAS_FACTORS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    num_unserved = tl.load(num_unserved_ptr)
-    if (num_unserved > 0) & (tl.load(num_listed_ptr) == 0):
+    num_unserved = tl.load(others.num_unserved)
+    if (num_unserved > 0) & (tl.load(others.num_listed) == 0):
         return
     num_blocks_v = tl.cdiv(num_cols, BLOCK_V)
-    adding = (add != 0) | (num_unserved > 0)
-    others_done = (tl.load(factors_ptr + GAIN) != 0) if HAS_FACTORS else False
-    adding |= others_done
+    others_done = (tl.load(others.factors_4 + GAIN) != 0) if others.factors_4 is not None else False
+    adding = (add != 0) | (num_unserved > 0) | others_done
     # An item is [BLOCK_V, BLOCK_D] of d_weight. Neighbouring programs share BLOCK_D elements of hidden states in the cache.
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         # An item's columns are far apart, to balance the work: neighbours often have many entries together.
@@ -178,16 +175,16 @@ def _filtered_weight_kernel(
         in_d = offs_d < hidden_size
         begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
         end = tl.load(end_ptr + offs_v, mask=in_v, other=0)
-        slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
-        share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
-        by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
+        slot = tl.load(others.slot_V + offs_v, mask=in_v, other=0)
+        share = tl.load(others.share_V + offs_v, mask=in_v, other=0)
+        by_share = tl.load(others.shared_2D + hidden_size + offs_d, mask=in_d, other=0)
 
         # Most columns have few entries or none. These are summed together, so that many rows are loaded at once. The next
         # entries are loaded while the rows of these arrive.
         few = in_v & (end - begin <= SHORT)
         part = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
         if not others_done:
-            frequent = frequent_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
+            frequent = others.frequent_FD + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
             is_frequent = (slot > 0)[:, None]
             part = tl.load(frequent, mask=is_frequent & in_d[None, :], other=0).to(tl.float32)
             part = tl.where(is_frequent, part, by_share[None, :] * share[:, None])
@@ -241,29 +238,23 @@ def _rows(rows_ptr, number, in_k, offs_d, in_d, hidden_size):
     return tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)
 
 
-def compensated_weight(
-    d_weight_VD: torch.Tensor, tokens: SampledTokens, factors_4: torch.Tensor, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
-    share_V: torch.Tensor, shared_D: torch.Tensor, how: Decisions, tile: Tile, *, add: bool,
+def _add_sampled_tokens(
+    d_weight_VD: torch.Tensor, comp: Compensation, others: Others, tile: Tile, add: bool
 ) -> None:
-    """Set d_weight_VD to the sum of all parts except listed gradients, or add it. The sampled tokens' correction is included.
+    """Write all parts except listed gradients, with the sampled tokens' correction. If its factor GAIN is 0, write nothing.
 
-    Args:
-        d_weight_VD: in, out: rows past the last column are left alone.
-        tokens: The sampled tokens.
-        factors_4: GAIN is the factor on the sampled tokens' correction. If it is 0, nothing is written.
-        tile: Tile of a long product. Half of its columns are taken: this product is short, so its time is mostly stores, which
-            a second program on the same multiprocessor hides.
-        slot_V, frequent_FD, share_V, shared_D, how, add: As in ``listed_weight``.
+    Half of the tile's columns are taken: this product is short, so its time is mostly stores, which a second program on the
+    same multiprocessor hides.
     """
-    num_cols, hidden_size = share_V.shape[0], d_weight_VD.shape[1]
-    parts_SV, rows_SD = tokens.parts_SV, tokens.rows.hidden
+    num_cols, hidden_size = comp.sums_V.shape[0], d_weight_VD.shape[1]
+    assert comp.sample is not None and comp.parts_SV is not None
+    parts_SV, rows_SD = comp.parts_SV, comp.sample.rows_SD
     tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
     tma = has_tma(parts_SV, rows_SD)
     num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
     _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(rows_SD.device)),)](
         # in
-        operand(parts_SV, tile.inner, tile.rows, tma), operand(rows_SD, tile.inner, tile.cols, tma),
-        tokens.rows.num_labelled, factors_4, slot_V, frequent_FD, share_V, shared_D, how.num_listed, how.num_unserved,
+        operand(parts_SV, tile.inner, tile.rows, tma), operand(rows_SD, tile.inner, tile.cols, tma), comp.sample.size, others,
         # in, out
         d_weight_VD,
         # sizes
@@ -274,18 +265,12 @@ def compensated_weight(
     )
 
 
-@kernel("parts", "rows", "slot_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
+@kernel("parts", "rows", "d_weight_ptr", "hidden_size")
 def _compensated_weight_kernel(
     parts,  # in: [S, V or more] descriptor or pointer
     rows,  # in: [S, D] descriptor or pointer
-    num_sampled_ptr,  # in: [1] int32
-    factors_ptr,  # in: [4] fp32, as ``sampling.factors_of`` returns them; GAIN is read
-    slot_ptr,  # in: [V] int32
-    frequent_ptr,  # in: [F, D]
-    share_ptr,  # in: [V] fp32
-    shared_ptr,  # in: [D] fp32
-    num_listed_ptr,  # in: [1] int32
-    num_unserved_ptr,  # in: [1] int32
+    size_ptr,  # in: [2] int32, as in ``Sample``
+    others,  # in: Others
     d_weight_ptr,  # in, out: [V, D]
     num_rows,
     num_cols,
@@ -299,12 +284,12 @@ def _compensated_weight_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    gain = tl.load(factors_ptr + GAIN)
-    num_sampled = tl.load(num_sampled_ptr)
-    num_unserved = tl.load(num_unserved_ptr)
+    gain = tl.load(others.factors_4 + GAIN)
+    num_sampled = tl.load(size_ptr)
+    num_unserved = tl.load(others.num_unserved)
     adding = (add != 0) | (num_unserved > 0)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    nothing = ((num_unserved > 0) & (tl.load(num_listed_ptr) == 0)) | (gain == 0)
+    nothing = ((num_unserved > 0) & (tl.load(others.num_listed) == 0)) | (gain == 0)
     # For each tile: acc [BLOCK_V, BLOCK_D] = parts [S, BLOCK_V].T @ rows [S, BLOCK_D], then the other parts are added.
     for tile in range(tl.program_id(0), tl.where(nothing, 0, num_tiles), tl.num_programs(0)):
         row = tile // num_col_blocks * BLOCK_V
@@ -317,8 +302,8 @@ def _compensated_weight_kernel(
         offs_v = row + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_cols
         acc *= gain
-        slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
-        share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
+        slot = tl.load(others.slot_V + offs_v, mask=in_v, other=0)
+        share = tl.load(others.share_V + offs_v, mask=in_v, other=0)
         is_frequent = (slot > 0)[:, None]
         # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
         for half in tl.static_range(2):
@@ -326,8 +311,9 @@ def _compensated_weight_kernel(
                 part = halves(halves(acc)[half])[quarter]
                 offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
                 in_d = offs_d < hidden_size
-                part += tl.load(shared_ptr + offs_d, mask=in_d, other=0)[None, :] * share[:, None]
-                frequent = frequent_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
+                by_share = tl.load(others.shared_2D + hidden_size + offs_d, mask=in_d, other=0)
+                part += by_share[None, :] * share[:, None]
+                frequent = others.frequent_FD + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
                 part = tl.where(
                     is_frequent, tl.load(frequent, mask=is_frequent & in_d[None, :], other=0).to(tl.float32), part
                 )

@@ -31,7 +31,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.filter.frequent import Frequent
+from cce_dist.kernels.filter.frequent import num_before
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
 from cce_dist.kernels.tiles import stages_of_rows
 from cce_dist.kernels.waves import cdiv
@@ -62,17 +62,31 @@ class Lists(NamedTuple):
     ids_F: torch.Tensor
 
 
-def list_columns(words_RW: torch.Tensor, frequent: Frequent, x: Operands, rows: Rows, lists: Lists) -> None:
-    """Write marked infrequent columns, and the label if it is infrequent, to the lists of the group's tokens, and count them.
+def list_columns(
+    words_RW: torch.Tensor, frequent_W: torch.Tensor, x: Operands, rows: Rows, bound_N: torch.Tensor, frequent_2N: torch.Tensor,
+    stats_KN: torch.Tensor, sloped_N: torch.Tensor | None, lists: Lists,
+) -> None:
+    """Fill the lists of the group's tokens.
 
-    A token without a label needs 0 columns.
+    A list has the marked infrequent columns, and the label if it is infrequent. A token without a label needs 0 columns.
+
+    Args:
+        words_RW: The marks of the group (``lse.Marks``).
+        frequent_W: Words with a bit set for each frequent column.
+        x: Operands.
+        rows: The group.
+        bound_N: The bound over all shards.
+        frequent_2N: As in ``bound.Bound``.
+        stats_KN: Maximum and sum of exp over all columns.
+        sloped_N: Sum of exp times the softcap's slope over all columns; None without a softcap.
+        lists: out.
     """
     num_rows, num_words = words_RW.shape
     aligned = min(16, num_words & -num_words)
     _list_columns_kernel[(num_rows,)](
-        words_RW, frequent.slot_V, x.ids, rows.index, rows.num_labelled,
-        lists.columns_NL, lists.count_V, lists.count_N,
-        num_words // aligned, lists.columns_NL.shape[1], x.start, x.num_valid,
+        words_RW, frequent_W, x.ids, rows.index, rows.num_labelled, bound_N, frequent_2N, stats_KN, sloped_N,
+        lists.bound_3N, lists.columns_NL, lists.count_V, lists.count_N,
+        num_words // aligned, x.num_tokens, lists.columns_NL.shape[1], x.start, x.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
     )
 
@@ -97,17 +111,23 @@ def _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, n
     return word ^ (word & frequent)
 
 
-@kernel("words_ptr", "slot_ptr", "columns_ptr")
+@kernel("words_ptr", "frequent_words_ptr", "columns_ptr")
 def _list_columns_kernel(
     words_ptr,  # in: [R, W] int32
-    slot_ptr,  # in: [33 W] int32, as in ``Frequent``; the words are read
+    frequent_words_ptr,  # in: [W] int32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_labelled_ptr,  # in: [1] int32
+    bound_ptr,  # in: [N] fp32
+    frequent_ptr,  # in: [2, N] fp32: maximum, sum times slope
+    stats_ptr,  # in: [K, N] fp32: maximum, sum, ...
+    sloped_ptr,  # in: [N] fp32, or None
+    state_ptr,  # out: [3, N] fp32, as in ``Lists``
     columns_ptr,  # out: [N, L] int32
     column_count_ptr,  # in, out: [V] int32
     count_ptr,  # out: [N] int32
     num_units,  # number of units of ALIGNED words
+    num_tokens,
     num_slots,
     start,
     num_valid,
@@ -116,6 +136,13 @@ def _list_columns_kernel(
 ):
     row = tl.program_id(0)
     token = tl.load(index_ptr + row).to(tl.int64)
+    stride = num_tokens.to(tl.int64)
+    maximum = tl.load(stats_ptr + token)
+    outside = tl.load(stats_ptr + stride + token if sloped_ptr is None else sloped_ptr + token)
+    outside -= tl.load(frequent_ptr + stride + token) * tl.exp(tl.load(frequent_ptr + token) - maximum)
+    tl.store(state_ptr + token, tl.load(bound_ptr + token))
+    tl.store(state_ptr + stride + token, tl.where(outside < 0, 0.0, outside))  # NaN stays
+    tl.store(state_ptr + 2 * stride + token, maximum)
     if row >= tl.load(num_labelled_ptr):
         tl.store(count_ptr + token, 0)
         return
@@ -125,7 +152,6 @@ def _list_columns_kernel(
     label_bit = tl.full((), 1, tl.uint32) << (tl.where(here, label, 0) % 32).to(tl.uint32)
     num_words = num_units * ALIGNED  # a known multiple, so the compiler can use wide loads
     words_ptr += row.to(tl.int64) * num_words
-    frequent_words_ptr = slot_ptr + 32 * num_words
 
     # Count the row's columns, [BLOCK_W] words at a time.
     counts = tl.zeros((BLOCK_W,), tl.int32)
@@ -160,7 +186,7 @@ def _list_columns_kernel(
 
 
 class Decisions(NamedTuple):
-    """How backward treats each labelled token: listed, which means that its list is used, or unserved.
+    """How backward treats each labelled token: listed, which means that its list is used, or unserved; and each column.
 
     Attributes:
         listed_labels: [N] int64: the label if the token is listed, else -1.
@@ -170,6 +196,10 @@ class Decisions(NamedTuple):
             columns, times the softcap's slope; the reference, LSE minus log |P|, so that exp(z - reference) = |P| p.
         num_listed: [1] int32: number of listed tokens.
         num_unserved: [1] int32: number of unserved tokens.
+        slot_V: [V] int32: 1 plus the column's position among the frequent columns, or 0.
+        first_V: [V + 1] int32: the first of each column's places, then the number of places of all columns.
+        end_V: [V] int32: the same until ``listed_gradients``, then the end of the places that the column's gradients have
+            taken. Lists of unserved tokens take none.
     """
 
     listed_labels: torch.Tensor
@@ -178,6 +208,9 @@ class Decisions(NamedTuple):
     numbers_3N: torch.Tensor
     num_listed: torch.Tensor
     num_unserved: torch.Tensor
+    slot_V: torch.Tensor
+    first_V: torch.Tensor
+    end_V: torch.Tensor
 
     @property
     def order(self) -> list[torch.Tensor]:
@@ -190,49 +223,29 @@ class Decisions(NamedTuple):
         return [self.unserved, self.num_unserved]
 
 
-class Entries(NamedTuple):
-    """The listed gradients, and in which slots each column is.
-
-    Attributes:
-        grad_NL: [N, L] fp32: the gradients of the columns in ``Lists.columns_NL``; not written for unserved tokens.
-        first_V: [V + 1] int32: the first of each column's places, then the number of places of all columns.
-        end_V: [V] int32: the end of the places that the column's gradients have taken. Lists of unserved tokens take none.
-        slot_M: [N L] int32: the slot at each place, as an index into ``grad_NL``, in any order within a column.
-    """
-
-    grad_NL: torch.Tensor
-    first_V: torch.Tensor
-    end_V: torch.Tensor
-    slot_M: torch.Tensor
-
-
-def decide(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, eps: float
-) -> tuple[Decisions, Entries]:
-    """Return the decisions, and entries whose columns have their places, none of them taken."""
-    (num_tokens, num_slots), num_valid = lists.columns_NL.shape, x.num_valid
+def decide(x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, eps: float) -> Decisions:
+    """Decide which tokens are listed, and number the slots of frequent columns and the places of listed ones."""
+    (num_tokens, num_slots), num_valid, num_frequent = lists.columns_NL.shape, x.num_valid, lists.ids_F.shape[0]
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.ids.device)
 
     how = Decisions(
         new(num_tokens, dtype=torch.int64), new(num_tokens), new(num_tokens), new(3, num_tokens, dtype=torch.float32),
-        new(1), new(1),
+        new(1), new(1), new(num_valid), new(num_valid + 1), new(num_valid),
     )
-    grad_NL = new(num_tokens, num_slots, dtype=torch.float32)
-    entries = Entries(grad_NL, new(num_valid + 1), new(num_valid), new(num_tokens * num_slots))
     _decide_kernel[(1 + cdiv(num_valid + 1, 4096),)](
-        x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_V, lists.count_N,
-        *how, entries.first_V, entries.end_V,
-        num_tokens, num_slots, num_valid,
+        x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_V, lists.count_N, lists.ids_F,
+        *how,
+        num_tokens, num_slots, num_valid, num_frequent, num_frequent.bit_length(),
         math.log(eps), SLACK,
         BLOCK=4096, num_warps=32,
     )
-    return how, entries
+    return how
 
 
 @kernel(
-    "column_count_ptr", "listed_labels_ptr", "index_ptr", "unserved_ptr", "numbers_ptr", "first_ptr", "end_ptr",
+    "column_count_ptr", "listed_labels_ptr", "index_ptr", "unserved_ptr", "numbers_ptr", "slot_ptr", "first_ptr", "end_ptr",
 )
 def _decide_kernel(
     labels_ptr,  # in: [N] int64
@@ -242,22 +255,27 @@ def _decide_kernel(
     bound_ptr,  # in: [3, N] fp32: bound; sum over infrequent columns; reference of this sum
     column_count_ptr,  # in: [V] int32
     count_ptr,  # in: [N] int32
-    listed_labels_ptr,  # out: [N] int64
+    frequent_ptr,  # in: [F] int64
+    listed_labels_ptr,  # out: [N] int64; this and the next ones as in ``Decisions``
     index_ptr,  # out: [N] int32
     unserved_ptr,  # out: [N] int32
     numbers_ptr,  # out: [3, N] fp32
     num_listed_ptr,  # out: [1] int32
     num_unserved_ptr,  # out: [1] int32
+    slot_ptr,  # out: [V] int32
     first_ptr,  # out: [V + 1] int32
-    end_ptr,  # out: [V] int32: the same numbers
+    end_ptr,  # out: [V] int32
     num_tokens,
     num_slots,
     num_valid,
+    num_frequent,
+    num_steps,
     log_eps,
     slack,
     BLOCK: tl.constexpr,
 ):
-    # All programs but the first one: the places of BLOCK columns each, after adding up the counts of the columns before.
+    # All programs but the first one: slots and places of BLOCK columns each. A column's places come after those of the columns
+    # before it.
     if tl.program_id(0) > 0:
         begin = (tl.program_id(0) - 1) * BLOCK
         before = tl.zeros((BLOCK,), tl.int32)
@@ -268,6 +286,9 @@ def _decide_kernel(
         place = tl.sum(before, 0) + tl.cumsum(column_count, 0) - column_count
         tl.store(first_ptr + offs_v, place, mask=offs_v <= num_valid)
         tl.store(end_ptr + offs_v, place, mask=offs_v < num_valid)
+        slot = num_before(frequent_ptr, num_frequent, num_steps, offs_v, False)
+        is_frequent = tl.load(frequent_ptr + slot, mask=slot < num_frequent, other=-1) == offs_v
+        tl.store(slot_ptr + offs_v, tl.where(is_frequent, slot + 1, 0), mask=offs_v < num_valid)
         return
 
     # The first program: the tokens, BLOCK at a time, with running sums for the two compact orders.
@@ -307,24 +328,38 @@ def _decide_kernel(
     tl.store(num_unserved_ptr, num_unserved)
 
 
+class Entries(NamedTuple):
+    """The listed gradients, and in which slots each column is.
+
+    Attributes:
+        dropped_N: [N] fp32: r of ``compensation.py``, scale * P * (the mass that the token drops); 0 if it is not listed.
+        grad_NL: [N, L] fp32: the gradients of the columns in ``Lists.columns_NL``; not written for unserved tokens.
+        slot_M: [N L] int32: the slot at each place, as an index into ``grad_NL``, in any order within a column.
+    """
+
+    dropped_N: torch.Tensor
+    grad_NL: torch.Tensor
+    slot_M: torch.Tensor
+
+
 def listed_gradients(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions, compensate: bool,
-    entries: Entries, total: Sum | None,
-) -> torch.Tensor:
-    """Compute the gradients of listed columns, and the softmax mass that each listed token drops.
+    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions, compensate: bool, total: Sum | None
+) -> Entries:
+    """Compute the gradients of listed columns, and what each listed token drops.
 
     Args:
+        x: Operands.
+        softmax: Statistics of the whole vocabulary.
         coef_4N: Coefficients as in ``cce_dist.kernels``; P and LABEL are read.
-        compensate: Whether the control variate replaces dropped gradients.
-        entries: The gradients are written, and take their columns' places.
+        lists: The lists.
+        how: The decisions. The gradients take their columns' places.
+        compensate: Whether the control variate replaces dropped gradients; if not, r is 0.
         total: out, or None: d_hidden is set to the list's part, or to 0 for tokens without a label. Rows of unserved tokens are
             left alone.
-
-    Returns:
-        [N] fp32: each token's factor on the control variate, scale * P * m (or 0), and 0 if it is not listed.
     """
-    num_tokens, hidden_size = x.hidden.shape
-    factor_N = torch.empty(num_tokens, dtype=torch.float32, device=x.hidden.device)
+    (num_tokens, num_slots), hidden_size = lists.columns_NL.shape, x.hidden.shape[1]
+    shapes = (num_tokens, torch.float32), ((num_tokens, num_slots), torch.float32), (num_tokens * num_slots, torch.int32)
+    entries = Entries(*(torch.empty(shape, dtype=dtype, device=x.ids.device) for shape, dtype in shapes))
     block_d = triton.next_power_of_2(hidden_size)
     warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
     block_k = min(8, max(1, warps * WARP_ELEMENTS // block_d))
@@ -333,20 +368,22 @@ def listed_gradients(
         # in
         x.hidden, x.weight, x.head, x.ids, how.listed_labels, lists.columns_NL, lists.count_N, how.numbers_3N, softmax.max,
         softmax.log_sum, coef_4N,
+        # in, out
+        how.end_V,
         # out
-        factor_N, entries.grad_NL, entries.end_V, entries.slot_M, high_ND, low_ND,
+        *entries, high_ND, low_ND,
         # sizes
-        num_tokens, hidden_size, lists.columns_NL.shape[1], x.start, x.head.multiplier if compensate else 0.0,
+        num_tokens, hidden_size, num_slots, x.start, x.head.multiplier if compensate else 0.0,
         # options
         WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
         # tiles
         BLOCK_L=256, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
         num_warps=warps, **REGISTERS,
     )
-    return factor_N
+    return entries
 
 
-@kernel("hidden_ptr", "weight_ptr", "columns_ptr", "grad_ptr", "end_ptr", "place_ptr", "high_ptr", "low_ptr", "hidden_size")
+@kernel("hidden_ptr", "weight_ptr", "columns_ptr", "end_ptr", "grad_ptr", "slot_ptr", "high_ptr", "low_ptr", "hidden_size")
 def _listed_gradients_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
@@ -359,10 +396,10 @@ def _listed_gradients_kernel(
     max_ptr,  # in: [N] fp32
     log_sum_ptr,  # in: [N] fp32
     coef_ptr,  # in: [4, N] fp32
-    factor_ptr,  # out: [N] fp32
-    grad_ptr,  # out: [N, L] fp32
     end_ptr,  # in, out: [V] int32
-    place_ptr,  # out: [N L] int32: the slot at each place
+    dropped_ptr,  # out: [N] fp32; this and the next two as in ``Entries``
+    grad_ptr,  # out: [N, L] fp32
+    slot_ptr,  # out: [N L] int32
     high_ptr,  # out: [N, D]
     low_ptr,  # out: [N, D] bf16
     num_tokens,
@@ -388,7 +425,7 @@ def _listed_gradients_kernel(
         offs_l = first + tl.arange(0, BLOCK_L)
         column = tl.load(columns_ptr + first_slot + offs_l, mask=offs_l < stop, other=0)
         place = tl.atomic_add(end_ptr + column, 1, mask=offs_l < stop, sem="relaxed")
-        tl.store(place_ptr + place, (first_slot + offs_l).to(tl.int32), mask=offs_l < stop)
+        tl.store(slot_ptr + place, (first_slot + offs_l).to(tl.int32), mask=offs_l < stop)
 
     factors = token_factors(head, token, True)
     before, after = factors
@@ -426,6 +463,6 @@ def _listed_gradients_kernel(
         if HAS_LOW:
             low = (d_hidden - high.to(tl.float32)).to(low_ptr.dtype.element_ty)
             tl.store(low_ptr + token * hidden_size + offs_d, low, mask=written)
-    dropped = tl.load(numbers_ptr + num_tokens.to(tl.int64) + token) - tl.sum(listed, 0)
-    factor = tl.maximum(dropped, 0.0) * given_p * compensation
-    tl.store(factor_ptr + token, tl.where(is_listed, factor, 0.0))
+    mass = tl.load(numbers_ptr + num_tokens.to(tl.int64) + token) - tl.sum(listed, 0)
+    dropped = tl.maximum(mass, 0.0) * given_p * compensation
+    tl.store(dropped_ptr + token, tl.where(is_listed, dropped, 0.0))

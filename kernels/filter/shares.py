@@ -3,7 +3,7 @@
     sum over sampled tokens i of p_ij slope_ij / m_i   where z_ij < threshold_i, j not frequent and not the label
 
 Tokens differ more in how much mass they drop, m_i, than in which columns they drop. So a few hundred tokens are enough to
-estimate the shares, while each token's own mass (``d_rows.py``) is exact. The sample is systematic, with probability
+estimate the shares, while each token's own mass (``lists.py``) is exact. The sample is systematic, with probability
 proportional to size (Madow, 1949): lay the tokens end to end, each |P_i| m_i long, and pick at equal distances. So the sums
 are unbiased estimates of the sums over all tokens.
 
@@ -90,7 +90,8 @@ class Sample(NamedTuple):
             ``exp(z - reference)``, which sum to 1 over tokens and dropped columns; the threshold below which logits are
             dropped, -inf for unused elements.
         label_S: int64: the labels of the tokens.
-        size: [1] int32: number of sampled tokens, 0 if nothing is dropped; later elements are unused.
+        size: [2] int32: number of sampled tokens, 0 if nothing is dropped; later tokens are unused. The second number is 0 and
+            counts the programs of ``sampling.factors_of`` that are done.
         rows_SD: Hidden states of the tokens, then the mean hidden state.
         means_2D: [2, D] fp32: the sum of all hidden states by r; their mean by |r|.
         mass_2: [2] fp32: the sum of |r| over all tokens; the share of the softmax that they drop, on average.
@@ -125,7 +126,7 @@ def sample_tokens(
         torch.empty(most, dtype=torch.int32, device=device),
         torch.empty(3, most, dtype=torch.float32, device=device),
         torch.empty(most, dtype=torch.int64, device=device),
-        torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty(2, dtype=torch.int32, device=device),
         torch.empty(most, hidden_size, dtype=x.hidden.dtype, device=device),
         torch.empty(2, hidden_size, dtype=torch.float32, device=device),
         torch.empty(2, dtype=torch.float32, device=device),
@@ -141,7 +142,7 @@ def sample_tokens(
 
 
 @kernel(
-    "hidden_ptr", "partial_ptr", "token_ptr", "number_ptr", "label_ptr", "num_sampled_ptr", "rows_ptr", "means_ptr",
+    "hidden_ptr", "partial_ptr", "token_ptr", "number_ptr", "label_ptr", "size_ptr", "rows_ptr", "means_ptr",
     "mass_ptr", "hidden_size",
 )
 def _sample_tokens_kernel(
@@ -154,7 +155,7 @@ def _sample_tokens_kernel(
     token_ptr,  # out: [S] int32; this and the next five as in ``Sample``
     number_ptr,  # out: [3, S] fp32
     label_ptr,  # out: [S] int64
-    num_sampled_ptr,  # out: [1] int32
+    size_ptr,  # out: [2] int32
     rows_ptr,  # out: [S, D]
     means_ptr,  # out: [2, D] fp32
     mass_ptr,  # out: [2] fp32
@@ -190,7 +191,8 @@ def _sample_tokens_kernel(
             last_ptr = rows_ptr + (SAMPLE - 1) * hidden_size + offs_d
             tl.store(last_ptr, mean.to(rows_ptr.dtype.element_ty), mask=in_d)
         if row == SAMPLE:
-            tl.store(num_sampled_ptr, num_sampled)
+            tl.store(size_ptr, num_sampled)
+            tl.store(size_ptr + 1, 0)
             tl.store(mass_ptr, total)
             tl.store(mass_ptr + 1, tl.where(total > 0, total / (tl.sum(whole, 0) * logit_scale), 0.0))
         return
@@ -275,7 +277,7 @@ def _dropped_columns_kernel(
     rows,  # in: [S, D] descriptor or pointer; with HAS_MEAN the last row is the mean of all tokens
     weight,  # in: [V, D] descriptor or pointer
     head,  # in: Head
-    num_sampled_ptr,  # in: [1] int32
+    size_ptr,  # in: [2] int32
     number_ptr,  # in: [3, S] fp32, as in ``Sample``
     labels_ptr,  # in: [S] int64
     slot_ptr,  # in: [V] int32
@@ -296,7 +298,7 @@ def _dropped_columns_kernel(
     # A tile [SAMPLE, BLOCK_V] has the whole sample, so sums over tokens are at hand.
     SAMPLE: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
-    num_sampled = tl.load(num_sampled_ptr)
+    num_sampled = tl.load(size_ptr)
     col = tl.program_id(0) * BLOCK_V
     offs_v = col + tl.arange(0, BLOCK_V)
     in_v = offs_v < num_valid
