@@ -4,7 +4,7 @@ forward                                               backward
   logits of the frequent columns, of the label and      exact gradients of tokens that the lists cannot serve
     of sampled columns bound each token's                 (lists.decide, exact)
     log-sum-exp (frequent, bound)                       listed columns (lists); a control variate for the others,
-  log-sum-exp; each logit that reaches the                corrected by samples (shares, sampling, covariance)
+  log-sum-exp; each logit that reaches the                corrected by samples (shares, sampling)
     threshold is marked (lse)                           frequent columns: dlogits, d_hidden and d_weight as matrix
   marks become lists of columns (lists)                   products, to which the listed ones are added (d_weight)
 
@@ -38,19 +38,17 @@ from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.direct import allocate
-from cce_dist.kernels.filter.bound import Bound, bound_of_shard, column_sums, gather_few
+from cce_dist.kernels.filter.bound import bound_of_shard
 from cce_dist.kernels.filter.d_hidden import add_products, along, linear_of
 from cce_dist.kernels.filter.d_weight import add_listed
 from cce_dist.kernels.filter.frequent import most_labelled, num_frequent
-from cce_dist.kernels.filter.lists import SLACK, Lists, decide, list_columns, listed_gradients
+from cce_dist.kernels.filter.lists import SLACK, Given, Lists, decide, list_columns, listed_gradients
 from cce_dist.kernels.filter.sampling import (
     Columns,
     Compensation,
-    Given,
     column_gradients,
     factors_of,
     sample_columns,
-    tile_of_sample,
 )
 from cce_dist.kernels.filter.shares import dropped_columns, sample_tokens
 from cce_dist.kernels.losses import (
@@ -62,9 +60,9 @@ from cce_dist.kernels.losses import (
     rows_per_program,
     token_losses,
 )
-from cce_dist.kernels.lse import Marks, Span, choose_splits, gathered_with_targets, lse_partials, new_partials
+from cce_dist.kernels.lse import Marks, Span, choose_splits, lse_partials, new_partials
 from cce_dist.kernels.memory import SAMPLE
-from cce_dist.kernels.tiles import Tile, Tiles, choose_tiles
+from cce_dist.kernels.tiles import Tiles, choose_tiles
 from cce_dist.kernels.tokens import (
     coefficients,
     first_rows,
@@ -148,8 +146,9 @@ def _sweep(
             exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
         )
         buffer_RD = new_rows(x, min(first_at_once, num_tokens))
-        bound = _bound(x, lists.ids_F, frequent_W, order, tiles.lse, buffer_RD, stats_KN)
-        bound_N = bound.bound_N if merge_bound is None else merge_bound(bound.shard_3N)
+        bound = bound_of_shard(x, lists.ids_F, frequent_W, order, tiles.lse, buffer_RD, stats_KN)
+        if merge_bound is not None:
+            bound = bound._replace(bound_N=merge_bound(bound.shard_3N))
 
         # All columns, a group of tokens at a time.
         groups, programs = token_groups(order, at_once), 0
@@ -157,7 +156,7 @@ def _sweep(
             all_programs = sum(cdiv(index.shape[0], rows_per_program(False)) for index, _ in groups)
             inner = allocate(device, *Finished.shapes_inside(num_tokens, spec.want, all_programs))
             out = Finished.new(x, order[1], spec.want, inner)
-        sloped_N = None if x.head.softcap is None else torch.empty_like(bound_N)
+        sloped_N = None if x.head.softcap is None else torch.empty_like(bound.bound_N)
         words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=device)
         for group in groups:
             if at_once < num_tokens:
@@ -169,27 +168,14 @@ def _sweep(
             partials_KPR = new_partials(parts, num_rows, spec.want, stats_KN)
             lse_partials(
                 x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=spec.want,
-                marks=Marks(bound_N, math.log(spec.filter.eps / SLACK), words), want_sloped=sloped_N is not None,
+                marks=Marks(bound.bound_N, math.log(spec.filter.eps / SLACK), words), want_sloped=sloped_N is not None,
             )
             programs += finish(
                 x, rows, partials_KPR, want=spec.want, target_N=None if out is None else stats_KN[2],
                 vocab_size=spec.vocab_size, stats_KN=stats_KN, sloped_N=sloped_N, out=out, first_program=programs,
             )
-            list_columns(words, frequent_W, x, rows, bound_N, bound.frequent_2N, stats_KN, sloped_N, lists)
+            list_columns(words, frequent_W, x, rows, bound, stats_KN, sloped_N, lists)
     return stats_KN, lists, out
-
-
-def _bound(
-    x: Operands, ids_F: torch.Tensor, frequent_W: torch.Tensor, order: list[torch.Tensor], tile: Tile, buffer_RD: torch.Tensor,
-    stats_KN: torch.Tensor,
-) -> Bound:
-    """Write the labels' logits to stats_KN. Bound log-sum-exps by labels, frequent columns, and a sample of other columns."""
-    few = gather_few(ids_F, x)
-    sums_3PN = torch.empty(3, few.num_parts(tile), x.num_tokens, dtype=torch.float32, device=x.hidden.device)
-    for group in token_groups(order, buffer_RD.shape[0]):
-        rows = gathered_with_targets(x, group, buffer_RD, stats_KN, 2)
-        column_sums(few, x, rows, tile, sums_3PN)
-    return bound_of_shard(few, x, frequent_W, stats_KN, sums_3PN, tile)
 
 
 def gradients(
@@ -240,8 +226,8 @@ def _filtered_gradients(
         if d_hidden is not None:
             keeps = memory.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes)
             total = Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens) if keeps else None, by_token=True)
-        entries = listed_gradients(x, softmax, coef_4N, lists, how, spec.filter.compensate, total)
-        given = Given(x, softmax, coef_4N, how, entries.dropped_N)
+        given = Given(x, softmax, coef_4N, how)
+        listed_gradients(given, lists, spec.filter.compensate, total)
         comp = _compensation(given, lists.ids_F, tiles, grads, spec)
         target = d_weight if grads.weight_out is None else grads.weight_out
         if grads.want_weight and target is not None:
@@ -251,8 +237,7 @@ def _filtered_gradients(
         _add_rows(total, frequent_weight_FD, given, comp, tiles, grads, spec)
         if frequent_weight_FD is not None and target is not None:
             add_listed(
-                target, x.hidden, lists, how, entries, frequent_weight_FD, comp, tiles.grad_weight,
-                add=grads.weight_out is not None,
+                target, x.hidden, lists, how, frequent_weight_FD, comp, tiles.grad_weight, add=grads.weight_out is not None
             )
     return d_hidden, d_weight
 
@@ -265,7 +250,7 @@ def _compensation(given: Given, ids_F: torch.Tensor, tiles: Tiles, grads: Grads,
         zeros_V, zeros_2D = (torch.zeros(shape, device=device) for shape in (num_valid, (2, x.weight.shape[1])))
         numbers_3K = torch.empty(3, 0, device=device)
         return Compensation(zeros_V, Columns(ids_F.int(), x.weight[ids_F], numbers_3K, zeros_2D, zeros_V))
-    sample = sample_tokens(x, given.dropped_N, given.coef_4N, how.numbers_3N, SAMPLE)
+    sample = sample_tokens(given, SAMPLE)
     parts_SV = None
     if grads.want_weight and memory.keeps_sample(num_tokens, num_valid, x.hidden.itemsize, budget):
         parts_SV = new_rows(x, SAMPLE, cdiv(num_valid, memory.ROWS) * memory.ROWS)
@@ -278,7 +263,9 @@ def _compensation(given: Given, ids_F: torch.Tensor, tiles: Tiles, grads: Grads,
         return comp
 
     # The corrections. First the terms of the sampled tokens at the sampled columns, which the factors are estimated from.
-    rows, sampled, tile = Rows(sample.token_S, sample.size, sample.rows_SD), columns.sampled(), tile_of_sample(tiles.dlogits)
+    # These are few: a small tile makes them many programs.
+    rows, sampled, tile = Rows(sample.token_S, sample.size, sample.rows_SD), columns.sampled(), tiles.dlogits
+    tile = tile._replace(rows=min(64, tile.rows), cols=min(64, tile.cols), warps=min(4, tile.warps))
     num_covariance = memory.covariance_columns(exact.sizes_of(x), budget) if grads.want_hidden else 0
     along_N = along(x, columns, sample) if num_covariance else None
     terms = [new_rows(x, SAMPLE, num_columns) for _ in range(2 if num_covariance else 1)]
@@ -311,7 +298,7 @@ def _add_rows(
         grads_RC = first_rows(buffer_RC, rows.index.shape[0])
         column_gradients(columns, rows, given, comp.factors_4, comp.along_N, tiles.dlogits, grads_RC, sums_BR)
         if total is not None:
-            add_products(total, rows, grads_RC, sums_BR, block_cols, given.dropped_N, comp, tiles.grad_hidden)
+            add_products(total, rows, grads_RC, sums_BR, block_cols, given.how, comp, tiles.grad_hidden)
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
         if frequent_weight_FD is not None:

@@ -17,12 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Operands, Rows
+from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import has_tma, kernel, operand, tile_of_products
 from cce_dist.kernels.filter.frequent import num_before
 from cce_dist.kernels.head import logits_of, sloped, token_factors
+from cce_dist.kernels.lse import gathered_with_targets
 from cce_dist.kernels.memory import bound_columns
 from cce_dist.kernels.tiles import Tile, interpreted, precision
+from cce_dist.kernels.tokens import token_groups
 from cce_dist.kernels.waves import cdiv
 
 ERRORS = 2.0  # standard errors that are subtracted from the estimate
@@ -33,26 +35,74 @@ def num_sampled(num_outside: int) -> int:
     return bound_columns(num_outside, 32 if interpreted() else 256)
 
 
-class Few(NamedTuple):
-    """The columns that the bound is computed from: the F frequent columns, then S sampled infrequent ones.
+class Bound(NamedTuple):
+    """What ``bound_of_shard`` returns, fp32.
 
     Attributes:
-        ids_F: int64, ascending: the frequent columns.
-        sampled_S: int32, ascending: the sampled columns.
-        rows_CD: Rows of the weight, C = F + S.
+        shard_3N: The shard's part of the bound: a maximum, a sum of exp relative to it, and zeros.
+        bound_N: Their log-sum-exp, the bound if this shard is the whole vocabulary.
+        frequent_2N: Maximum of the frequent columns, and sum of their exp times the softcap's slope.
     """
 
-    ids_F: torch.Tensor
-    sampled_S: torch.Tensor
-    rows_CD: torch.Tensor
-
-    def num_parts(self, tile: Tile) -> int:
-        """Return the number of tiles of columns. No tile has both frequent and sampled columns."""
-        return cdiv(self.ids_F.shape[0], tile.cols) + cdiv(self.sampled_S.shape[0], tile.cols)
+    shard_3N: torch.Tensor
+    bound_N: torch.Tensor
+    frequent_2N: torch.Tensor
 
 
-def gather_few(ids_F: torch.Tensor, x: Operands) -> Few:
-    """Sample infrequent columns, and copy the rows of all ``Few``."""
+def bound_of_shard(
+    x: Operands, ids_F: torch.Tensor, frequent_W: torch.Tensor, order: list[torch.Tensor], tile: Tile, buffer_RD: torch.Tensor,
+    stats_KN: torch.Tensor,
+) -> Bound:
+    """Compute the shard's part of the bound, and write the labels' logits to the row TARGET of stats_KN.
+
+    Args:
+        x: Operands of the shard.
+        ids_F, frequent_W: The frequent columns, as ``frequent.most_labelled`` writes them.
+        order: The compact order of the tokens.
+        tile: Tile of the log-sum-exp. No tile has both frequent and sampled columns.
+        buffer_RD: Buffer for the hidden states of a group of tokens.
+        stats_KN: out.
+    """
+    (num_tokens, hidden_size), num_frequent = x.hidden.shape, ids_F.shape[0]
+    sampled_S, few_CD = gather_few(ids_F, x)
+    num_columns, size, num_outside = few_CD.shape[0], sampled_S.shape[0], x.num_valid - num_frequent
+    frequent_parts = cdiv(num_frequent, tile.cols)
+    num_parts = frequent_parts + cdiv(size, tile.cols)
+    shapes = (3, num_parts, num_tokens), (3, num_tokens), (num_tokens,), (2, num_tokens)
+    sums_3PN, *outputs = [torch.empty(shape, dtype=torch.float32, device=x.hidden.device) for shape in shapes]
+    bound = Bound(*outputs)
+    for group in token_groups(order, buffer_RD.shape[0]):
+        rows = gathered_with_targets(x, group, buffer_RD, stats_KN, 2)
+        num_rows, tma = rows.index.shape[0], has_tma(rows.hidden, few_CD)
+        _column_sums_kernel[(cdiv(num_rows, tile.rows) * num_parts,)](
+            # in
+            operand(rows.hidden, tile.rows, tile.inner, tma), operand(few_CD, tile.cols, tile.inner, tma), x.head,
+            sampled_S, x.ids, rows.index, rows.num_labelled,
+            # out
+            sums_3PN,
+            # sizes
+            num_rows, hidden_size, num_columns, num_frequent, x.start, num_parts, num_tokens,
+            # tiles
+            TILE=tile, TMA=tma, PRECISION=precision(few_CD.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        )
+    # ERRORS standard errors of a mean of ``size`` out of ``num_outside`` columns, in standard deviations.
+    left_out = 1.0 - size / num_outside if num_outside else 0.0
+    error = ERRORS * (left_out / max(1, size - 1)) ** 0.5
+    _bound_of_shard_kernel[(cdiv(num_tokens, 128),)](
+        stats_KN, sums_3PN, x.ids, frequent_W,
+        bound,
+        num_tokens, x.start, x.num_valid, frequent_parts, num_parts, max(1, size), num_outside, error,
+        BLOCK_N=128,
+    )
+    return bound
+
+
+def gather_few(ids_F: torch.Tensor, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample infrequent columns.
+
+    Returns:
+        The S sampled columns, int32, ascending; and the rows of the weight of the frequent and then the sampled columns.
+    """
     num_frequent, hidden_size = ids_F.shape[0], x.weight.shape[1]
     num_outside = x.num_valid - num_frequent
     size = num_sampled(num_outside)
@@ -64,7 +114,7 @@ def gather_few(ids_F: torch.Tensor, x: Operands) -> Few:
         num_frequent, size, num_outside, hidden_size, num_frequent.bit_length(),
         BLOCK_C=16, BLOCK_D=256,
     )
-    return Few(ids_F, sampled_S, rows_CD)
+    return sampled_S, rows_CD
 
 
 @kernel("weight_ptr", "sampled_ptr", "rows_ptr", "hidden_size")
@@ -102,34 +152,6 @@ def _gather_few_kernel(
         tl.store(sampled_ptr + offs_s, column, mask=in_c & (offs_s >= 0))
 
 
-def column_sums(few: Few, x: Operands, rows: Rows, tile: Tile, sums_3PN: torch.Tensor) -> None:
-    """Write three numbers for each tile of columns: the maximum, the sum of exp relative to it, and a third sum.
-
-    The third sum is of exp times the softcap's slope for frequent columns, and of squared exp for sampled ones. Sampled columns
-    are summed without the token's label.
-
-    Args:
-        few: The columns.
-        x: Operands of the shard.
-        rows: A group of tokens.
-        tile: Tile of the log-sum-exp.
-        sums_3PN: out: written at the tokens of the group.
-    """
-    (num_rows, hidden_size), num_columns = rows.hidden.shape, few.rows_CD.shape[0]
-    tma = has_tma(rows.hidden, few.rows_CD)
-    _column_sums_kernel[(cdiv(num_rows, tile.rows) * sums_3PN.shape[1],)](
-        # in
-        operand(rows.hidden, tile.rows, tile.inner, tma), operand(few.rows_CD, tile.cols, tile.inner, tma), x.head,
-        few.sampled_S, x.ids, rows.index, rows.num_labelled,
-        # out
-        sums_3PN,
-        # sizes
-        num_rows, hidden_size, num_columns, few.ids_F.shape[0], x.start, sums_3PN.shape[1], x.num_tokens,
-        # tiles
-        TILE=tile, TMA=tma, PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps, num_stages=tile.stages,
-    )
-
-
 @kernel("hidden", "few", "hidden_size")
 def _column_sums_kernel(
     hidden,  # in: [R, D] descriptor or pointer
@@ -139,7 +161,7 @@ def _column_sums_kernel(
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_labelled_ptr,  # in: [1] int32
-    sums_ptr,  # out: [3, P, N] fp32
+    sums_ptr,  # out: [3, P, N] fp32: of each tile of columns the maximum, the sum of exp relative to it, and a third sum
     num_rows,
     hidden_size,
     num_columns,
@@ -173,7 +195,9 @@ def _column_sums_kernel(
     column = tl.load(sampled_ptr + offs_c - num_frequent, mask=in_c & is_sampled, other=0x7FFFFFFF)
     maximum = tl.max(z, 1)
     base = tl.where(maximum > float("-inf"), maximum, 0.0)
+    # The label is left out of the sample: its exponential is added separately.
     e = tl.where(column[None, :] == label[:, None], 0.0, tl.exp(z - base[:, None]))
+    # The third sum is of squared exp for sampled columns, and of exp times the softcap's slope for frequent ones.
     third = e * tl.where(is_sampled, e, 1.0)
     if head.softcap is not None:
         third = tl.where(is_sampled, third, sloped(e, z, head, factors[1][:, None]))
@@ -184,59 +208,13 @@ def _column_sums_kernel(
     tl.store(where + 2 * plane, tl.sum(third, 1), mask=live)
 
 
-class Bound(NamedTuple):
-    """What ``bound_of_shard`` returns, fp32.
-
-    Attributes:
-        shard_3N: The shard's part of the bound: a maximum, a sum of exp relative to it, and zeros.
-        bound_N: Their log-sum-exp, the bound if this shard is the whole vocabulary.
-        frequent_2N: Maximum of the frequent columns, and sum of their exp times the softcap's slope.
-    """
-
-    shard_3N: torch.Tensor
-    bound_N: torch.Tensor
-    frequent_2N: torch.Tensor
-
-
-def bound_of_shard(
-    few: Few, x: Operands, words_W: torch.Tensor, stats_KN: torch.Tensor, sums_3PN: torch.Tensor, tile: Tile
-) -> Bound:
-    """Compute the shard's part of the bound.
-
-    Args:
-        few: The columns.
-        x: Operands of the shard.
-        words_W: The frequent columns, as ``most_labelled`` returns them.
-        stats_KN: Its row TARGET is the label's logit, which is added if the label is an infrequent column of this shard.
-        sums_3PN: The output of ``column_sums`` with this tile.
-        tile: Tile of the log-sum-exp.
-    """
-    shapes = (3, x.num_tokens), (x.num_tokens,), (2, x.num_tokens)
-    bound = Bound(*(torch.empty(shape, dtype=torch.float32, device=x.ids.device) for shape in shapes))
-    num_frequent, num_sampled = few.ids_F.shape[0], few.sampled_S.shape[0]
-    num_outside = x.num_valid - num_frequent
-    # ERRORS standard errors of a mean of ``num_sampled`` out of ``num_outside`` columns, in standard deviations.
-    left_out = 1.0 - num_sampled / num_outside if num_outside else 0.0
-    error = ERRORS * (left_out / max(1, num_sampled - 1)) ** 0.5
-    _bound_of_shard_kernel[(cdiv(x.num_tokens, 128),)](
-        stats_KN, sums_3PN, x.ids, words_W,
-        *bound,
-        x.num_tokens, x.start, x.num_valid, cdiv(num_frequent, tile.cols), sums_3PN.shape[1], max(1, num_sampled), num_outside,
-        error,
-        BLOCK_N=128,
-    )
-    return bound
-
-
-@kernel("shard_ptr", "bound_ptr", "frequent_ptr")
+@kernel()
 def _bound_of_shard_kernel(
     stats_ptr,  # in: [K, N] fp32; TARGET is read
-    sums_ptr,  # in: [3, P, N] fp32, as ``column_sums`` writes them
+    sums_ptr,  # in: [3, P, N] fp32
     labels_ptr,  # in: [N] int64
     words_ptr,  # in: [W] int32
-    shard_ptr,  # out: [3, N] fp32; this and the next two as in ``Bound``
-    bound_ptr,  # out: [N] fp32
-    frequent_ptr,  # out: [2, N] fp32
+    bound,  # out: Bound
     num_tokens,
     start,
     num_valid,
@@ -276,17 +254,17 @@ def _bound_of_shard_kernel(
     )
     maximum = tl.where(live, maximum, 0.0)
     sum_exp = tl.where(live, sum_exp, 1.0)
-    tl.store(shard_ptr + offs_n, maximum, mask=in_n)
-    tl.store(shard_ptr + stride + offs_n, sum_exp, mask=in_n)
-    tl.store(shard_ptr + 2 * stride + offs_n, tl.zeros((BLOCK_N,), tl.float32), mask=in_n)
-    tl.store(bound_ptr + offs_n, maximum + tl.log(sum_exp), mask=in_n)
-    tl.store(frequent_ptr + offs_n, tl.where(live, frequent_max, 0.0), mask=in_n)
-    tl.store(frequent_ptr + stride + offs_n, tl.where(live, sloped_sum, 1.0), mask=in_n)
+    tl.store(bound.shard_3N + offs_n, maximum, mask=in_n)
+    tl.store(bound.shard_3N + stride + offs_n, sum_exp, mask=in_n)
+    tl.store(bound.shard_3N + 2 * stride + offs_n, tl.zeros((BLOCK_N,), tl.float32), mask=in_n)
+    tl.store(bound.bound_N + offs_n, maximum + tl.log(sum_exp), mask=in_n)
+    tl.store(bound.frequent_2N + offs_n, tl.where(live, frequent_max, 0.0), mask=in_n)
+    tl.store(bound.frequent_2N + stride + offs_n, tl.where(live, sloped_sum, 1.0), mask=in_n)
 
 
 @triton.jit
 def _merged(sums_ptr, live, stride, first, stop, num_parts):
-    """Merge parts of ``column_sums``: the maximum, the sum of exp, and the third sum of frequent and of sampled columns."""
+    """Merge some parts. Return the maximum, the sum of exp, and the third sum of frequent and of sampled columns."""
     plane = num_parts * stride
     maximum = tl.full(live.shape, float("-inf"), tl.float32)
     for part in range(first, stop):

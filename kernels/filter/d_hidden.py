@@ -21,6 +21,7 @@ from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.d_weight import add_d_weight
+from cce_dist.kernels.filter.lists import Decisions
 from cce_dist.kernels.filter.sampling import COLUMNS, LINEAR, Columns, Compensation, centered_rows
 from cce_dist.kernels.filter.shares import Dropped, Sample
 from cce_dist.kernels.tiles import Tile, precision
@@ -69,18 +70,15 @@ def _along_kernel(
 
 
 def add_products(
-    total: Sum, rows: Rows, grads_RC: torch.Tensor, sums_BR: torch.Tensor, block_cols: int, dropped_N: torch.Tensor,
+    total: Sum, rows: Rows, grads_RC: torch.Tensor, sums_BR: torch.Tensor, block_cols: int, how: Decisions,
     comp: Compensation, tile: Tile,
 ) -> None:
     """Add everything but lists to d_hidden at the tokens of the group.
 
     Args:
         total: d_hidden. Its remainder, which is by token, is added to it.
-        rows: The tokens.
         grads_RC, sums_BR: As ``sampling.column_gradients`` writes them, in blocks of ``block_cols`` columns.
-        dropped_N: r of each token, fp32.
         comp: The control variate. If the factor COLUMNS or LINEAR is 0 its product is left out.
-        tile: Tile of the product.
     """
     rows_CD, num_frequent, hidden_size = comp.columns.rows_CD, comp.columns.num_frequent, total.high_ND.shape[1]
     num_rows, hidden, covariance = rows.hidden.shape[0], None, None
@@ -91,13 +89,12 @@ def add_products(
     _hidden_products_kernel[(cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols),)](
         # in
         operand(grads_RC, tile.rows, tile.inner, tma), operand(rows_CD, tile.inner, tile.cols, tma), hidden, covariance,
-        comp.factors_4, rows.index, rows.num_labelled, dropped_N, sums_BR, comp.columns.shared_2D, comp.line_D, total.low_RD,
+        comp.factors_4, rows.index, rows.num_labelled, how.dropped_N, sums_BR, comp.columns.shared_2D, comp.line_D,
+        total.low_RD,
         # in, out
         total.high_ND,
         # sizes
         num_rows, num_frequent, rows_CD.shape[0], hidden_size, num_frequent // block_cols, sums_BR.shape[0],
-        # options
-        HAS_LINEAR=covariance is not None,
         # tiles
         BLOCK_N=tile.rows, BLOCK_D=tile.cols, BLOCK_V=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -110,15 +107,15 @@ def add_products(
 def _hidden_products_kernel(
     grads,  # in: [R, C] descriptor or pointer
     rows,  # in: [C, D] descriptor or pointer
-    hidden,  # in: [R, D] descriptor or pointer, with HAS_LINEAR
-    covariance,  # in: [D, D] descriptor or pointer, with HAS_LINEAR
+    hidden,  # in: [R, D] descriptor or pointer, or None without a linear correction
+    covariance,  # in: [D, D] descriptor or pointer, or None
     factors_ptr,  # in: [4] fp32; COLUMNS and LINEAR are read; or None
     index_ptr,  # in: [R] int32
     num_labelled_ptr,  # in: [1] int32
     dropped_ptr,  # in: [N] fp32
     sums_ptr,  # in: [blocks of columns, R] fp32
     center_ptr,  # in: [D] fp32: the first row of a matrix
-    line_ptr,  # in: [D] fp32, with HAS_LINEAR
+    line_ptr,  # in: [D] fp32, or None
     low_ptr,  # in: [N, D] bf16, or None
     d_hidden_ptr,  # in, out: [N, D]
     num_rows,
@@ -127,7 +124,6 @@ def _hidden_products_kernel(
     hidden_size,
     first_sums,
     num_sums,
-    HAS_LINEAR: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -148,7 +144,7 @@ def _hidden_products_kernel(
 
     # acc [BLOCK_N, BLOCK_D] = hidden @ covariance + gradients @ rows of the weight.
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    if HAS_LINEAR:
+    if covariance is not None:
         by_line = dropped * tl.load(factors_ptr + LINEAR)
         for inner in range(0, tl.where(tl.load(factors_ptr + LINEAR) > 0, hidden_size, 0), BLOCK_V):
             h = load_tile(hidden, row, inner, num_rows, hidden_size, hidden_size, BLOCK_N, BLOCK_V, TMA)
@@ -170,7 +166,7 @@ def _hidden_products_kernel(
             offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
             in_d = offs_d < hidden_size
             some += by_center[:, None] * tl.load(center_ptr + offs_d, mask=in_d, other=0)[None, :]
-            if HAS_LINEAR:
+            if covariance is not None:
                 some -= by_line[:, None] * tl.load(line_ptr + offs_d, mask=in_d, other=0)[None, :]
             where = token[:, None] * hidden_size + offs_d[None, :]
             mask = live[:, None] & in_d[None, :]

@@ -14,69 +14,62 @@ written once: no atomics on floats, and the same bits every run. Rows of frequen
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
-from cce_dist.kernels.filter.lists import Decisions, Entries, Lists
+from cce_dist.kernels.filter.lists import Decisions, Lists
 from cce_dist.kernels.filter.sampling import GAIN, Compensation
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 from cce_dist.kernels.waves import cdiv
 
 
-class Others(NamedTuple):
-    """The parts of d_weight beside listed gradients and the sampled tokens' correction. Kernels take it as one argument.
-
-    Attributes:
-        slot_V: As in ``lists.Decisions``.
-        frequent_FD: The frequent columns' rows of the gradient.
-        share_V: Each column's part of the dropped mass, times any number, fp32.
-        shared_2D: fp32. Its second row is sum_i scale P_i m_i hidden_i, divided by this number.
-        num_listed, num_unserved: As in ``lists.Decisions``. If there are unserved tokens, d_weight holds their gradient and is
-            added to. If no token is listed beside them, nothing is written.
-        factors_4: As ``sampling.factors_of`` returns them, or None. If GAIN is not 0, ``_compensated_weight_kernel`` sets the
-            rows to all parts except listed gradients, and ``_filtered_weight_kernel`` adds these.
-    """
-
-    slot_V: torch.Tensor
-    frequent_FD: torch.Tensor
-    share_V: torch.Tensor
-    shared_2D: torch.Tensor
-    num_listed: torch.Tensor
-    num_unserved: torch.Tensor
-    factors_4: torch.Tensor | None
-
-
 def add_listed(
-    d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, lists: Lists, how: Decisions, entries: Entries,
-    frequent_FD: torch.Tensor, comp: Compensation, tile: Tile, *, add: bool,
+    d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, lists: Lists, how: Decisions, frequent_FD: torch.Tensor,
+    comp: Compensation, tile: Tile, *, add: bool,
 ) -> None:
     """Set the rows of d_weight_VD to the sum of all their parts, or with ``add`` add the sum.
+
+    If there are unserved tokens, d_weight_VD holds their gradient and is added to. If no token is listed beside them, nothing
+    is written. If the factor GAIN is not 0, the sampled tokens' correction comes first and writes all parts except listed
+    gradients, which are then added.
 
     Args:
         d_weight_VD: in, out: rows past the last column are left alone.
         hidden_ND: The hidden states.
-        lists, how, entries: The listed gradients.
+        lists, how: The listed gradients.
         frequent_FD: The frequent columns' rows of the gradient.
-        comp: The control variate.
+        comp: The control variate. Each column's ``sums_V`` times the second row of ``Columns.shared_2D`` is added.
         tile: Tile of a long product.
     """
     num_cols, hidden_size = how.end_V.shape[0], hidden_ND.shape[1]
-    others = Others(
-        how.slot_V, frequent_FD, comp.sums_V, comp.columns.shared_2D, how.num_listed, how.num_unserved, comp.factors_4
-    )
-    if comp.parts_SV is not None:
-        _add_sampled_tokens(d_weight_VD, comp, others, tile, add)
-    token_M, grad_M = _by_column(lists, how, entries)
+    others = (how, frequent_FD, comp.sums_V, comp.columns.shared_2D, comp.factors_4)
+    if comp.parts_SV is not None and comp.sample is not None:
+        # Half of the tile's columns: this product is short, so its time is mostly stores, which a second program on the same
+        # multiprocessor hides.
+        tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
+        tma, rows_SD = has_tma(comp.parts_SV, comp.sample.rows_SD), comp.sample.rows_SD
+        num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
+        _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(rows_SD.device)),)](
+            # in
+            operand(comp.parts_SV, tile.inner, tile.rows, tma), operand(rows_SD, tile.inner, tile.cols, tma),
+            comp.sample.size, *others,
+            # in, out
+            d_weight_VD,
+            # sizes
+            rows_SD.shape[0], num_cols, hidden_size, comp.parts_SV.stride(0), num_tiles, int(add),
+            # tiles
+            BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_S=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )
+    token_M, grad_M = _by_column(lists, how)
     block_v = 4
     block_d = next((size for size in (1024, 512) if cdiv(hidden_size, size) * size <= 1.125 * hidden_size), 256)
     num_items = cdiv(num_cols, block_v) * cdiv(hidden_size, block_d)
     _filtered_weight_kernel[(cdiv(num_items, 2),)](
         # in
-        hidden_ND, how.first_V, how.end_V, token_M, grad_M, others,
+        hidden_ND, token_M, grad_M, *others,
         # in, out
         d_weight_VD,
         # sizes
@@ -86,47 +79,44 @@ def add_listed(
     )
 
 
-def _by_column(lists: Lists, how: Decisions, entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_column(lists: Lists, how: Decisions) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort the listed gradients by column, then by token: a gradient's rank is the number of its column's earlier tokens.
 
     Returns:
         The tokens [N L], int32, and their gradients [N L], fp32. Column j has those from ``first_V[j]`` to ``end_V[j]``.
     """
-    token_M, grad_M = torch.empty_like(entries.slot_M), torch.empty_like(entries.slot_M, dtype=torch.float32)
+    token_M, grad_M = torch.empty_like(how.slot_M), torch.empty_like(how.slot_M, dtype=torch.float32)
     capacity, block = token_M.shape[0], 64
     _by_column_kernel[(max(1, min(cdiv(capacity, block), 8 * num_programs(token_M.device))),)](
-        lists.columns_NL, entries.grad_NL, how.first_V, how.end_V, entries.slot_M,
+        lists.columns_NL, how,
         token_M, grad_M,
-        entries.grad_NL.shape[1], how.end_V.shape[0], capacity,
+        lists.columns_NL.shape[1], how.end_V.shape[0], capacity,
         BLOCK=block,
     )
     return token_M, grad_M
 
 
-@kernel("column_ptr", "grad_ptr", "first_ptr", "end_ptr", "slot_ptr", "token_out_ptr", "grad_out_ptr")
+@kernel("column_ptr", "token_ptr", "grad_ptr")
 def _by_column_kernel(
     column_ptr,  # in: [N, L] int32
-    grad_ptr,  # in: [N, L] fp32
-    first_ptr,  # in: [V + 1] int32
-    end_ptr,  # in: [V] int32
-    slot_ptr,  # in: [N L] int32: the slot at each place
-    token_out_ptr,  # out: [N L] int32
-    grad_out_ptr,  # out: [N L] fp32
+    how,  # in: Decisions
+    token_ptr,  # out: [N L] int32
+    grad_ptr,  # out: [N L] fp32
     num_slots,
     num_valid,
     capacity,
     BLOCK: tl.constexpr,
 ):
-    total = tl.load(first_ptr + num_valid)
+    total = tl.load(how.first_V + num_valid)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
         offs_m = begin + tl.arange(0, BLOCK)
-        slot = tl.load(slot_ptr + offs_m, mask=offs_m < total, other=-1)
+        slot = tl.load(how.slot_M + offs_m, mask=offs_m < total, other=-1)
         # A place that no gradient took holds any number: no slot, or a slot whose column does not have this place.
         used = (slot >= 0) & (slot < capacity)
         column = tl.load(column_ptr + slot, mask=used, other=-1)
         used &= (column >= 0) & (column < num_valid)
-        low = tl.load(first_ptr + column, mask=used, other=0)
-        high = tl.load(end_ptr + column, mask=used, other=0)
+        low = tl.load(how.first_V + column, mask=used, other=0)
+        high = tl.load(how.end_V + column, mask=used, other=0)
         used &= (low <= offs_m) & (offs_m < high)
         low = tl.where(used, low, total)
         high = tl.where(used, high, 0)
@@ -134,22 +124,23 @@ def _by_column_kernel(
         # Compare the BLOCK slots with all slots of their columns, BLOCK at a time: most columns have a few.
         for first in range(tl.min(low, 0), tl.max(high, 0), BLOCK):
             offs_o = first + tl.arange(0, BLOCK)
-            other = tl.load(slot_ptr + offs_o, mask=offs_o < total, other=0)
+            other = tl.load(how.slot_M + offs_o, mask=offs_o < total, other=0)
             of_column = (offs_o[None, :] >= low[:, None]) & (offs_o[None, :] < high[:, None])
             rank += tl.sum((of_column & (other[None, :] < slot[:, None])).to(tl.int32), 1)
-        grad = tl.load(grad_ptr + slot, mask=used, other=0)
-        tl.store(token_out_ptr + low + rank, slot // num_slots, mask=used)
-        tl.store(grad_out_ptr + low + rank, grad, mask=used)
+        tl.store(token_ptr + low + rank, slot // num_slots, mask=used)
+        tl.store(grad_ptr + low + rank, tl.load(how.grad_NL + slot, mask=used, other=0), mask=used)
 
 
-@kernel("hidden_ptr", "first_ptr", "end_ptr", "d_weight_ptr", "hidden_size")
+@kernel("hidden_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
 def _filtered_weight_kernel(
     hidden_ptr,  # in: [N, D]
-    first_ptr,  # in: [V + 1] int32
-    end_ptr,  # in: [V] int32
     token_ptr,  # in: [N L] int32
     grad_ptr,  # in: [N L] fp32
-    others,  # in: Others
+    how,  # in: Decisions
+    frequent_ptr,  # in: [F, D]
+    share_ptr,  # in: [V] fp32
+    shared_ptr,  # in: [2, D] fp32, as in ``Columns``; the second row is read
+    factors_ptr,  # in: [4] fp32, as ``sampling.factors_of`` returns them, or None; GAIN is read
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
     hidden_size,
@@ -160,11 +151,11 @@ def _filtered_weight_kernel(
     BLOCK_K: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    num_unserved = tl.load(others.num_unserved)
-    if (num_unserved > 0) & (tl.load(others.num_listed) == 0):
+    num_unserved = tl.load(how.num_unserved)
+    if (num_unserved > 0) & (tl.load(how.num_listed) == 0):
         return
     num_blocks_v = tl.cdiv(num_cols, BLOCK_V)
-    others_done = (tl.load(others.factors_4 + GAIN) != 0) if others.factors_4 is not None else False
+    others_done = (tl.load(factors_ptr + GAIN) != 0) if factors_ptr is not None else False
     adding = (add != 0) | (num_unserved > 0) | others_done
     # An item is [BLOCK_V, BLOCK_D] of d_weight. Neighbouring programs share BLOCK_D elements of hidden states in the cache.
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -173,18 +164,18 @@ def _filtered_weight_kernel(
         offs_d = item // num_blocks_v * BLOCK_D + tl.arange(0, BLOCK_D)
         in_v = offs_v < num_cols
         in_d = offs_d < hidden_size
-        begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
-        end = tl.load(end_ptr + offs_v, mask=in_v, other=0)
-        slot = tl.load(others.slot_V + offs_v, mask=in_v, other=0)
-        share = tl.load(others.share_V + offs_v, mask=in_v, other=0)
-        by_share = tl.load(others.shared_2D + hidden_size + offs_d, mask=in_d, other=0)
+        begin = tl.load(how.first_V + offs_v, mask=in_v, other=0)
+        end = tl.load(how.end_V + offs_v, mask=in_v, other=0)
+        slot = tl.load(how.slot_V + offs_v, mask=in_v, other=0)
+        share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
+        by_share = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
 
         # Most columns have few entries or none. These are summed together, so that many rows are loaded at once. The next
         # entries are loaded while the rows of these arrive.
         few = in_v & (end - begin <= SHORT)
         part = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
         if not others_done:
-            frequent = others.frequent_FD + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
+            frequent = frequent_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
             is_frequent = (slot > 0)[:, None]
             part = tl.load(frequent, mask=is_frequent & in_d[None, :], other=0).to(tl.float32)
             part = tl.where(is_frequent, part, by_share[None, :] * share[:, None])
@@ -238,39 +229,16 @@ def _rows(rows_ptr, number, in_k, offs_d, in_d, hidden_size):
     return tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)
 
 
-def _add_sampled_tokens(
-    d_weight_VD: torch.Tensor, comp: Compensation, others: Others, tile: Tile, add: bool
-) -> None:
-    """Write all parts except listed gradients, with the sampled tokens' correction. If its factor GAIN is 0, write nothing.
-
-    Half of the tile's columns are taken: this product is short, so its time is mostly stores, which a second program on the
-    same multiprocessor hides.
-    """
-    num_cols, hidden_size = comp.sums_V.shape[0], d_weight_VD.shape[1]
-    assert comp.sample is not None and comp.parts_SV is not None
-    parts_SV, rows_SD = comp.parts_SV, comp.sample.rows_SD
-    tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
-    tma = has_tma(parts_SV, rows_SD)
-    num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
-    _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(rows_SD.device)),)](
-        # in
-        operand(parts_SV, tile.inner, tile.rows, tma), operand(rows_SD, tile.inner, tile.cols, tma), comp.sample.size, others,
-        # in, out
-        d_weight_VD,
-        # sizes
-        rows_SD.shape[0], num_cols, hidden_size, parts_SV.stride(0), num_tiles, int(add),
-        # tiles
-        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_S=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )
-
-
-@kernel("parts", "rows", "d_weight_ptr", "hidden_size")
+@kernel("parts", "rows", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
 def _compensated_weight_kernel(
     parts,  # in: [S, V or more] descriptor or pointer
     rows,  # in: [S, D] descriptor or pointer
     size_ptr,  # in: [2] int32, as in ``Sample``
-    others,  # in: Others
+    how,  # in: Decisions
+    frequent_ptr,  # in: [F, D]
+    share_ptr,  # in: [V] fp32
+    shared_ptr,  # in: [2, D] fp32, as in ``Columns``; the second row is read
+    factors_ptr,  # in: [4] fp32, as ``sampling.factors_of`` returns them, or None; GAIN is read
     d_weight_ptr,  # in, out: [V, D]
     num_rows,
     num_cols,
@@ -284,12 +252,12 @@ def _compensated_weight_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    gain = tl.load(others.factors_4 + GAIN)
+    gain = tl.load(factors_ptr + GAIN)
     num_sampled = tl.load(size_ptr)
-    num_unserved = tl.load(others.num_unserved)
+    num_unserved = tl.load(how.num_unserved)
     adding = (add != 0) | (num_unserved > 0)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    nothing = ((num_unserved > 0) & (tl.load(others.num_listed) == 0)) | (gain == 0)
+    nothing = ((num_unserved > 0) & (tl.load(how.num_listed) == 0)) | (gain == 0)
     # For each tile: acc [BLOCK_V, BLOCK_D] = parts [S, BLOCK_V].T @ rows [S, BLOCK_D], then the other parts are added.
     for tile in range(tl.program_id(0), tl.where(nothing, 0, num_tiles), tl.num_programs(0)):
         row = tile // num_col_blocks * BLOCK_V
@@ -302,8 +270,8 @@ def _compensated_weight_kernel(
         offs_v = row + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_cols
         acc *= gain
-        slot = tl.load(others.slot_V + offs_v, mask=in_v, other=0)
-        share = tl.load(others.share_V + offs_v, mask=in_v, other=0)
+        slot = tl.load(how.slot_V + offs_v, mask=in_v, other=0)
+        share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
         is_frequent = (slot > 0)[:, None]
         # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
         for half in tl.static_range(2):
@@ -311,9 +279,9 @@ def _compensated_weight_kernel(
                 part = halves(halves(acc)[half])[quarter]
                 offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
                 in_d = offs_d < hidden_size
-                by_share = tl.load(others.shared_2D + hidden_size + offs_d, mask=in_d, other=0)
+                by_share = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
                 part += by_share[None, :] * share[:, None]
-                frequent = others.frequent_FD + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
+                frequent = frequent_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
                 part = tl.where(
                     is_frequent, tl.load(frequent, mask=is_frequent & in_d[None, :], other=0).to(tl.float32), part
                 )

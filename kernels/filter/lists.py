@@ -31,6 +31,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.d_hidden import Sum
+from cce_dist.kernels.filter.bound import Bound
 from cce_dist.kernels.filter.frequent import num_before
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
 from cce_dist.kernels.tiles import stages_of_rows
@@ -63,8 +64,8 @@ class Lists(NamedTuple):
 
 
 def list_columns(
-    words_RW: torch.Tensor, frequent_W: torch.Tensor, x: Operands, rows: Rows, bound_N: torch.Tensor, frequent_2N: torch.Tensor,
-    stats_KN: torch.Tensor, sloped_N: torch.Tensor | None, lists: Lists,
+    words_RW: torch.Tensor, frequent_W: torch.Tensor, x: Operands, rows: Rows, bound: Bound, stats_KN: torch.Tensor,
+    sloped_N: torch.Tensor | None, lists: Lists,
 ) -> None:
     """Fill the lists of the group's tokens.
 
@@ -73,10 +74,7 @@ def list_columns(
     Args:
         words_RW: The marks of the group (``lse.Marks``).
         frequent_W: Words with a bit set for each frequent column.
-        x: Operands.
-        rows: The group.
-        bound_N: The bound over all shards.
-        frequent_2N: As in ``bound.Bound``.
+        bound: Its bound_N is the bound over all shards.
         stats_KN: Maximum and sum of exp over all columns.
         sloped_N: Sum of exp times the softcap's slope over all columns; None without a softcap.
         lists: out.
@@ -84,8 +82,8 @@ def list_columns(
     num_rows, num_words = words_RW.shape
     aligned = min(16, num_words & -num_words)
     _list_columns_kernel[(num_rows,)](
-        words_RW, frequent_W, x.ids, rows.index, rows.num_labelled, bound_N, frequent_2N, stats_KN, sloped_N,
-        lists.bound_3N, lists.columns_NL, lists.count_V, lists.count_N,
+        words_RW, frequent_W, x.ids, rows.index, rows.num_labelled, bound, stats_KN, sloped_N,
+        lists,
         num_words // aligned, x.num_tokens, lists.columns_NL.shape[1], x.start, x.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
     )
@@ -111,21 +109,17 @@ def _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, n
     return word ^ (word & frequent)
 
 
-@kernel("words_ptr", "frequent_words_ptr", "columns_ptr")
+@kernel("words_ptr", "frequent_words_ptr")
 def _list_columns_kernel(
     words_ptr,  # in: [R, W] int32
     frequent_words_ptr,  # in: [W] int32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_labelled_ptr,  # in: [1] int32
-    bound_ptr,  # in: [N] fp32
-    frequent_ptr,  # in: [2, N] fp32: maximum, sum times slope
+    bound,  # in: Bound
     stats_ptr,  # in: [K, N] fp32: maximum, sum, ...
     sloped_ptr,  # in: [N] fp32, or None
-    state_ptr,  # out: [3, N] fp32, as in ``Lists``
-    columns_ptr,  # out: [N, L] int32
-    column_count_ptr,  # in, out: [V] int32
-    count_ptr,  # out: [N] int32
+    lists,  # out: Lists, except ids_F; count_V is counted up
     num_units,  # number of units of ALIGNED words
     num_tokens,
     num_slots,
@@ -139,12 +133,13 @@ def _list_columns_kernel(
     stride = num_tokens.to(tl.int64)
     maximum = tl.load(stats_ptr + token)
     outside = tl.load(stats_ptr + stride + token if sloped_ptr is None else sloped_ptr + token)
-    outside -= tl.load(frequent_ptr + stride + token) * tl.exp(tl.load(frequent_ptr + token) - maximum)
-    tl.store(state_ptr + token, tl.load(bound_ptr + token))
-    tl.store(state_ptr + stride + token, tl.where(outside < 0, 0.0, outside))  # NaN stays
-    tl.store(state_ptr + 2 * stride + token, maximum)
+    below = tl.load(bound.frequent_2N + token) - maximum
+    outside -= tl.load(bound.frequent_2N + stride + token) * tl.exp(below)
+    tl.store(lists.bound_3N + token, tl.load(bound.bound_N + token))
+    tl.store(lists.bound_3N + stride + token, tl.where(outside < 0, 0.0, outside))  # NaN stays
+    tl.store(lists.bound_3N + 2 * stride + token, maximum)
     if row >= tl.load(num_labelled_ptr):
-        tl.store(count_ptr + token, 0)
+        tl.store(lists.count_N + token, 0)
         return
     label = tl.load(labels_ptr + token) - start
     here = (label >= 0) & (label < num_valid)
@@ -160,8 +155,8 @@ def _list_columns_kernel(
             _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
         )
     count = tl.sum(counts, 0)
-    tl.store(count_ptr + token, count)
-    columns_ptr += token * num_slots
+    tl.store(lists.count_N + token, count)
+    columns_ptr = lists.columns_NL + token * num_slots
 
     stored = tl.where(count <= num_slots, count, 0)
     total = tl.zeros((), tl.int32)
@@ -179,7 +174,7 @@ def _list_columns_kernel(
                 tl.store(columns_ptr + position, column, mask=word > 0)
                 # Marks of a token with NaN are set past the last column, too.
                 counted = (word > 0) & (column < num_valid)
-                tl.atomic_add(column_count_ptr + column, 1, mask=counted, sem="relaxed")
+                tl.atomic_add(lists.count_V + column, 1, mask=counted, sem="relaxed")
                 position += (word > 0).to(tl.int32)
                 word = rest
         first += BLOCK_W
@@ -198,8 +193,14 @@ class Decisions(NamedTuple):
         num_unserved: [1] int32: number of unserved tokens.
         slot_V: [V] int32: 1 plus the column's position among the frequent columns, or 0.
         first_V: [V + 1] int32: the first of each column's places, then the number of places of all columns.
-        end_V: [V] int32: the same until ``listed_gradients``, then the end of the places that the column's gradients have
-            taken. Lists of unserved tokens take none.
+
+    ``listed_gradients`` writes
+
+        end_V: [V] int32: the end of the places that the column's gradients have taken; before that ``first_V``. Lists of
+            unserved tokens take none.
+        dropped_N: [N] fp32: r of ``compensation.py``, scale * P * (the mass that the token drops); 0 if it is not listed.
+        grad_NL: [N, L] fp32: the gradients of the columns in ``Lists.columns_NL``; not written for unserved tokens.
+        slot_M: [N L] int32: the slot at each place, as an index into ``grad_NL``, in any order within a column.
     """
 
     listed_labels: torch.Tensor
@@ -211,6 +212,9 @@ class Decisions(NamedTuple):
     slot_V: torch.Tensor
     first_V: torch.Tensor
     end_V: torch.Tensor
+    dropped_N: torch.Tensor
+    grad_NL: torch.Tensor
+    slot_M: torch.Tensor
 
     @property
     def order(self) -> list[torch.Tensor]:
@@ -230,13 +234,15 @@ def decide(x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, e
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.ids.device)
 
+    fp32 = torch.float32
     how = Decisions(
-        new(num_tokens, dtype=torch.int64), new(num_tokens), new(num_tokens), new(3, num_tokens, dtype=torch.float32),
-        new(1), new(1), new(num_valid), new(num_valid + 1), new(num_valid),
+        new(num_tokens, dtype=torch.int64), new(num_tokens), new(num_tokens), new(3, num_tokens, dtype=fp32), new(1), new(1),
+        new(num_valid), new(num_valid + 1), new(num_valid),
+        new(num_tokens, dtype=fp32), new(num_tokens, num_slots, dtype=fp32), new(num_tokens * num_slots),
     )
     _decide_kernel[(1 + cdiv(num_valid + 1, 4096),)](
-        x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_V, lists.count_N, lists.ids_F,
-        *how,
+        x.ids, softmax, coef_4N, lists,
+        how,
         num_tokens, num_slots, num_valid, num_frequent, num_frequent.bit_length(),
         math.log(eps), SLACK,
         BLOCK=4096, num_warps=32,
@@ -244,27 +250,13 @@ def decide(x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, e
     return how
 
 
-@kernel(
-    "column_count_ptr", "listed_labels_ptr", "index_ptr", "unserved_ptr", "numbers_ptr", "slot_ptr", "first_ptr", "end_ptr",
-)
+@kernel()
 def _decide_kernel(
     labels_ptr,  # in: [N] int64
-    max_ptr,  # in: [N] fp32
-    log_sum_ptr,  # in: [N] fp32
+    softmax,  # in: Softmax
     coef_ptr,  # in: [4, N] fp32
-    bound_ptr,  # in: [3, N] fp32: bound; sum over infrequent columns; reference of this sum
-    column_count_ptr,  # in: [V] int32
-    count_ptr,  # in: [N] int32
-    frequent_ptr,  # in: [F] int64
-    listed_labels_ptr,  # out: [N] int64; this and the next ones as in ``Decisions``
-    index_ptr,  # out: [N] int32
-    unserved_ptr,  # out: [N] int32
-    numbers_ptr,  # out: [3, N] fp32
-    num_listed_ptr,  # out: [1] int32
-    num_unserved_ptr,  # out: [1] int32
-    slot_ptr,  # out: [V] int32
-    first_ptr,  # out: [V + 1] int32
-    end_ptr,  # out: [V] int32
+    lists,  # in: Lists
+    how,  # out: Decisions
     num_tokens,
     num_slots,
     num_valid,
@@ -280,15 +272,15 @@ def _decide_kernel(
         begin = (tl.program_id(0) - 1) * BLOCK
         before = tl.zeros((BLOCK,), tl.int32)
         for first in range(0, begin, BLOCK):
-            before += tl.load(column_count_ptr + first + tl.arange(0, BLOCK))
+            before += tl.load(lists.count_V + first + tl.arange(0, BLOCK))
         offs_v = begin + tl.arange(0, BLOCK)
-        column_count = tl.load(column_count_ptr + offs_v, mask=offs_v < num_valid, other=0)
-        place = tl.sum(before, 0) + tl.cumsum(column_count, 0) - column_count
-        tl.store(first_ptr + offs_v, place, mask=offs_v <= num_valid)
-        tl.store(end_ptr + offs_v, place, mask=offs_v < num_valid)
-        slot = num_before(frequent_ptr, num_frequent, num_steps, offs_v, False)
-        is_frequent = tl.load(frequent_ptr + slot, mask=slot < num_frequent, other=-1) == offs_v
-        tl.store(slot_ptr + offs_v, tl.where(is_frequent, slot + 1, 0), mask=offs_v < num_valid)
+        count = tl.load(lists.count_V + offs_v, mask=offs_v < num_valid, other=0)
+        place = tl.sum(before, 0) + tl.cumsum(count, 0) - count
+        tl.store(how.first_V + offs_v, place, mask=offs_v <= num_valid)
+        tl.store(how.end_V + offs_v, place, mask=offs_v < num_valid)
+        slot = num_before(lists.ids_F, num_frequent, num_steps, offs_v, False)
+        is_frequent = tl.load(lists.ids_F + slot, mask=slot < num_frequent, other=-1) == offs_v
+        tl.store(how.slot_V + offs_v, tl.where(is_frequent, slot + 1, 0), mask=offs_v < num_valid)
         return
 
     # The first program: the tokens, BLOCK at a time, with running sums for the two compact orders.
@@ -301,77 +293,69 @@ def _decide_kernel(
         label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
         coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
         coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
-        bound = tl.load(bound_ptr + offs_n, mask=in_n, other=0)
-        outside = tl.load(bound_ptr + stride + offs_n, mask=in_n, other=0)
-        relative_to = tl.load(bound_ptr + 2 * stride + offs_n, mask=in_n, other=0)
-        lse = tl.load(max_ptr + offs_n, mask=in_n, other=0) + tl.load(log_sum_ptr + offs_n, mask=in_n, other=0)
+        bound = tl.load(lists.bound_3N + offs_n, mask=in_n, other=0)
+        outside = tl.load(lists.bound_3N + stride + offs_n, mask=in_n, other=0)
+        relative_to = tl.load(lists.bound_3N + 2 * stride + offs_n, mask=in_n, other=0)
+        lse = tl.load(softmax.max + offs_n, mask=in_n, other=0) + tl.load(softmax.log_sum + offs_n, mask=in_n, other=0)
         whole = (coef_p == 0) | (coef_label == 0)
         log_ratio = tl.where(whole, 0.0, tl.log(coef_label) - tl.log(coef_p))
         # Comparisons with NaN are false, too. The sum is finite only if all of its terms are.
-        listed = (label >= 0) & (tl.load(count_ptr + offs_n, mask=in_n, other=0) <= num_slots)
+        listed = (label >= 0) & (tl.load(lists.count_N + offs_n, mask=in_n, other=0) <= num_slots)
         listed &= (lse - bound < FARTHEST) & (bound - lse - log_ratio <= tl.log(slack))
         listed &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label) < float("inf")
-        tl.store(numbers_ptr + offs_n, bound - tl.log(slack) + log_eps, mask=in_n)
-        tl.store(numbers_ptr + stride + offs_n, outside * tl.exp(relative_to - lse), mask=in_n)
-        tl.store(numbers_ptr + 2 * stride + offs_n, lse - tl.log(coef_p), mask=in_n)
+        tl.store(how.numbers_3N + offs_n, bound - tl.log(slack) + log_eps, mask=in_n)
+        tl.store(how.numbers_3N + stride + offs_n, outside * tl.exp(relative_to - lse), mask=in_n)
+        tl.store(how.numbers_3N + 2 * stride + offs_n, lse - tl.log(coef_p), mask=in_n)
 
-        tl.store(listed_labels_ptr + offs_n, tl.where(listed, label, -1), mask=in_n)
+        tl.store(how.listed_labels + offs_n, tl.where(listed, label, -1), mask=in_n)
         chosen = listed.to(tl.int32)
         chosen_before = num_listed + tl.cumsum(chosen, 0) - chosen
         position = tl.where(listed, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
-        tl.store(index_ptr + position, offs_n, mask=in_n)
+        tl.store(how.index + position, offs_n, mask=in_n)
         num_listed += tl.sum(chosen, 0)
         unserved = ((label >= 0) & (chosen == 0)).to(tl.int32)
-        tl.store(unserved_ptr + num_unserved + tl.cumsum(unserved, 0) - unserved, offs_n, mask=unserved > 0)
+        tl.store(how.unserved + num_unserved + tl.cumsum(unserved, 0) - unserved, offs_n, mask=unserved > 0)
         num_unserved += tl.sum(unserved, 0)
-    tl.store(num_listed_ptr, num_listed)
-    tl.store(num_unserved_ptr, num_unserved)
+    tl.store(how.num_listed, num_listed)
+    tl.store(how.num_unserved, num_unserved)
 
 
-class Entries(NamedTuple):
-    """The listed gradients, and in which slots each column is.
+class Given(NamedTuple):
+    """What the gradients of logits depend on.
 
     Attributes:
-        dropped_N: [N] fp32: r of ``compensation.py``, scale * P * (the mass that the token drops); 0 if it is not listed.
-        grad_NL: [N, L] fp32: the gradients of the columns in ``Lists.columns_NL``; not written for unserved tokens.
-        slot_M: [N L] int32: the slot at each place, as an index into ``grad_NL``, in any order within a column.
-    """
-
-    dropped_N: torch.Tensor
-    grad_NL: torch.Tensor
-    slot_M: torch.Tensor
-
-
-def listed_gradients(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions, compensate: bool, total: Sum | None
-) -> Entries:
-    """Compute the gradients of listed columns, and what each listed token drops.
-
-    Args:
         x: Operands.
         softmax: Statistics of the whole vocabulary.
         coef_4N: Coefficients as in ``cce_dist.kernels``; P and LABEL are read.
-        lists: The lists.
-        how: The decisions. The gradients take their columns' places.
+        how: The decisions.
+    """
+
+    x: Operands
+    softmax: Softmax
+    coef_4N: torch.Tensor
+    how: Decisions
+
+
+def listed_gradients(given: Given, lists: Lists, compensate: bool, total: Sum | None) -> None:
+    """Compute the gradients of listed columns, and what each listed token drops, in ``Decisions``.
+
+    Args:
         compensate: Whether the control variate replaces dropped gradients; if not, r is 0.
         total: out, or None: d_hidden is set to the list's part, or to 0 for tokens without a label. Rows of unserved tokens are
             left alone.
     """
-    (num_tokens, num_slots), hidden_size = lists.columns_NL.shape, x.hidden.shape[1]
-    shapes = (num_tokens, torch.float32), ((num_tokens, num_slots), torch.float32), (num_tokens * num_slots, torch.int32)
-    entries = Entries(*(torch.empty(shape, dtype=dtype, device=x.ids.device) for shape, dtype in shapes))
+    x, (num_tokens, num_slots), hidden_size = given.x, lists.columns_NL.shape, given.x.hidden.shape[1]
     block_d = triton.next_power_of_2(hidden_size)
     warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
     block_k = min(8, max(1, warps * WARP_ELEMENTS // block_d))
     high_ND, low_ND = (None, None) if total is None else (total.high_ND, total.low_RD)
     _listed_gradients_kernel[(num_tokens,)](
         # in
-        x.hidden, x.weight, x.head, x.ids, how.listed_labels, lists.columns_NL, lists.count_N, how.numbers_3N, softmax.max,
-        softmax.log_sum, coef_4N,
+        x.hidden, x.weight, x.head, x.ids, given.softmax, given.coef_4N, lists,
         # in, out
-        how.end_V,
+        given.how,
         # out
-        *entries, high_ND, low_ND,
+        high_ND, low_ND,
         # sizes
         num_tokens, hidden_size, num_slots, x.start, x.head.multiplier if compensate else 0.0,
         # options
@@ -380,26 +364,18 @@ def listed_gradients(
         BLOCK_L=256, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
         num_warps=warps, **REGISTERS,
     )
-    return entries
 
 
-@kernel("hidden_ptr", "weight_ptr", "columns_ptr", "end_ptr", "grad_ptr", "slot_ptr", "high_ptr", "low_ptr", "hidden_size")
+@kernel("hidden_ptr", "weight_ptr", "high_ptr", "low_ptr", "hidden_size")
 def _listed_gradients_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
     head,  # in: Head
     labels_ptr,  # in: [N] int64
-    listed_labels_ptr,  # in: [N] int64
-    columns_ptr,  # in: [N, L] int32
-    count_ptr,  # in: [N] int32
-    numbers_ptr,  # in: [3, N] fp32, as in ``Decisions``; the second row is read
-    max_ptr,  # in: [N] fp32
-    log_sum_ptr,  # in: [N] fp32
+    softmax,  # in: Softmax
     coef_ptr,  # in: [4, N] fp32
-    end_ptr,  # in, out: [V] int32
-    dropped_ptr,  # out: [N] fp32; this and the next two as in ``Entries``
-    grad_ptr,  # out: [N, L] fp32
-    slot_ptr,  # out: [N L] int32
+    lists,  # in: Lists
+    how,  # in, out: Decisions
     high_ptr,  # out: [N, D]
     low_ptr,  # out: [N, D] bf16
     num_tokens,
@@ -415,25 +391,25 @@ def _listed_gradients_kernel(
     STAGES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    listed_label = tl.load(listed_labels_ptr + token)
+    listed_label = tl.load(how.listed_labels + token)
     is_listed = listed_label >= 0
     label = listed_label - start
-    stop = tl.where(is_listed, tl.load(count_ptr + token), 0)
+    stop = tl.where(is_listed, tl.load(lists.count_N + token), 0)
     first_slot = token * num_slots
     # Integer atomics: which of a column's places a slot takes depends on which program comes first.
     for first in range(0, stop, BLOCK_L):
         offs_l = first + tl.arange(0, BLOCK_L)
-        column = tl.load(columns_ptr + first_slot + offs_l, mask=offs_l < stop, other=0)
-        place = tl.atomic_add(end_ptr + column, 1, mask=offs_l < stop, sem="relaxed")
-        tl.store(slot_ptr + place, (first_slot + offs_l).to(tl.int32), mask=offs_l < stop)
+        column = tl.load(lists.columns_NL + first_slot + offs_l, mask=offs_l < stop, other=0)
+        place = tl.atomic_add(how.end_V + column, 1, mask=offs_l < stop, sem="relaxed")
+        tl.store(how.slot_M + place, (first_slot + offs_l).to(tl.int32), mask=offs_l < stop)
 
     factors = token_factors(head, token, True)
     before, after = factors
     given_p = tl.load(coef_ptr + token)
     coef_p = given_p * before
     coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * before
-    row_max = tl.load(max_ptr + token)
-    log_sum = tl.load(log_sum_ptr + token)
+    row_max = tl.load(softmax.max + token)
+    log_sum = tl.load(softmax.log_sum + token)
     offs_d = tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
@@ -443,7 +419,7 @@ def _listed_gradients_kernel(
     for first in tl.range(0, stop, BLOCK_K, num_stages=STAGES):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < stop
-        column = tl.load(columns_ptr + first_slot + offs_k, mask=in_k, other=0)
+        column = tl.load(lists.columns_NL + first_slot + offs_k, mask=in_k, other=0)
         where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
         w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
         z = logits_of(tl.sum(w.to(tl.float32) * h[None, :], 1), column, in_k, head, factors, False)
@@ -453,7 +429,7 @@ def _listed_gradients_kernel(
         p = tl.where(in_k, tl.exp((z - row_max) - log_sum) * slope, 0.0)
         listed += p
         grad = coef_p * p + tl.where(in_k & (column == label), coef_label * slope, 0.0)
-        tl.store(grad_ptr + first_slot + offs_k, grad, mask=in_k)
+        tl.store(how.grad_NL + first_slot + offs_k, grad, mask=in_k)
         if WANT_HIDDEN:
             d_hidden += tl.sum(grad[:, None] * w.to(tl.float32), 0)
     if WANT_HIDDEN:
@@ -463,6 +439,6 @@ def _listed_gradients_kernel(
         if HAS_LOW:
             low = (d_hidden - high.to(tl.float32)).to(low_ptr.dtype.element_ty)
             tl.store(low_ptr + token * hidden_size + offs_d, low, mask=written)
-    mass = tl.load(numbers_ptr + num_tokens.to(tl.int64) + token) - tl.sum(listed, 0)
+    mass = tl.load(how.numbers_3N + num_tokens.to(tl.int64) + token) - tl.sum(listed, 0)
     dropped = tl.maximum(mass, 0.0) * given_p * compensation
-    tl.store(dropped_ptr + token, tl.where(is_listed, dropped, 0.0))
+    tl.store(how.dropped_N + token, tl.where(is_listed, dropped, 0.0))

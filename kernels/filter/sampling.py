@@ -1,7 +1,7 @@
 """Corrections of the rank-1 control variate: sampled columns for d_hidden, the sampled tokens of ``shares.py`` for d_weight.
 
     d_hidden_i  =  sum_k term_ik weight_k  +  (r_i - sum_k term_ik) c        term_ik = factor / K * (R_ik / q_k - r_i)
-    d_weight_j  =  q_j sum_i r_i e_i  +  factor * sum_s part_sj e_s          part_sj: ``shares.Dropped.parts_SV``, of all r
+    d_weight_j  =  q_j sum_i r_i e_i  +  factor * sum_s part_sj e_s          part_sj: of ``shares.dropped_columns``, of all r
 
 ``compensation.py`` derives both. The K columns are sampled by their shares, so none is frequent. Their rows of the weight
 stand behind the frequent columns' in one matrix [C, D], C = F + K, so one kernel computes the gradients of both.
@@ -18,10 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Operands, Rows, Softmax
+from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, operand, store_tile, tile_of_products
 from cce_dist.kernels.filter import compensation
-from cce_dist.kernels.filter.lists import Decisions
+from cce_dist.kernels.filter.lists import Given
 from cce_dist.kernels.filter.shares import UNIT, Dropped, Sample, place, sum_of_parts
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
 from cce_dist.kernels.tiles import Tile, precision
@@ -78,7 +78,7 @@ def sample_columns(
     )
     _sample_columns_kernel[(num_frequent + size + cdiv(hidden_size, 64),)](
         dropped.sums_V, dropped.count_T, x.weight, ids_F, partial_P1D, sample.means_2D, None,
-        *columns,
+        columns,
         dropped.count_T.shape[0], x.num_valid, hidden_size, num_frequent, size, num_parts,
         RUN=dropped.run, BLOCK=1024, BLOCK_D=64,
     )
@@ -90,28 +90,24 @@ def centered_rows(dropped: Dropped, columns: Columns, x: Operands, size: int) ->
     hidden_size = x.weight.shape[1]
     rows_QD = torch.empty(size, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
     _sample_columns_kernel[(size,)](
-        dropped.sums_V, dropped.count_T, x.weight, None, None, None, columns.shared_2D,
-        None, rows_QD, None, None, None,
+        dropped.sums_V, dropped.count_T, x.weight, columns.ids_C, None, None, columns.shared_2D,
+        columns._replace(rows_CD=rows_QD),
         dropped.count_T.shape[0], x.num_valid, hidden_size, 0, size, 0,
         RUN=dropped.run, BLOCK=1024, BLOCK_D=64,
     )
     return rows_QD
 
 
-@kernel("sums_ptr", "weight_ptr", "partial_ptr", "means_ptr", "center_ptr", "rows_ptr", "shared_ptr", "hidden_size")
+@kernel("sums_ptr", "weight_ptr", "partial_ptr", "means_ptr", "center_ptr", "hidden_size")
 def _sample_columns_kernel(
     sums_ptr,  # in: [V] fp32
     count_ptr,  # in: [runs] int64
     weight_ptr,  # in: [V, D]
-    frequent_ptr,  # in: [F] int64, or None
-    partial_ptr,  # in: [P, D] fp32
+    frequent_ptr,  # in: [F] int64 or int32
+    partial_ptr,  # in: [P, D] fp32, or None
     means_ptr,  # in: [2, D] fp32, as in ``Sample``
     center_ptr,  # in: [D] fp32; with it rows alone are written, as ``centered_rows`` returns them; or None
-    ids_ptr,  # out: [C] int32; this and the next ones as in ``Columns``
-    rows_ptr,  # out: [C, D]
-    number_ptr,  # out: [3, K] fp32
-    shared_ptr,  # out: [2, D] fp32
-    total_ptr,  # out: [1] fp32
+    columns,  # out: Columns
     num_runs,
     num_valid,
     hidden_size,
@@ -137,11 +133,11 @@ def _sample_columns_kernel(
             offs_d = (number - size) * BLOCK_D + tl.arange(0, BLOCK_D)
             in_d = offs_d < hidden_size
             center = sum_of_parts(partial_ptr, num_parts, hidden_size, offs_d, in_d, 64) * inverse
-            tl.store(shared_ptr + offs_d, center, mask=in_d)
+            tl.store(columns.shared_2D + offs_d, center, mask=in_d)
             by_share = tl.load(means_ptr + offs_d, mask=in_d, other=0) * inverse
-            tl.store(shared_ptr + hidden_size + offs_d, by_share, mask=in_d)
+            tl.store(columns.shared_2D + hidden_size + offs_d, by_share, mask=in_d)
             if number == size:
-                tl.store(total_ptr, total)
+                tl.store(columns.total, total)
         return
     share = tl.full((), 1.0, tl.float32)
     column = tl.zeros((), tl.int32)
@@ -156,7 +152,7 @@ def _sample_columns_kernel(
         column += begin
         share = tl.load(sums_ptr + column) * inverse
     along = tl.zeros((BLOCK,), tl.float32)
-    rows_ptr += tl.program_id(0).to(tl.int64) * hidden_size
+    rows_ptr = columns.rows_CD + tl.program_id(0).to(tl.int64) * hidden_size
     for first in range(0, hidden_size, BLOCK):
         offs_d = first + tl.arange(0, BLOCK)
         in_d = offs_d < hidden_size
@@ -167,13 +163,13 @@ def _sample_columns_kernel(
             row = (row - tl.load(center_ptr + offs_d, mask=in_d, other=0)) / tl.sqrt(size.to(tl.float32))
         else:
             along += row * tl.load(means_ptr + hidden_size + offs_d, mask=in_d, other=0)
-        tl.store(rows_ptr + offs_d, row.to(rows_ptr.dtype.element_ty), mask=in_d)
-    if ids_ptr is not None:
-        tl.store(ids_ptr + tl.program_id(0), column)
+        tl.store(rows_ptr + offs_d, row.to(weight_ptr.dtype.element_ty), mask=in_d)
+    if center_ptr is None:
+        tl.store(columns.ids_C + tl.program_id(0), column)
         if number >= 0:
-            tl.store(number_ptr + number, tl.where(share > 0, 1 / (size * share), 0.0))
-            tl.store(number_ptr + size + number, share)
-            tl.store(number_ptr + 2 * size + number, tl.sum(along, 0))
+            tl.store(columns.numbers_3K + number, tl.where(share > 0, 1 / (size * share), 0.0))
+            tl.store(columns.numbers_3K + size + number, share)
+            tl.store(columns.numbers_3K + 2 * size + number, tl.sum(along, 0))
 
 
 class Compensation(NamedTuple):
@@ -183,7 +179,7 @@ class Compensation(NamedTuple):
         sums_V: As in ``shares.Dropped``.
         columns: Columns whose gradients are computed for all tokens.
         sample: The sampled tokens, or None without a control variate.
-        parts_SV: As in ``shares.Dropped``; None: no correction of d_weight.
+        parts_SV: The sampled tokens' parts, as ``shares.dropped_columns`` writes them; None: no correction of d_weight.
         factors_4: Factors of the corrections, as ``factors_of`` returns them, or None without any.
         covariance_DD: The linear correction of d_hidden (``d_hidden.py``), or None.
         line_D: Product of the covariance with the mean hidden state, fp32.
@@ -205,29 +201,6 @@ class Compensation(NamedTuple):
 COLUMNS, TOKENS, GAIN, LINEAR = (tl.constexpr(i) for i in range(4))
 
 
-class Given(NamedTuple):
-    """What the gradients of a batch's columns depend on.
-
-    Attributes:
-        x: Operands.
-        softmax: Statistics of the whole vocabulary.
-        coef_4N: Coefficients; P and LABEL are read.
-        how: The decisions.
-        dropped_N: r.
-    """
-
-    x: Operands
-    softmax: Softmax
-    coef_4N: torch.Tensor
-    how: Decisions
-    dropped_N: torch.Tensor
-
-
-def tile_of_sample(tile: Tile) -> Tile:
-    """Return the tile of ``column_gradients`` for the few tokens of a sample: a small one, so that they are many programs."""
-    return tile._replace(rows=min(64, tile.rows), cols=min(64, tile.cols), warps=min(4, tile.warps))
-
-
 def column_gradients(
     columns: Columns, rows: Rows, given: Given, factors_4: torch.Tensor | None, along_N: torch.Tensor | None, tile: Tile,
     grads_RC: torch.Tensor, sums_BR: torch.Tensor,
@@ -235,12 +208,8 @@ def column_gradients(
     """Write the gradients of frequent columns, and the terms of sampled columns, at the tokens of the group.
 
     Args:
-        columns: The columns.
-        rows: The group.
-        given: What the gradients depend on.
         factors_4: COLUMNS and LINEAR are read; where COLUMNS is 0, terms are 0 or not written. None: both are 1.
         along_N: With the linear correction: dot products of c with hidden states, less their mean. Else None.
-        tile: Tile of the product.
         grads_RC: out. Rows at or past ``num_labelled`` are 0 up to the end of their tile, and unwritten after it.
         sums_BR: out: sums of each token's terms in each block of columns of the tile, fp32.
     """
@@ -250,8 +219,7 @@ def column_gradients(
     _column_gradients_kernel[(cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.cols),)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(rows_CD, tile.cols, tile.inner, tma), x.head,
-        columns.ids_C, columns.numbers_3K, x.ids, rows.index, rows.num_labelled, given.softmax, given.coef_4N,
-        given.how.numbers_3N, given.dropped_N, factors_4, along_N,
+        columns, x.ids, rows.index, rows.num_labelled, given.softmax, given.coef_4N, given.how, factors_4, along_N,
         # out
         operand(grads_RC, tile.rows, tile.cols // 4, tma), sums_BR,
         # sizes
@@ -266,15 +234,13 @@ def _column_gradients_kernel(
     hidden,  # in: [R, D] descriptor or pointer
     rows,  # in: [C, D] descriptor or pointer
     head,  # in: Head
-    ids_ptr,  # in: [C] int32
-    number_ptr,  # in: [3, K] fp32, as in ``Columns``
+    columns,  # in: Columns
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_labelled_ptr,  # in: [1] int32
     softmax,  # in: Softmax
     coef_ptr,  # in: [4, N] fp32
-    threshold_ptr,  # in: [N] fp32: the first row of a matrix
-    dropped_ptr,  # in: [N] fp32
+    how,  # in: Decisions
     factors_ptr,  # in: [4] fp32, or None
     along_ptr,  # in: [N] fp32, or None
     grads,  # out: [R, C] descriptor or pointer
@@ -311,8 +277,8 @@ def _column_gradients_kernel(
     before, after = factors
     coef_p = tl.load(coef_ptr + token, mask=live, other=0) * before
     coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token, mask=live, other=0) * before
-    threshold = tl.load(threshold_ptr + token, mask=live, other=float("-inf"))
-    dropped = tl.load(dropped_ptr + token, mask=live, other=0)
+    threshold = tl.load(how.numbers_3N + token, mask=live, other=float("-inf"))
+    dropped = tl.load(how.dropped_N + token, mask=live, other=0)
     # Rows without a label get a maximum of +inf, which makes all of their p 0.
     row_max = tl.load(softmax.max + token, mask=live, other=float("inf"))
     log_sum = tl.load(softmax.log_sum + token, mask=live, other=0)
@@ -330,13 +296,13 @@ def _column_gradients_kernel(
         offs_k = offs_c - num_frequent
         is_frequent = offs_c < num_frequent
         is_sampled = (offs_k >= 0) & (offs_c < num_columns)
-        column = tl.load(ids_ptr + offs_c, mask=offs_c < num_columns, other=-2)
-        inverse = tl.load(number_ptr + offs_k, mask=is_sampled, other=0) * factor
+        column = tl.load(columns.ids_C + offs_c, mask=offs_c < num_columns, other=-2)
+        inverse = tl.load(columns.numbers_3K + offs_k, mask=is_sampled, other=0) * factor
 
         # The rank-1 part of each term; with the linear correction it is of rank 2.
         rank_1 = tl.where(is_sampled, factor / num_sampled.to(tl.float32), 0.0)[None, :]
         if along_ptr is not None:
-            of_column = tl.load(number_ptr + 2 * num_sampled + offs_k, mask=is_sampled, other=0)
+            of_column = tl.load(columns.numbers_3K + 2 * num_sampled + offs_k, mask=is_sampled, other=0)
             rank_1 = rank_1 * (1 + linear * (part - of_column[None, :] - along[:, None]))
         z = logits_of(part, offs_c, offs_c < num_columns, head, factors, False)
         is_label = column[None, :] == label[:, None]
@@ -379,10 +345,9 @@ def factors_of(
     squares_6P = torch.empty(6, programs, dtype=torch.float32, device=device)
     _factors_kernel[(programs,)](
         # in
-        terms[0], terms[1] if num_covariance else None, sample.numbers_3S, columns.numbers_3K, columns.rows_CD,
-        columns.shared_2D, sample.rows_SD, sample.means_2D, sample.mass_2, columns.total,
+        terms[0], terms[1] if num_covariance else None, columns,
         # in, out
-        sample.size, squares_6P,
+        sample, squares_6P,
         # out
         factors_4, num_used,
         # sizes
@@ -397,21 +362,12 @@ def factors_of(
     return factors_4, num_used
 
 
-@kernel(
-    "terms_ptr", "last_ptr", "columns_ptr", "shared_ptr", "tokens_ptr", "means_ptr", "num_columns", "hidden_size"
-)
+@kernel("terms_ptr", "last_ptr", "num_columns", "hidden_size")
 def _factors_kernel(
     terms_ptr,  # in: [S, K]
     last_ptr,  # in: [S, K]: terms without their linear part, or None
-    inverse_ptr,  # in: [S] fp32: 1 / r, the first row of a matrix
-    number_ptr,  # in: [3, K] fp32, as in ``Columns``; the second row, the shares, is read
-    columns_ptr,  # in: [K, D]
-    shared_ptr,  # in: [2, D] fp32, as in ``Columns``; the first row is read
-    tokens_ptr,  # in: [S, D]
-    means_ptr,  # in: [2, D] fp32, as in ``Sample``; the second row is read
-    mass_ptr,  # in: [2] fp32, as in ``Sample``
-    total_ptr,  # in: [1] fp32
-    size_ptr,  # in, out: [2] int32, as in ``Sample``
+    columns,  # in: Columns, the sampled ones
+    sample,  # in: Sample; the programs that are done are counted
     squares_ptr,  # in, out: [6, programs] fp32
     factors_ptr,  # out: [4] fp32
     num_used_ptr,  # out: [1] int32
@@ -429,21 +385,21 @@ def _factors_kernel(
     PRECISION: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    is_used = tl.load(size_ptr) > 0
+    is_used = tl.load(sample.size) > 0
     # The first programs take the estimate of d_hidden, a sum over columns for each token, the others that of d_weight.
     if program < column_programs:
         _write_squares(
-            terms_ptr, last_ptr, num_columns, 1, inverse_ptr, None, columns_ptr, shared_ptr, program, squares_ptr + program,
-            num_rows, tl.where(is_used, num_columns, 0), hidden_size, BLOCK, BLOCK_D, PRECISION,
+            terms_ptr, last_ptr, num_columns, 1, sample.numbers_3S, None, columns.rows_CD, columns.shared_2D, program,
+            squares_ptr + program, num_rows, tl.where(is_used, num_columns, 0), hidden_size, BLOCK, BLOCK_D, PRECISION,
         )
     else:
         _write_squares(
-            terms_ptr, None, 1, num_columns, number_ptr + num_columns, inverse_ptr, tokens_ptr, means_ptr + hidden_size,
-            program - column_programs, squares_ptr + program, num_columns, tl.where(is_used, num_rows, 0), hidden_size, BLOCK,
-            BLOCK_D, PRECISION,
+            terms_ptr, None, 1, num_columns, columns.numbers_3K + num_columns, sample.numbers_3S, sample.rows_SD,
+            sample.means_2D + hidden_size, program - column_programs, squares_ptr + program, num_columns,
+            tl.where(is_used, num_rows, 0), hidden_size, BLOCK, BLOCK_D, PRECISION,
         )
     tl.debug_barrier()
-    if tl.atomic_add(size_ptr + 1, 1, sem="acq_rel") == programs - 1:
+    if tl.atomic_add(sample.size + 1, 1, sem="acq_rel") == programs - 1:
         # The last program adds the squares up, in order.
         linear = 0.0
         signal = _sum_of(squares_ptr, 0, column_programs, BLOCK_P)
@@ -465,14 +421,14 @@ def _factors_kernel(
             left = tl.where(part > 0, part * noises, tl.maximum(signals - noises, 0.0))
             left += x * x * (noise - 2 * both_noise + last_noise) * (num_columns / num_covariance)
             best = tl.argmin(tl.where(left >= 0, left, float("inf")), 0)
-            best = tl.where(tl.load(mass_ptr + 1) > least_dropped, best, 0)
+            best = tl.where(tl.load(sample.mass_2 + 1) > least_dropped, best, 0)
             linear = tl.sum(tl.where(number == best, x, 0.0), 0)
             of_columns = tl.sum(tl.where(number == best, part, 0.0), 0)
         signal = _sum_of(squares_ptr, column_programs, programs, BLOCK_P)
         noise = _sum_of(squares_ptr + 3 * programs, column_programs, programs, BLOCK_P)
         of_tokens = _signal_share(signal, noise, least_signal)
-        total = tl.load(total_ptr)
-        gain = tl.where((total > 0) & (of_tokens > 0), of_tokens * tl.load(mass_ptr) / total, 0.0)
+        total = tl.load(columns.total)
+        gain = tl.where((total > 0) & (of_tokens > 0), of_tokens * tl.load(sample.mass_2) / total, 0.0)
         tl.store(factors_ptr + COLUMNS, of_columns)
         tl.store(factors_ptr + TOKENS, of_tokens)
         tl.store(factors_ptr + GAIN, gain)
@@ -539,19 +495,13 @@ def _write_squares(
             both_noise += tl.sum(weighted * last.to(tl.float32), 0) * length
             last_noise += tl.sum(last.to(tl.float32) * last.to(tl.float32) * weight, 0) * length
     stride = tl.num_programs(0)
-    tl.store(squares_ptr, _sum_of_all(weight * estimate * estimate))
+    tl.store(squares_ptr, tl.sum(weight * estimate * estimate))
     tl.store(squares_ptr + 3 * stride, tl.sum(noise, 0))
     if last_ptr is not None:
-        tl.store(squares_ptr + stride, _sum_of_all(weight * estimate * last_estimate))
-        tl.store(squares_ptr + 2 * stride, _sum_of_all(weight * last_estimate * last_estimate))
+        tl.store(squares_ptr + stride, tl.sum(weight * estimate * last_estimate))
+        tl.store(squares_ptr + 2 * stride, tl.sum(weight * last_estimate * last_estimate))
         tl.store(squares_ptr + 4 * stride, tl.sum(both_noise, 0))
         tl.store(squares_ptr + 5 * stride, tl.sum(last_noise, 0))
-
-
-@triton.jit
-def _sum_of_all(tile):
-    """Return the sum of a tile. Summing one dimension at a time does not compile for capability 10 (Triton 3.6)."""
-    return tl.sum(tl.reshape(tile, (tile.shape[0] * tile.shape[1],)), 0)
 
 
 @triton.jit

@@ -409,9 +409,11 @@ def test_sample_stands_for_all_tokens() -> None:
     def sample_of(count: int, dropped_N: Tensor) -> shares.Sample:
         logits = ShardLogits(0, 1, 0.5)
         x = Operands.of(hidden[:count], hidden[:1], labels[:count], logits)
-        return shares.sample_tokens(
-            x, dropped_N[:count], coef[:, :count].contiguous(), numbers[:, :count].contiguous(), size + 1
+        how = lists.Decisions(*(labels,) * 12)._replace(
+            dropped_N=dropped_N[:count], numbers_3N=numbers[:, :count].contiguous()
         )
+        given = lists.Given(x, Softmax(coef, coef), coef[:, :count].contiguous(), how)
+        return shares.sample_tokens(given, size + 1)
 
     sample = sample_of(num_tokens, dropped_N)
     token, rows = sample.token_S[:size].long(), sample.rows_SD
@@ -440,7 +442,7 @@ def test_sample_stands_for_all_tokens() -> None:
     assert sample_of(num_tokens, torch.zeros_like(dropped_N)).size[0] == 0
 
     few = sample_of(100, dropped_N)
-    assert few.is_all and few.size[0] == 100 and few.token_S[:100].tolist() == list(range(100))
+    assert few.size[0] == 100 and few.token_S[:100].tolist() == list(range(100))
     used = (few.numbers_3S[1] < float("inf")).cpu()
     assert used.nonzero()[:, 0].tolist() == dropped[:100].nonzero()[:, 0].tolist()
     expected = reference[:100][used[:100]] + (2 * dropped[:100].abs().sum()).log().float()
@@ -467,7 +469,7 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
     labels[5] = 11
     means = torch.randn(2, hidden_size, device=DEVICE)
     sample = shares.Sample(
-        labels.int(), numbers, labels, torch.full_like(labels[:1].int(), size - 1), rows, means, means[0], False
+        labels.int(), numbers, labels, torch.full_like(labels[:1].int(), size - 1), rows, means, means[0]
     )  # fmt: skip
     x = Operands.of(rows, weight, labels, ShardLogits(0, num_valid, scale))
     slots = torch.zeros(num_valid, dtype=torch.int32, device=DEVICE)
@@ -866,7 +868,7 @@ def test_a_sample_that_drops_nothing(limits, monkeypatch: pytest.MonkeyPatch) ->
     _, *saved = local_stats(p, case)
     seen = watched(monkeypatch, "dropped_columns")
     d_hidden, d_weight, _ = gradients(p, case, dense(p), saved)
-    assert seen["dropped_columns"].parts_SV is not None
+    assert seen["given to dropped_columns"][-1] is not None
     assert (d_hidden == 0).all() and (d_weight == 0).all()
 
 
@@ -994,10 +996,10 @@ def test_sampled_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None
 
     def spy(*args: Any) -> Any:
         result = draw(*args)
-        sampled.append(result.sampled_S.long())
+        sampled.append(result[0].long())
         return result
 
-    monkeypatch.setattr(filter, "gather_few", spy)
+    monkeypatch.setattr(bound, "gather_few", spy)
     monkeypatch.setattr(bound, "num_sampled", lambda num_outside: num_outside)
     every = local_stats(p, Case())[1][0].double()
     assert len(sampled[0].unique()) == num_outside
