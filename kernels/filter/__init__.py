@@ -39,15 +39,17 @@ from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.direct import allocate
 from cce_dist.kernels.filter.bound import bound_of_shard
-from cce_dist.kernels.filter.d_hidden import add_products, along, linear_of
+from cce_dist.kernels.filter.d_hidden import add_products
 from cce_dist.kernels.filter.d_weight import add_listed
 from cce_dist.kernels.filter.frequent import most_labelled, num_frequent
-from cce_dist.kernels.filter.lists import SLACK, Given, Lists, decide, list_columns, listed_gradients
+from cce_dist.kernels.filter.lists import SLACK, Decisions, Lists, decide, list_columns, listed_gradients
 from cce_dist.kernels.filter.sampling import (
     Columns,
     Compensation,
+    along,
     column_gradients,
     factors_of,
+    linear_of,
     sample_columns,
 )
 from cce_dist.kernels.filter.shares import dropped_columns, sample_tokens
@@ -105,10 +107,10 @@ def statistics(
     if x.num_tokens and x.num_valid:
         stats_KN, lists, _ = _sweep(x, spec, merge_bound)
         return stats_KN, list(lists)
-    stats_KN, lists = _new_statistics(x, spec), Lists(*saved_like(x, spec))
+    stats_KN, lists = torch.zeros(spec.num_stats, x.num_tokens, device=x.hidden.device), Lists(*saved_like(x, spec))
     lists.count_V.zero_()
     lists.count_N.zero_()
-    stats_KN.zero_()[0] = float("-inf")
+    stats_KN[0] = float("-inf")
     bound_3N = torch.stack((merge_bound(stats_KN[:3]), torch.zeros_like(stats_KN[0]), stats_KN[0]))
     return stats_KN, list(lists._replace(bound_3N=bound_3N))
 
@@ -121,22 +123,13 @@ def losses_alone(x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], 
     return out.losses, out.softmax, stats_KN[None], list(lists)
 
 
-def _new_statistics(x: Operands, spec: Spec) -> torch.Tensor:
-    return torch.empty(spec.num_stats, x.num_tokens, dtype=torch.float32, device=x.hidden.device)
-
-
-def new_rows(x: Operands, num_rows: int, num_columns: int | None = None) -> torch.Tensor:
-    """Allocate [num_rows, num_columns] in the hidden states' dtype, by default for hidden states of ``num_rows`` tokens."""
-    num_columns = x.hidden.shape[1] if num_columns is None else num_columns
-    return torch.empty(num_rows, num_columns, dtype=x.hidden.dtype, device=x.hidden.device)
-
-
 def _sweep(
     x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> tuple[torch.Tensor, Lists, Finished | None]:
     """Return stats_KN, the lists, and if ``merge_bound`` is None losses: then this shard is the whole vocabulary."""
     num_tokens, device = x.num_tokens, x.hidden.device
-    stats_KN, lists, out = _new_statistics(x, spec), Lists(*saved_like(x, spec)), None
+    stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=device)
+    lists, out = Lists(*saved_like(x, spec)), None
     with on_device(x.hidden):
         tiles, order = choose_tiles(x.hidden.dtype, device), exact.order_of(x)
         num_tiles = cdiv(x.num_valid, tiles.lse.cols)
@@ -145,7 +138,7 @@ def _sweep(
         at_once, first_at_once = memory.filter_forward_rows(
             exact.sizes_of(x), num_words, spec.workspace_bytes, tiles.lse.rows, tiles.group
         )
-        buffer_RD = new_rows(x, min(first_at_once, num_tokens))
+        buffer_RD = x.hidden.new_empty(min(first_at_once, num_tokens), x.hidden.shape[1])
         bound = bound_of_shard(x, lists.ids_F, frequent_W, order, tiles.lse, buffer_RD, stats_KN)
         if merge_bound is not None:
             bound = bound._replace(bound_N=merge_bound(bound.shard_3N))
@@ -202,9 +195,8 @@ def gradients(
         weight_out=grads.weight_out if sides.weight else None,
     )
     if here.want_hidden or here.want_weight:
-        filtered = _filtered_gradients(x, softmax, coef_4N, Lists(*saved), here, spec)
-        d_hidden = d_hidden if filtered[0] is None else filtered[0]
-        d_weight = filtered[1]
+        filtered_hidden, d_weight = _filtered_gradients(x, softmax, coef_4N, Lists(*saved), here, spec)
+        d_hidden = d_hidden if filtered_hidden is None else filtered_hidden
     if grads.want_weight and not sides.weight:
         d_weight = exactly(grads._replace(want_hidden=False, hidden_ready=None))[1]
     return d_hidden, d_weight, None
@@ -219,22 +211,20 @@ def _filtered_gradients(
         # First set the exact gradients of unserved tokens, then add the filtered ones. Chunks of the vocabulary are cut for the
         # case that all tokens are unserved.
         d_hidden, d_weight, _ = exact.gradients_by(
-            x, softmax, coef_4N, exact.new_saved(x, how.unserved_order),
+            x, softmax, coef_4N, exact.new_saved(x, [how.unserved, how.num_unserved]),
             grads._replace(hidden_ready=None, ready_rows=None, often_empty=True), spec,
         )
-        total = frequent_weight_FD = None
+        total = target = frequent_weight_FD = None
         if d_hidden is not None:
             keeps = memory.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes)
             total = Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens) if keeps else None, by_token=True)
-        given = Given(x, softmax, coef_4N, how)
-        listed_gradients(given, lists, spec.filter.compensate, total)
-        comp = _compensation(given, lists.ids_F, tiles, grads, spec)
-        target = d_weight if grads.weight_out is None else grads.weight_out
-        if grads.want_weight and target is not None:
-            frequent_weight_FD = torch.empty(
-                lists.ids_F.shape[0], x.weight.shape[1], dtype=target.dtype, device=target.device
-            )
-        _add_rows(total, frequent_weight_FD, given, comp, tiles, grads, spec)
+        listed_gradients(x, lists, how, spec.filter.compensate, total)
+        comp = _compensation(x, how, lists.ids_F, tiles, grads, spec)
+        if grads.want_weight:
+            target = d_weight if grads.weight_out is None else grads.weight_out
+        if target is not None:
+            frequent_weight_FD = target.new_empty(lists.ids_F.shape[0], x.weight.shape[1])
+        _add_rows(total, frequent_weight_FD, x, how, comp, tiles, grads, spec)
         if frequent_weight_FD is not None and target is not None:
             add_listed(
                 target, x.hidden, lists, how, frequent_weight_FD, comp, tiles.grad_weight, add=grads.weight_out is not None
@@ -242,25 +232,23 @@ def _filtered_gradients(
     return d_hidden, d_weight
 
 
-def _compensation(given: Given, ids_F: torch.Tensor, tiles: Tiles, grads: Grads, spec: Spec) -> Compensation:
+def _compensation(x: Operands, how: Decisions, ids_F: torch.Tensor, tiles: Tiles, grads: Grads, spec: Spec) -> Compensation:
     """Sample tokens and columns, and estimate the control variate and the factors on its corrections."""
-    x, how, budget = given.x, given.how, spec.workspace_bytes
-    num_tokens, num_valid, device = x.num_tokens, x.num_valid, x.hidden.device
+    num_valid, device, budget = x.num_valid, x.hidden.device, spec.workspace_bytes
     if not spec.filter.compensate:
         zeros_V, zeros_2D = (torch.zeros(shape, device=device) for shape in (num_valid, (2, x.weight.shape[1])))
         numbers_3K = torch.empty(3, 0, device=device)
         return Compensation(zeros_V, Columns(ids_F.int(), x.weight[ids_F], numbers_3K, zeros_2D, zeros_V))
-    sample = sample_tokens(given, SAMPLE)
+    sample = sample_tokens(x, how, SAMPLE)
     parts_SV = None
-    if grads.want_weight and memory.keeps_sample(num_tokens, num_valid, x.hidden.itemsize, budget):
-        parts_SV = new_rows(x, SAMPLE, cdiv(num_valid, memory.ROWS) * memory.ROWS)
+    if grads.want_weight and memory.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, budget):
+        parts_SV = x.hidden.new_empty(SAMPLE, cdiv(num_valid, memory.ROWS) * memory.ROWS)
     dropped = dropped_columns(sample, x, how.slot_V, tiles.lse, parts_SV)
     partial_P1D = weighted_sums(dropped.sums_V, x.weight[:num_valid])
     num_columns = memory.sampled_columns(num_valid)
     columns = sample_columns(dropped, partial_P1D, sample, x, ids_F, num_columns)
-    comp = Compensation(dropped.sums_V, columns, sample)
     if num_columns == 0 or not (grads.want_hidden or parts_SV is not None):
-        return comp
+        return Compensation(dropped.sums_V, columns, sample)
 
     # The corrections. First the terms of the sampled tokens at the sampled columns, which the factors are estimated from.
     # These are few: a small tile makes them many programs.
@@ -268,37 +256,36 @@ def _compensation(given: Given, ids_F: torch.Tensor, tiles: Tiles, grads: Grads,
     tile = tile._replace(rows=min(64, tile.rows), cols=min(64, tile.cols), warps=min(4, tile.warps))
     num_covariance = memory.covariance_columns(exact.sizes_of(x), budget) if grads.want_hidden else 0
     along_N = along(x, columns, sample) if num_covariance else None
-    terms = [new_rows(x, SAMPLE, num_columns) for _ in range(2 if num_covariance else 1)]
+    terms = [x.hidden.new_empty(SAMPLE, num_columns) for _ in range(2 if num_covariance else 1)]
     sums_BS = torch.empty(cdiv(num_columns, tile.cols), SAMPLE, dtype=torch.float32, device=device)
     for line_N, terms_SK in zip((None, along_N), terms, strict=False):
-        column_gradients(sampled, rows, given, None, line_N, tile, terms_SK, sums_BS)
+        column_gradients(sampled, rows, x, how, None, line_N, tile, terms_SK, sums_BS)
     factors_4, num_used = factors_of(
         terms, sample, sampled, num_covariance, of_columns=grads.want_hidden, of_tokens=parts_SV is not None
     )
-    comp = comp._replace(parts_SV=parts_SV, factors_4=factors_4, along_N=along_N)
-    if not num_covariance:
-        return comp
-    covariance_DD, line_D = linear_of(dropped, num_covariance, columns, num_used, sample, x, tiles.grad_weight)
-    return comp._replace(covariance_DD=covariance_DD, line_D=line_D)
+    linear = None, None
+    if num_covariance:
+        linear = linear_of(dropped, num_covariance, columns, num_used, sample, x, tiles.grad_weight)
+    return Compensation(dropped.sums_V, columns, sample, parts_SV, factors_4, *linear, along_N)
 
 
 def _add_rows(
-    total: Sum | None, frequent_weight_FD: torch.Tensor | None, given: Given, comp: Compensation, tiles: Tiles, grads: Grads,
-    spec: Spec,
+    total: Sum | None, frequent_weight_FD: torch.Tensor | None, x: Operands, how: Decisions, comp: Compensation, tiles: Tiles,
+    grads: Grads, spec: Spec,
 ) -> None:
     """Finish d_hidden, a group of tokens at a time, and compute the frequent columns' rows of d_weight."""
-    x, how, columns = given.x, given.how, comp.columns if total is not None else comp.columns.frequent()
+    columns = comp.columns if total is not None else comp.columns.frequent()
     num_columns, block_cols = columns.rows_CD.shape[0], tiles.dlogits.cols
     at_once = memory.filter_backward_rows(exact.sizes_of(x), num_columns, spec.workspace_bytes)
-    buffer_RD, buffer_RC = new_rows(x, at_once), new_rows(x, at_once, num_columns)
+    buffer_RD, buffer_RC = (x.hidden.new_empty(at_once, cols) for cols in (x.hidden.shape[1], num_columns))
     sums_BR = torch.empty(cdiv(num_columns, block_cols), at_once, dtype=torch.float32, device=x.hidden.device)
-    groups = exact.finished_groups(how.listed_labels, how.order, at_once, grads.ready_rows)
+    groups = exact.finished_groups(how.listed_labels, [how.index, how.num_listed], at_once, grads.ready_rows)
     for number, (*group, num_final) in enumerate(groups):
         rows = gathered(x.hidden, group, buffer_RD)
         grads_RC = first_rows(buffer_RC, rows.index.shape[0])
-        column_gradients(columns, rows, given, comp.factors_4, comp.along_N, tiles.dlogits, grads_RC, sums_BR)
+        column_gradients(columns, rows, x, how, comp.factors_4, comp.along_N, tiles.dlogits, grads_RC, sums_BR)
         if total is not None:
-            add_products(total, rows, grads_RC, sums_BR, block_cols, given.how, comp, tiles.grad_hidden)
+            add_products(total, rows, grads_RC, sums_BR, block_cols, how, comp, tiles.grad_hidden)
             if grads.hidden_ready is not None and num_final:
                 grads.hidden_ready(total.high_ND[:num_final])
         if frequent_weight_FD is not None:

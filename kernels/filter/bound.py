@@ -56,9 +56,7 @@ def bound_of_shard(
     """Compute the shard's part of the bound, and write the labels' logits to the row TARGET of stats_KN.
 
     Args:
-        x: Operands of the shard.
         ids_F, frequent_W: The frequent columns, as ``frequent.most_labelled`` writes them.
-        order: The compact order of the tokens.
         tile: Tile of the log-sum-exp. No tile has both frequent and sampled columns.
         buffer_RD: Buffer for the hidden states of a group of tokens.
         stats_KN: out.

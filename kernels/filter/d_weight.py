@@ -7,7 +7,7 @@ For a column j, with m_i the softmax mass of token i outside listed and frequent
 where ``share_j`` is column j's part of the mass that all tokens drop (``shares.py``). m is computed by subtraction, so the row
 sums of the softmax are right whatever was dropped.
 
-``_by_column`` sorts each column's gradients by token. So each row of d_weight is summed in registers, in token order, and
+A kernel sorts each column's gradients by token. So each row of d_weight is summed in registers, in token order, and
 written once: no atomics on floats, and the same bits every run. Rows of frequent columns come from a matrix product
 (``filter/__init__.py``).
 """
@@ -37,8 +37,6 @@ def add_listed(
 
     Args:
         d_weight_VD: in, out: rows past the last column are left alone.
-        hidden_ND: The hidden states.
-        lists, how: The listed gradients.
         frequent_FD: The frequent columns' rows of the gradient.
         comp: The control variate. Each column's ``sums_V`` times the second row of ``Columns.shared_2D`` is added.
         tile: Tile of a long product.
@@ -63,7 +61,16 @@ def add_listed(
             BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_S=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
             num_warps=tile.warps, num_stages=tile.stages,
         )
-    token_M, grad_M = _by_column(lists, how)
+
+    # The gradients by column, then by token. Column j has those from ``first_V[j]`` to ``end_V[j]``.
+    token_M, grad_M = torch.empty_like(how.slot_M), torch.empty_like(how.slot_M, dtype=torch.float32)
+    capacity, block = token_M.shape[0], 64
+    _by_column_kernel[(max(1, min(cdiv(capacity, block), 8 * num_programs(token_M.device))),)](
+        lists.columns_NL, how,
+        token_M, grad_M,
+        lists.columns_NL.shape[1], num_cols, capacity,
+        BLOCK=block,
+    )
     block_v = 4
     block_d = next((size for size in (1024, 512) if cdiv(hidden_size, size) * size <= 1.125 * hidden_size), 256)
     num_items = cdiv(num_cols, block_v) * cdiv(hidden_size, block_d)
@@ -77,23 +84,6 @@ def add_listed(
         # tiles
         BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, SHORT=8, num_warps=block_d // 256,
     )
-
-
-def _by_column(lists: Lists, how: Decisions) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort the listed gradients by column, then by token: a gradient's rank is the number of its column's earlier tokens.
-
-    Returns:
-        The tokens [N L], int32, and their gradients [N L], fp32. Column j has those from ``first_V[j]`` to ``end_V[j]``.
-    """
-    token_M, grad_M = torch.empty_like(how.slot_M), torch.empty_like(how.slot_M, dtype=torch.float32)
-    capacity, block = token_M.shape[0], 64
-    _by_column_kernel[(max(1, min(cdiv(capacity, block), 8 * num_programs(token_M.device))),)](
-        lists.columns_NL, how,
-        token_M, grad_M,
-        lists.columns_NL.shape[1], how.end_V.shape[0], capacity,
-        BLOCK=block,
-    )
-    return token_M, grad_M
 
 
 @kernel("column_ptr", "token_ptr", "grad_ptr")

@@ -77,7 +77,6 @@ def list_columns(
         bound: Its bound_N is the bound over all shards.
         stats_KN: Maximum and sum of exp over all columns.
         sloped_N: Sum of exp times the softcap's slope over all columns; None without a softcap.
-        lists: out.
     """
     num_rows, num_words = words_RW.shape
     aligned = min(16, num_words & -num_words)
@@ -181,9 +180,11 @@ def _list_columns_kernel(
 
 
 class Decisions(NamedTuple):
-    """How backward treats each labelled token: listed, which means that its list is used, or unserved; and each column.
+    """What backward knows of tokens and columns. A labelled token is listed, which means that its list is used, or unserved.
 
     Attributes:
+        max_N, log_sum_N: As in ``Softmax``.
+        coef_4N: Coefficients as in ``cce_dist.kernels``; P and LABEL are read.
         listed_labels: [N] int64: the label if the token is listed, else -1.
         index: [N] int32: the listed tokens in order, then the others.
         unserved: [N] int32: the unserved tokens in order; the rest is not written.
@@ -203,6 +204,9 @@ class Decisions(NamedTuple):
         slot_M: [N L] int32: the slot at each place, as an index into ``grad_NL``, in any order within a column.
     """
 
+    max_N: torch.Tensor
+    log_sum_N: torch.Tensor
+    coef_4N: torch.Tensor
     listed_labels: torch.Tensor
     index: torch.Tensor
     unserved: torch.Tensor
@@ -216,16 +220,6 @@ class Decisions(NamedTuple):
     grad_NL: torch.Tensor
     slot_M: torch.Tensor
 
-    @property
-    def order(self) -> list[torch.Tensor]:
-        """The compact order of the listed tokens."""
-        return [self.index, self.num_listed]
-
-    @property
-    def unserved_order(self) -> list[torch.Tensor]:
-        """The compact order of the unserved tokens."""
-        return [self.unserved, self.num_unserved]
-
 
 def decide(x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, eps: float) -> Decisions:
     """Decide which tokens are listed, and number the slots of frequent columns and the places of listed ones."""
@@ -236,12 +230,13 @@ def decide(x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, e
 
     fp32 = torch.float32
     how = Decisions(
+        softmax.max, softmax.log_sum, coef_4N,
         new(num_tokens, dtype=torch.int64), new(num_tokens), new(num_tokens), new(3, num_tokens, dtype=fp32), new(1), new(1),
         new(num_valid), new(num_valid + 1), new(num_valid),
         new(num_tokens, dtype=fp32), new(num_tokens, num_slots, dtype=fp32), new(num_tokens * num_slots),
     )
     _decide_kernel[(1 + cdiv(num_valid + 1, 4096),)](
-        x.ids, softmax, coef_4N, lists,
+        x.ids, lists,
         how,
         num_tokens, num_slots, num_valid, num_frequent, num_frequent.bit_length(),
         math.log(eps), SLACK,
@@ -253,10 +248,8 @@ def decide(x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, e
 @kernel()
 def _decide_kernel(
     labels_ptr,  # in: [N] int64
-    softmax,  # in: Softmax
-    coef_ptr,  # in: [4, N] fp32
     lists,  # in: Lists
-    how,  # out: Decisions
+    how,  # in, out: Decisions
     num_tokens,
     num_slots,
     num_valid,
@@ -291,12 +284,12 @@ def _decide_kernel(
         offs_n = first + tl.arange(0, BLOCK)
         in_n = offs_n < num_tokens
         label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
-        coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
-        coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
+        coef_p = tl.abs(tl.load(how.coef_4N + offs_n, mask=in_n, other=0))
+        coef_label = tl.abs(tl.load(how.coef_4N + stride + offs_n, mask=in_n, other=0))
         bound = tl.load(lists.bound_3N + offs_n, mask=in_n, other=0)
         outside = tl.load(lists.bound_3N + stride + offs_n, mask=in_n, other=0)
         relative_to = tl.load(lists.bound_3N + 2 * stride + offs_n, mask=in_n, other=0)
-        lse = tl.load(softmax.max + offs_n, mask=in_n, other=0) + tl.load(softmax.log_sum + offs_n, mask=in_n, other=0)
+        lse = tl.load(how.max_N + offs_n, mask=in_n, other=0) + tl.load(how.log_sum_N + offs_n, mask=in_n, other=0)
         whole = (coef_p == 0) | (coef_label == 0)
         log_ratio = tl.where(whole, 0.0, tl.log(coef_label) - tl.log(coef_p))
         # Comparisons with NaN are false, too. The sum is finite only if all of its terms are.
@@ -320,46 +313,28 @@ def _decide_kernel(
     tl.store(how.num_unserved, num_unserved)
 
 
-class Given(NamedTuple):
-    """What the gradients of logits depend on.
-
-    Attributes:
-        x: Operands.
-        softmax: Statistics of the whole vocabulary.
-        coef_4N: Coefficients as in ``cce_dist.kernels``; P and LABEL are read.
-        how: The decisions.
-    """
-
-    x: Operands
-    softmax: Softmax
-    coef_4N: torch.Tensor
-    how: Decisions
-
-
-def listed_gradients(given: Given, lists: Lists, compensate: bool, total: Sum | None) -> None:
-    """Compute the gradients of listed columns, and what each listed token drops, in ``Decisions``.
+def listed_gradients(x: Operands, lists: Lists, how: Decisions, compensate: bool, total: Sum | None) -> None:
+    """Compute the gradients of listed columns, and what each listed token drops.
 
     Args:
         compensate: Whether the control variate replaces dropped gradients; if not, r is 0.
         total: out, or None: d_hidden is set to the list's part, or to 0 for tokens without a label. Rows of unserved tokens are
             left alone.
     """
-    x, (num_tokens, num_slots), hidden_size = given.x, lists.columns_NL.shape, given.x.hidden.shape[1]
+    (num_tokens, num_slots), hidden_size = lists.columns_NL.shape, x.hidden.shape[1]
     block_d = triton.next_power_of_2(hidden_size)
     warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
     block_k = min(8, max(1, warps * WARP_ELEMENTS // block_d))
     high_ND, low_ND = (None, None) if total is None else (total.high_ND, total.low_RD)
     _listed_gradients_kernel[(num_tokens,)](
         # in
-        x.hidden, x.weight, x.head, x.ids, given.softmax, given.coef_4N, lists,
+        x.hidden, x.weight, x.head, x.ids, lists,
         # in, out
-        given.how,
+        how,
         # out
         high_ND, low_ND,
         # sizes
         num_tokens, hidden_size, num_slots, x.start, x.head.multiplier if compensate else 0.0,
-        # options
-        WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
         # tiles
         BLOCK_L=256, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
         num_warps=warps, **REGISTERS,
@@ -372,19 +347,15 @@ def _listed_gradients_kernel(
     weight_ptr,  # in: [V, D]
     head,  # in: Head
     labels_ptr,  # in: [N] int64
-    softmax,  # in: Softmax
-    coef_ptr,  # in: [4, N] fp32
     lists,  # in: Lists
     how,  # in, out: Decisions
-    high_ptr,  # out: [N, D]
-    low_ptr,  # out: [N, D] bf16
+    high_ptr,  # out: [N, D], or None
+    low_ptr,  # out: [N, D] bf16, or None
     num_tokens,
     hidden_size,
     num_slots,
     start,
     compensation,
-    WANT_HIDDEN: tl.constexpr,
-    HAS_LOW: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -405,11 +376,11 @@ def _listed_gradients_kernel(
 
     factors = token_factors(head, token, True)
     before, after = factors
-    given_p = tl.load(coef_ptr + token)
+    given_p = tl.load(how.coef_4N + token)
     coef_p = given_p * before
-    coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * before
-    row_max = tl.load(softmax.max + token)
-    log_sum = tl.load(softmax.log_sum + token)
+    coef_label = tl.load(how.coef_4N + num_tokens.to(tl.int64) + token) * before
+    row_max = tl.load(how.max_N + token)
+    log_sum = tl.load(how.log_sum_N + token)
     offs_d = tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
@@ -430,13 +401,13 @@ def _listed_gradients_kernel(
         listed += p
         grad = coef_p * p + tl.where(in_k & (column == label), coef_label * slope, 0.0)
         tl.store(how.grad_NL + first_slot + offs_k, grad, mask=in_k)
-        if WANT_HIDDEN:
+        if high_ptr is not None:
             d_hidden += tl.sum(grad[:, None] * w.to(tl.float32), 0)
-    if WANT_HIDDEN:
+    if high_ptr is not None:
         written = tl.where(is_listed | (tl.load(labels_ptr + token) < 0), in_d, False)
         high = d_hidden.to(high_ptr.dtype.element_ty)
         tl.store(high_ptr + token * hidden_size + offs_d, high, mask=written)
-        if HAS_LOW:
+        if low_ptr is not None:
             low = (d_hidden - high.to(tl.float32)).to(low_ptr.dtype.element_ty)
             tl.store(low_ptr + token * hidden_size + offs_d, low, mask=written)
     mass = tl.load(how.numbers_3N + num_tokens.to(tl.int64) + token) - tl.sum(listed, 0)

@@ -1,10 +1,10 @@
 """Corrections of the rank-1 control variate: sampled columns for d_hidden, the sampled tokens of ``shares.py`` for d_weight.
 
-    d_hidden_i  =  sum_k term_ik weight_k  +  (r_i - sum_k term_ik) c        term_ik = factor / K * (R_ik / q_k - r_i)
-    d_weight_j  =  q_j sum_i r_i e_i  +  factor * sum_s part_sj e_s          part_sj: of ``shares.dropped_columns``, of all r
+``compensation.py`` derives both, and the factors on them. The K columns are sampled by their shares, so none is frequent. Their
+rows of the weight stand behind the frequent columns' in one matrix [C, D], so one kernel computes the gradients of both.
 
-``compensation.py`` derives both. The K columns are sampled by their shares, so none is frequent. Their rows of the weight
-stand behind the frequent columns' in one matrix [C, D], C = F + K, so one kernel computes the gradients of both.
+The linear correction needs the covariance of Q columns, which are sampled by their shares, too. The terms of the K columns lose
+their linear part, for which ``along`` is computed for each token.
 
 Both factors come from the terms of the sampled tokens at the sampled columns: d_hidden's from tokens, which were sampled by
 |r|, d_weight's from columns, which were sampled by q. Inverse-probability weights make each the estimate for all of them.
@@ -20,11 +20,13 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, operand, store_tile, tile_of_products
+from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.filter import compensation
-from cce_dist.kernels.filter.lists import Given
+from cce_dist.kernels.filter.lists import Decisions
 from cce_dist.kernels.filter.shares import UNIT, Dropped, Sample, place, sum_of_parts
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
 from cce_dist.kernels.tiles import Tile, precision
+from cce_dist.kernels.tokens import weighted_sums
 from cce_dist.kernels.waves import cdiv
 
 
@@ -85,17 +87,24 @@ def sample_columns(
     return columns
 
 
-def centered_rows(dropped: Dropped, columns: Columns, x: Operands, size: int) -> torch.Tensor:
-    """Return the rows of the weight of ``size`` sampled columns, less c, divided by the root of ``size``. -> [Q, D]"""
-    hidden_size = x.weight.shape[1]
-    rows_QD = torch.empty(size, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
+def linear_of(
+    dropped: Dropped, size: int, columns: Columns, num_used: torch.Tensor, sample: Sample, x: Operands, tile: Tile
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the covariance of ``size`` sampled columns, and its product with the mean hidden state.
+
+    If ``num_used`` is 0 both are 0, and cost nothing.
+    """
+    rows_QD = torch.empty(size, x.weight.shape[1], dtype=x.weight.dtype, device=x.weight.device)
     _sample_columns_kernel[(size,)](
         dropped.sums_V, dropped.count_T, x.weight, columns.ids_C, None, None, columns.shared_2D,
         columns._replace(rows_CD=rows_QD),
-        dropped.count_T.shape[0], x.num_valid, hidden_size, 0, size, 0,
+        dropped.count_T.shape[0], x.num_valid, x.weight.shape[1], 0, size, 0,
         RUN=dropped.run, BLOCK=1024, BLOCK_D=64,
     )
-    return rows_QD
+    covariance_DD = torch.empty(2 * rows_QD.shape[1:], dtype=rows_QD.dtype, device=rows_QD.device)
+    rows = Rows(columns.ids_C, num_used, rows_QD)  # the product takes all rows, in order, so it reads no index
+    add_d_weight(covariance_DD, rows_QD, rows, None, tile, add=False)
+    return covariance_DD, weighted_sums(sample.means_2D[1], covariance_DD).sum((0, 1))
 
 
 @kernel("sums_ptr", "weight_ptr", "partial_ptr", "means_ptr", "center_ptr", "hidden_size")
@@ -106,7 +115,7 @@ def _sample_columns_kernel(
     frequent_ptr,  # in: [F] int64 or int32
     partial_ptr,  # in: [P, D] fp32, or None
     means_ptr,  # in: [2, D] fp32, as in ``Sample``
-    center_ptr,  # in: [D] fp32; with it rows alone are written, as ``centered_rows`` returns them; or None
+    center_ptr,  # in: [D] fp32; with it only rows are written, less this one, / sqrt(size); or None
     columns,  # out: Columns
     num_runs,
     num_valid,
@@ -172,6 +181,35 @@ def _sample_columns_kernel(
             tl.store(columns.numbers_3K + 2 * size + number, tl.sum(along, 0))
 
 
+def along(x: Operands, columns: Columns, sample: Sample) -> torch.Tensor:
+    """Return the dot products of c with each hidden state less the mean hidden state. -> [N] fp32"""
+    along_N = torch.empty(x.num_tokens, dtype=torch.float32, device=x.hidden.device)
+    _along_kernel[(x.num_tokens,)](
+        x.hidden, columns.shared_2D, sample.means_2D, along_N, x.hidden.shape[1], BLOCK_D=1024, num_warps=4
+    )
+    return along_N
+
+
+@kernel("hidden_ptr", "center_ptr", "means_ptr", "hidden_size")
+def _along_kernel(
+    hidden_ptr,  # in: [N, D]
+    center_ptr,  # in: [D] fp32
+    means_ptr,  # in: [2, D] fp32, as in ``Sample``; the second row is read
+    along_ptr,  # out: [N] fp32
+    hidden_size,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, hidden_size, BLOCK_D):
+        offs_d = first + tl.arange(0, BLOCK_D)
+        in_d = offs_d < hidden_size
+        h = tl.load(hidden_ptr + row * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
+        h -= tl.load(means_ptr + hidden_size + offs_d, mask=in_d, other=0)
+        total += h * tl.load(center_ptr + offs_d, mask=in_d, other=0)
+    tl.store(along_ptr + row, tl.sum(total, 0))
+
+
 class Compensation(NamedTuple):
     """The control variate for the dropped gradients, and its corrections.
 
@@ -181,9 +219,8 @@ class Compensation(NamedTuple):
         sample: The sampled tokens, or None without a control variate.
         parts_SV: The sampled tokens' parts, as ``shares.dropped_columns`` writes them; None: no correction of d_weight.
         factors_4: Factors of the corrections, as ``factors_of`` returns them, or None without any.
-        covariance_DD: The linear correction of d_hidden (``d_hidden.py``), or None.
-        line_D: Product of the covariance with the mean hidden state, fp32.
-        along_N: What ``column_gradients`` needs for the linear correction.
+        covariance_DD, line_D: The linear correction of d_hidden, as ``linear_of`` returns it, or None.
+        along_N: As ``along`` returns it, or None.
     """
 
     sums_V: torch.Tensor
@@ -202,8 +239,8 @@ COLUMNS, TOKENS, GAIN, LINEAR = (tl.constexpr(i) for i in range(4))
 
 
 def column_gradients(
-    columns: Columns, rows: Rows, given: Given, factors_4: torch.Tensor | None, along_N: torch.Tensor | None, tile: Tile,
-    grads_RC: torch.Tensor, sums_BR: torch.Tensor,
+    columns: Columns, rows: Rows, x: Operands, how: Decisions, factors_4: torch.Tensor | None, along_N: torch.Tensor | None,
+    tile: Tile, grads_RC: torch.Tensor, sums_BR: torch.Tensor,
 ) -> None:
     """Write the gradients of frequent columns, and the terms of sampled columns, at the tokens of the group.
 
@@ -213,13 +250,13 @@ def column_gradients(
         grads_RC: out. Rows at or past ``num_labelled`` are 0 up to the end of their tile, and unwritten after it.
         sums_BR: out: sums of each token's terms in each block of columns of the tile, fp32.
     """
-    x, (num_rows, hidden_size) = given.x, rows.hidden.shape
+    num_rows, hidden_size = rows.hidden.shape
     rows_CD, num_columns = columns.rows_CD, columns.rows_CD.shape[0]
     tma = has_tma(rows.hidden, rows_CD, grads_RC)
     _column_gradients_kernel[(cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.cols),)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(rows_CD, tile.cols, tile.inner, tma), x.head,
-        columns, x.ids, rows.index, rows.num_labelled, given.softmax, given.coef_4N, given.how, factors_4, along_N,
+        columns, x.ids, rows.index, rows.num_labelled, how, factors_4, along_N,
         # out
         operand(grads_RC, tile.rows, tile.cols // 4, tma), sums_BR,
         # sizes
@@ -238,8 +275,6 @@ def _column_gradients_kernel(
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_labelled_ptr,  # in: [1] int32
-    softmax,  # in: Softmax
-    coef_ptr,  # in: [4, N] fp32
     how,  # in: Decisions
     factors_ptr,  # in: [4] fp32, or None
     along_ptr,  # in: [N] fp32, or None
@@ -275,13 +310,13 @@ def _column_gradients_kernel(
     token = tl.load(index_ptr + offs_n, mask=live, other=0)
     factors = token_factors(head, token, live)
     before, after = factors
-    coef_p = tl.load(coef_ptr + token, mask=live, other=0) * before
-    coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token, mask=live, other=0) * before
+    coef_p = tl.load(how.coef_4N + token, mask=live, other=0) * before
+    coef_label = tl.load(how.coef_4N + num_tokens.to(tl.int64) + token, mask=live, other=0) * before
     threshold = tl.load(how.numbers_3N + token, mask=live, other=float("-inf"))
     dropped = tl.load(how.dropped_N + token, mask=live, other=0)
     # Rows without a label get a maximum of +inf, which makes all of their p 0.
-    row_max = tl.load(softmax.max + token, mask=live, other=float("inf"))
-    log_sum = tl.load(softmax.log_sum + token, mask=live, other=0)
+    row_max = tl.load(how.max_N + token, mask=live, other=float("inf"))
+    log_sum = tl.load(how.log_sum_N + token, mask=live, other=0)
     label = (tl.load(labels_ptr + token, mask=live, other=-1) - start).to(tl.int32)
     along = dropped
     if along_ptr is not None:
@@ -329,8 +364,6 @@ def factors_of(
     Args:
         terms: [S, K] as ``column_gradients`` writes them for the sampled tokens and columns. With ``num_covariance`` a second
             matrix, whose terms have lost their linear part.
-        sample: The sampled tokens.
-        columns: The sampled columns.
         num_covariance: Q. The squared noise of their covariance is K / Q of the noise of a covariance of the K columns.
         of_columns: Whether the sampled columns correct d_hidden.
         of_tokens: Whether the sampled tokens correct d_weight.

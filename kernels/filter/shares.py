@@ -13,16 +13,7 @@ a row of the sample's matrix, so ``column . d`` comes from products that are the
 exponent, because kept elements cut off its upper end. With 0.7 the error in the mean of d_hidden falls from 0.022, 0.014, 0.010
 and 0.011 to 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder (V 16,384, D 512, N 4,096, 512 sampled, fp32;
 2026-11). With 256 tokens it is 0.020, 0.008, 0.006 and 0.005.
-
-Four other estimates of the shares were tried and left out:
-
-* Column sums in forward, with tokens weighted by their bounds. On ``spread`` (D 2,304) the error is 0.025, with the sample
-  0.022: the bound's error varies by 0.4 nats over tokens.
-* Shares shrunk towards a regression on mean logit and row length (Fay and Herriot, 1979). Frequent columns have the largest
-  weights and the worst fit: rows that are no label are off by 0.109 instead of 0.078 (``early``, V 32,768, D 2,304, N 4,096).
-* The second moment of the hidden states in addition to their mean. Errors change by a tenth, up and down, for a D x D product.
-* A factor fitted to the sampled columns in place of ``REWEIGHTING``. It is 0.73 to 0.96, with the errors of 0.7. The best
-  factor has them, too: what is left differs from column to column, and no common factor removes it.
+docs/filter.md has four other estimates, which were tried and left out.
 """
 
 from __future__ import annotations
@@ -35,7 +26,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
-from cce_dist.kernels.filter.lists import Given
+from cce_dist.kernels.filter.lists import Decisions
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, precision, sample_tile
 from cce_dist.kernels.tokens import weighted_sums
@@ -107,10 +98,10 @@ class Sample(NamedTuple):
     mass_2: torch.Tensor
 
 
-def sample_tokens(given: Given, most: int) -> Sample:
+def sample_tokens(x: Operands, how: Decisions, most: int) -> Sample:
     """Sample ``most`` - 1 tokens, or take all if there are not more. ``most`` is a power of 2."""
-    x, (num_tokens, hidden_size), device = given.x, given.x.hidden.shape, given.x.hidden.device
-    partial_P2D = weighted_sums(given.how.dropped_N, x.hidden, absolute=True)
+    (num_tokens, hidden_size), device = x.hidden.shape, x.hidden.device
+    partial_P2D = weighted_sums(how.dropped_N, x.hidden, absolute=True)
     sample = Sample(
         torch.empty(most, dtype=torch.int32, device=device),
         torch.empty(3, most, dtype=torch.float32, device=device),
@@ -121,7 +112,7 @@ def sample_tokens(given: Given, most: int) -> Sample:
         torch.empty(2, dtype=torch.float32, device=device),
     )
     _sample_tokens_kernel[(most + cdiv(hidden_size, 128),)](
-        x.hidden, given.coef_4N, given.how, x.ids, partial_P2D,
+        x.hidden, how, x.ids, partial_P2D,
         sample,
         num_tokens, partial_P2D.shape[0], hidden_size, x.head.multiplier,
         TAKE_ALL=num_tokens < most, SAMPLE=most, BLOCK=4096, BLOCK_D=128, num_warps=8,
@@ -132,7 +123,6 @@ def sample_tokens(given: Given, most: int) -> Sample:
 @kernel("hidden_ptr", "partial_ptr", "hidden_size")
 def _sample_tokens_kernel(
     hidden_ptr,  # in: [N, D]
-    coef_ptr,  # in: [4, N] fp32
     how,  # in: Decisions
     labels_ptr,  # in: [N] int64
     partial_ptr,  # in: [P, 2, D] fp32: partial sums of hidden states by r and |r|
@@ -155,7 +145,7 @@ def _sample_tokens_kernel(
         offs_n = first + tl.arange(0, BLOCK)
         part = tl.abs(tl.load(how.dropped_N + offs_n, mask=offs_n < num_tokens, other=0))
         dropped += part
-        whole += tl.abs(tl.load(coef_ptr + offs_n, mask=part > 0, other=0))
+        whole += tl.abs(tl.load(how.coef_4N + offs_n, mask=part > 0, other=0))
     total = tl.sum(dropped, 0)
     num_sampled = tl.where(total > 0, num_tokens if TAKE_ALL else SAMPLE - 1, 0)
     if row >= SAMPLE:

@@ -409,11 +409,12 @@ def test_sample_stands_for_all_tokens() -> None:
     def sample_of(count: int, dropped_N: Tensor) -> shares.Sample:
         logits = ShardLogits(0, 1, 0.5)
         x = Operands.of(hidden[:count], hidden[:1], labels[:count], logits)
-        how = lists.Decisions(*(labels,) * 12)._replace(
-            dropped_N=dropped_N[:count], numbers_3N=numbers[:, :count].contiguous()
+        how = lists.Decisions(*(labels,) * 15)._replace(
+            coef_4N=coef[:, :count].contiguous(),
+            dropped_N=dropped_N[:count],
+            numbers_3N=numbers[:, :count].contiguous(),
         )
-        given = lists.Given(x, Softmax(coef, coef), coef[:, :count].contiguous(), how)
-        return shares.sample_tokens(given, size + 1)
+        return shares.sample_tokens(x, how, size + 1)
 
     sample = sample_of(num_tokens, dropped_N)
     token, rows = sample.token_S[:size].long(), sample.rows_SD
