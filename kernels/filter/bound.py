@@ -62,8 +62,17 @@ def bound_of_shard(
         stats_KN: out.
     """
     (num_tokens, hidden_size), num_frequent = x.hidden.shape, ids_F.shape[0]
-    sampled_S, few_CD = gather_few(ids_F, x)
-    num_columns, size, num_outside = few_CD.shape[0], sampled_S.shape[0], x.num_valid - num_frequent
+    num_outside = x.num_valid - num_frequent
+    size = num_sampled(num_outside)
+    num_columns = num_frequent + size
+    sampled_S = torch.empty(size, dtype=torch.int32, device=x.weight.device)
+    few_CD = torch.empty(num_columns, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
+    _gather_few_kernel[(cdiv(num_columns, 16), cdiv(hidden_size, 256))](
+        ids_F, x.weight,
+        sampled_S, few_CD,
+        num_frequent, size, num_outside, hidden_size, num_frequent.bit_length(),
+        BLOCK_C=16, BLOCK_D=256,
+    )
     frequent_parts = cdiv(num_frequent, tile.cols)
     num_parts = frequent_parts + cdiv(size, tile.cols)
     shapes = (3, num_parts, num_tokens), (3, num_tokens), (num_tokens,), (2, num_tokens)
@@ -95,32 +104,12 @@ def bound_of_shard(
     return bound
 
 
-def gather_few(ids_F: torch.Tensor, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample infrequent columns.
-
-    Returns:
-        The S sampled columns, int32, ascending; and the rows of the weight of the frequent and then the sampled columns.
-    """
-    num_frequent, hidden_size = ids_F.shape[0], x.weight.shape[1]
-    num_outside = x.num_valid - num_frequent
-    size = num_sampled(num_outside)
-    sampled_S = torch.empty(size, dtype=torch.int32, device=x.weight.device)
-    rows_CD = torch.empty(num_frequent + size, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
-    _gather_few_kernel[(cdiv(num_frequent + size, 16), cdiv(hidden_size, 256))](
-        ids_F, x.weight,
-        sampled_S, rows_CD,
-        num_frequent, size, num_outside, hidden_size, num_frequent.bit_length(),
-        BLOCK_C=16, BLOCK_D=256,
-    )
-    return sampled_S, rows_CD
-
-
 @kernel("weight_ptr", "sampled_ptr", "rows_ptr", "hidden_size")
 def _gather_few_kernel(
     frequent_ptr,  # in: [F] int64, ascending
     weight_ptr,  # in: [V, D]
-    sampled_ptr,  # out: [S] int32
-    rows_ptr,  # out: [F + S, D]
+    sampled_ptr,  # out: [S] int32, ascending: the sampled columns
+    rows_ptr,  # out: [F + S, D]: the rows of the frequent columns, then of the sampled ones
     num_frequent,
     size,
     num_outside,

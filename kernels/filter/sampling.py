@@ -69,8 +69,7 @@ def sample_columns(
 
     ``partial_P1D``: partial sums of the weight's rows by ``Dropped.sums_V``.
     """
-    device, (num_parts, _, hidden_size) = x.weight.device, partial_P1D.shape
-    num_frequent = ids_F.shape[0]
+    device, num_frequent, (num_parts, _, hidden_size) = x.weight.device, ids_F.shape[0], partial_P1D.shape
     columns = Columns(
         torch.empty(num_frequent + size, dtype=torch.int32, device=device),
         torch.empty(num_frequent + size, hidden_size, dtype=x.weight.dtype, device=device),

@@ -993,14 +993,17 @@ def test_sampled_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None
     d = dense(p)
     lse, num_outside = d.maximum + d.log_sum, num_rows - num_frequent
     sampled: list[Tensor] = []
-    draw = bound.gather_few
+    gather = bound._gather_few_kernel
 
-    def spy(*args: Any) -> Any:
-        result = draw(*args)
-        sampled.append(result[0].long())
-        return result
+    class Spy:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            def launch(*args: Any, **options: Any) -> None:
+                gather[grid](*args, **options)
+                sampled.append(args[2].long())
 
-    monkeypatch.setattr(bound, "gather_few", spy)
+            return launch
+
+    monkeypatch.setattr(bound, "_gather_few_kernel", Spy())
     monkeypatch.setattr(bound, "num_sampled", lambda num_outside: num_outside)
     every = local_stats(p, Case())[1][0].double()
     assert len(sampled[0].unique()) == num_outside
