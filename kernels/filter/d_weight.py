@@ -7,82 +7,106 @@ For a column j, with m_i the softmax mass of token i outside listed and frequent
 where ``share_j`` is column j's part of the mass that all tokens drop (``shares.py``). m is computed by subtraction, so the row
 sums of the softmax are right whatever was dropped.
 
-``by_column`` sorts each column's gradients by token. So each row of d_weight is summed in registers, in token order, and
+A kernel sorts each column's gradients by token. So each row of d_weight is summed in registers, in token order, and
 written once: no atomics on floats, and the same bits every run. Rows of frequent columns come from a matrix product
 (``filter/__init__.py``).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
-from cce_dist.kernels.filter.lists import Decisions, Entries, Lists
-from cce_dist.kernels.filter.sampling import GAIN, SampledTokens
+from cce_dist.kernels.filter.lists import Decisions, Lists
+from cce_dist.kernels.filter.sampling import GAIN, Compensation
 from cce_dist.kernels.tiles import Tile, num_programs, precision
 from cce_dist.kernels.waves import cdiv
 
 
-class ByColumn(NamedTuple):
-    """The listed gradients by column, then by token. Column j has those from ``first_V[j]`` to ``end_V[j]``.
+def add_listed(
+    d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, lists: Lists, how: Decisions, frequent_FD: torch.Tensor,
+    comp: Compensation, tile: Tile, *, add: bool,
+) -> None:
+    """Set the rows of d_weight_VD to the sum of all their parts, or with ``add`` add the sum.
 
-    Attributes:
-        first_V: [V + 1] int32; the last number is not used.
-        end_V: [V] int32.
-        token_M: [N L] int32.
-        grad_M: [N L] fp32.
+    If there are unserved tokens, d_weight_VD holds their gradient and is added to. If no token is listed beside them, nothing
+    is written. If the factor GAIN is not 0, the sampled tokens' correction comes first and writes all parts except listed
+    gradients, which are then added.
+
+    Args:
+        d_weight_VD: in, out: rows past the last column are left alone.
+        frequent_FD: The frequent columns' rows of the gradient.
+        comp: The control variate. Each column's ``sums_V`` times the second row of ``Columns.shared_2D`` is added.
+        tile: Tile of a long product.
     """
+    num_cols, hidden_size = how.end_V.shape[0], hidden_ND.shape[1]
+    others = (how, frequent_FD, comp.sums_V, comp.columns.shared_2D, comp.factors_4)
+    if comp.parts_SV is not None and comp.sample is not None:
+        # Half of the tile's columns: this product is short, so its time is mostly stores, which a second program on the same
+        # multiprocessor hides.
+        tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
+        tma, rows_SD = has_tma(comp.parts_SV, comp.sample.rows_SD), comp.sample.rows_SD
+        num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
+        _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(rows_SD.device)),)](
+            # in
+            operand(comp.parts_SV, tile.inner, tile.rows, tma), operand(rows_SD, tile.inner, tile.cols, tma),
+            comp.sample.size, *others,
+            # in, out
+            d_weight_VD,
+            # sizes
+            rows_SD.shape[0], num_cols, hidden_size, comp.parts_SV.stride(0), num_tiles, int(add),
+            # tiles
+            BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_S=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )
 
-    first_V: torch.Tensor
-    end_V: torch.Tensor
-    token_M: torch.Tensor
-    grad_M: torch.Tensor
-
-
-def by_column(lists: Lists, entries: Entries) -> ByColumn:
-    """Sort the listed gradients. A gradient's place is the number of its column's gradients with an earlier token."""
-    slot_M, num_slots, num_valid = entries.slot_M, entries.grad_NL.shape[1], entries.end_V.shape[0]
-    columns = ByColumn(
-        entries.first_V, entries.end_V, torch.empty_like(slot_M), torch.empty_like(slot_M, dtype=torch.float32)
-    )
-    capacity, block = slot_M.shape[0], 64
-    _by_column_kernel[(max(1, min(cdiv(capacity, block), 8 * num_programs(slot_M.device))),)](
-        lists.columns_NL, *entries,
-        columns.token_M, columns.grad_M,
-        num_slots, num_valid, capacity,
+    # The gradients by column, then by token. Column j has those from ``first_V[j]`` to ``end_V[j]``.
+    token_M, grad_M = torch.empty_like(how.slot_M), torch.empty_like(how.slot_M, dtype=torch.float32)
+    capacity, block = token_M.shape[0], 64
+    _by_column_kernel[(max(1, min(cdiv(capacity, block), 8 * num_programs(token_M.device))),)](
+        lists.columns_NL, how,
+        token_M, grad_M,
+        lists.columns_NL.shape[1], num_cols, capacity,
         BLOCK=block,
     )
-    return columns
+    block_v = 4
+    block_d = next((size for size in (1024, 512) if cdiv(hidden_size, size) * size <= 1.125 * hidden_size), 256)
+    num_items = cdiv(num_cols, block_v) * cdiv(hidden_size, block_d)
+    _filtered_weight_kernel[(cdiv(num_items, 2),)](
+        # in
+        hidden_ND, token_M, grad_M, *others,
+        # in, out
+        d_weight_VD,
+        # sizes
+        num_cols, hidden_size, num_items, int(add),
+        # tiles
+        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, SHORT=8, num_warps=block_d // 256,
+    )
 
 
-@kernel("column_ptr", "grad_ptr", "first_ptr", "end_ptr", "slot_ptr", "token_out_ptr", "grad_out_ptr")
+@kernel("column_ptr", "token_ptr", "grad_ptr")
 def _by_column_kernel(
     column_ptr,  # in: [N, L] int32
-    grad_ptr,  # in: [N, L] fp32
-    first_ptr,  # in: [V + 1] int32
-    end_ptr,  # in: [V] int32
-    slot_ptr,  # in: [N L] int32: the slot at each place
-    token_out_ptr,  # out: [N L] int32
-    grad_out_ptr,  # out: [N L] fp32
+    how,  # in: Decisions
+    token_ptr,  # out: [N L] int32
+    grad_ptr,  # out: [N L] fp32
     num_slots,
     num_valid,
     capacity,
     BLOCK: tl.constexpr,
 ):
-    total = tl.load(first_ptr + num_valid)
+    total = tl.load(how.first_V + num_valid)
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
         offs_m = begin + tl.arange(0, BLOCK)
-        slot = tl.load(slot_ptr + offs_m, mask=offs_m < total, other=-1)
+        slot = tl.load(how.slot_M + offs_m, mask=offs_m < total, other=-1)
         # A place that no gradient took holds any number: no slot, or a slot whose column does not have this place.
         used = (slot >= 0) & (slot < capacity)
         column = tl.load(column_ptr + slot, mask=used, other=-1)
         used &= (column >= 0) & (column < num_valid)
-        low = tl.load(first_ptr + column, mask=used, other=0)
-        high = tl.load(end_ptr + column, mask=used, other=0)
+        low = tl.load(how.first_V + column, mask=used, other=0)
+        high = tl.load(how.end_V + column, mask=used, other=0)
         used &= (low <= offs_m) & (offs_m < high)
         low = tl.where(used, low, total)
         high = tl.where(used, high, 0)
@@ -90,85 +114,39 @@ def _by_column_kernel(
         # Compare the BLOCK slots with all slots of their columns, BLOCK at a time: most columns have a few.
         for first in range(tl.min(low, 0), tl.max(high, 0), BLOCK):
             offs_o = first + tl.arange(0, BLOCK)
-            other = tl.load(slot_ptr + offs_o, mask=offs_o < total, other=0)
+            other = tl.load(how.slot_M + offs_o, mask=offs_o < total, other=0)
             of_column = (offs_o[None, :] >= low[:, None]) & (offs_o[None, :] < high[:, None])
             rank += tl.sum((of_column & (other[None, :] < slot[:, None])).to(tl.int32), 1)
-        grad = tl.load(grad_ptr + slot, mask=used, other=0)
-        tl.store(token_out_ptr + low + rank, slot // num_slots, mask=used)
-        tl.store(grad_out_ptr + low + rank, grad, mask=used)
+        tl.store(token_ptr + low + rank, slot // num_slots, mask=used)
+        tl.store(grad_ptr + low + rank, tl.load(how.grad_NL + slot, mask=used, other=0), mask=used)
 
 
-def listed_weight(
-    d_weight_VD: torch.Tensor, hidden_ND: torch.Tensor, entries: ByColumn, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
-    share_V: torch.Tensor, shared_D: torch.Tensor, how: Decisions, factors_4: torch.Tensor | None, *,
-    add: bool,
-) -> None:
-    """Set the rows of d_weight_VD to the sum of all their parts, or add the sum.
-
-    Args:
-        d_weight_VD: in, out: rows past the last column are left alone.
-        slot_V: As in ``Frequent``: 1 plus the position among the frequent columns, or 0.
-        frequent_FD: The frequent columns' rows of the gradient.
-        share_V: Each column's part of the dropped mass, times any number.
-        shared_D: sum_i scale P_i m_i hidden_i, divided by this number, fp32.
-        how: If there are unserved tokens, d_weight_VD holds their gradient and is added to. If no token is listed beside them,
-            nothing is written.
-        factors_4: If GAIN is not 0, ``compensated_weight`` has set the rows to all other parts.
-        add: Add to d_weight_VD in any case.
-    """
-    num_cols, hidden_size = entries.end_V.shape[0], hidden_ND.shape[1]
-    block_v = 4
-    block_d = next((size for size in (1024, 512) if cdiv(hidden_size, size) * size <= 1.125 * hidden_size), 256)
-    num_items = cdiv(num_cols, block_v) * cdiv(hidden_size, block_d)
-    _filtered_weight_kernel[(cdiv(num_items, 2),)](
-        # in
-        hidden_ND, *entries, slot_V, frequent_FD, share_V, shared_D,
-        how.num_listed, how.num_unserved, factors_4,
-        # in, out
-        d_weight_VD,
-        # sizes
-        num_cols, hidden_size, num_items, int(add),
-        # options
-        HAS_FACTORS=factors_4 is not None,
-        # tiles
-        BLOCK_V=block_v, BLOCK_D=block_d, BLOCK_K=8, SHORT=8, num_warps=block_d // 256,
-    )
-
-
-@kernel(
-    "hidden_ptr", "first_ptr", "end_ptr", "slot_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size"
-)
+@kernel("hidden_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
 def _filtered_weight_kernel(
     hidden_ptr,  # in: [N, D]
-    first_ptr,  # in: [V + 1] int32
-    end_ptr,  # in: [V] int32
     token_ptr,  # in: [N L] int32
     grad_ptr,  # in: [N L] fp32
-    slot_ptr,  # in: [V] int32
+    how,  # in: Decisions
     frequent_ptr,  # in: [F, D]
     share_ptr,  # in: [V] fp32
-    shared_ptr,  # in: [D] fp32
-    num_listed_ptr,  # in: [1] int32
-    num_unserved_ptr,  # in: [1] int32
-    factors_ptr,  # in: [4] fp32, as ``sampling.factors_of`` returns them; with HAS_FACTORS
+    shared_ptr,  # in: [2, D] fp32, as in ``Columns``; the second row is read
+    factors_ptr,  # in: [4] fp32, as ``sampling.factors_of`` returns them, or None; GAIN is read
     d_weight_ptr,  # in, out: [V, D]
     num_cols,
     hidden_size,
     num_items,
     add,
-    HAS_FACTORS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    num_unserved = tl.load(num_unserved_ptr)
-    if (num_unserved > 0) & (tl.load(num_listed_ptr) == 0):
+    num_unserved = tl.load(how.num_unserved)
+    if (num_unserved > 0) & (tl.load(how.num_listed) == 0):
         return
     num_blocks_v = tl.cdiv(num_cols, BLOCK_V)
-    adding = (add != 0) | (num_unserved > 0)
-    others_done = (tl.load(factors_ptr + GAIN) != 0) if HAS_FACTORS else False
-    adding |= others_done
+    others_done = (tl.load(factors_ptr + GAIN) != 0) if factors_ptr is not None else False
+    adding = (add != 0) | (num_unserved > 0) | others_done
     # An item is [BLOCK_V, BLOCK_D] of d_weight. Neighbouring programs share BLOCK_D elements of hidden states in the cache.
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         # An item's columns are far apart, to balance the work: neighbours often have many entries together.
@@ -176,11 +154,11 @@ def _filtered_weight_kernel(
         offs_d = item // num_blocks_v * BLOCK_D + tl.arange(0, BLOCK_D)
         in_v = offs_v < num_cols
         in_d = offs_d < hidden_size
-        begin = tl.load(first_ptr + offs_v, mask=in_v, other=0)
-        end = tl.load(end_ptr + offs_v, mask=in_v, other=0)
-        slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
+        begin = tl.load(how.first_V + offs_v, mask=in_v, other=0)
+        end = tl.load(how.end_V + offs_v, mask=in_v, other=0)
+        slot = tl.load(how.slot_V + offs_v, mask=in_v, other=0)
         share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
-        by_share = tl.load(shared_ptr + offs_d, mask=in_d, other=0)
+        by_share = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
 
         # Most columns have few entries or none. These are summed together, so that many rows are loaded at once. The next
         # entries are loaded while the rows of these arrive.
@@ -241,51 +219,16 @@ def _rows(rows_ptr, number, in_k, offs_d, in_d, hidden_size):
     return tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)
 
 
-def compensated_weight(
-    d_weight_VD: torch.Tensor, tokens: SampledTokens, factors_4: torch.Tensor, slot_V: torch.Tensor, frequent_FD: torch.Tensor,
-    share_V: torch.Tensor, shared_D: torch.Tensor, how: Decisions, tile: Tile, *, add: bool,
-) -> None:
-    """Set d_weight_VD to the sum of all parts except listed gradients, or add it. The sampled tokens' correction is included.
-
-    Args:
-        d_weight_VD: in, out: rows past the last column are left alone.
-        tokens: The sampled tokens.
-        factors_4: GAIN is the factor on the sampled tokens' correction. If it is 0, nothing is written.
-        tile: Tile of a long product. Half of its columns are taken: this product is short, so its time is mostly stores, which
-            a second program on the same multiprocessor hides.
-        slot_V, frequent_FD, share_V, shared_D, how, add: As in ``listed_weight``.
-    """
-    num_cols, hidden_size = share_V.shape[0], d_weight_VD.shape[1]
-    parts_SV, rows_SD = tokens.parts_SV, tokens.rows.hidden
-    tile = tile._replace(cols=max(16, tile.cols // 2), warps=max(1, tile.warps // 2))
-    tma = has_tma(parts_SV, rows_SD)
-    num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
-    _compensated_weight_kernel[(min(num_tiles, 2 * num_programs(rows_SD.device)),)](
-        # in
-        operand(parts_SV, tile.inner, tile.rows, tma), operand(rows_SD, tile.inner, tile.cols, tma),
-        tokens.rows.num_labelled, factors_4, slot_V, frequent_FD, share_V, shared_D, how.num_listed, how.num_unserved,
-        # in, out
-        d_weight_VD,
-        # sizes
-        rows_SD.shape[0], num_cols, hidden_size, parts_SV.stride(0), num_tiles, int(add),
-        # tiles
-        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_S=tile.inner, TMA=tma, PRECISION=precision(rows_SD.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )
-
-
-@kernel("parts", "rows", "slot_ptr", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
+@kernel("parts", "rows", "frequent_ptr", "shared_ptr", "d_weight_ptr", "hidden_size")
 def _compensated_weight_kernel(
     parts,  # in: [S, V or more] descriptor or pointer
     rows,  # in: [S, D] descriptor or pointer
-    num_sampled_ptr,  # in: [1] int32
-    factors_ptr,  # in: [4] fp32, as ``sampling.factors_of`` returns them; GAIN is read
-    slot_ptr,  # in: [V] int32
+    size_ptr,  # in: [2] int32, as in ``Sample``
+    how,  # in: Decisions
     frequent_ptr,  # in: [F, D]
     share_ptr,  # in: [V] fp32
-    shared_ptr,  # in: [D] fp32
-    num_listed_ptr,  # in: [1] int32
-    num_unserved_ptr,  # in: [1] int32
+    shared_ptr,  # in: [2, D] fp32, as in ``Columns``; the second row is read
+    factors_ptr,  # in: [4] fp32, as ``sampling.factors_of`` returns them, or None; GAIN is read
     d_weight_ptr,  # in, out: [V, D]
     num_rows,
     num_cols,
@@ -300,11 +243,11 @@ def _compensated_weight_kernel(
     PRECISION: tl.constexpr,
 ):
     gain = tl.load(factors_ptr + GAIN)
-    num_sampled = tl.load(num_sampled_ptr)
-    num_unserved = tl.load(num_unserved_ptr)
+    num_sampled = tl.load(size_ptr)
+    num_unserved = tl.load(how.num_unserved)
     adding = (add != 0) | (num_unserved > 0)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
-    nothing = ((num_unserved > 0) & (tl.load(num_listed_ptr) == 0)) | (gain == 0)
+    nothing = ((num_unserved > 0) & (tl.load(how.num_listed) == 0)) | (gain == 0)
     # For each tile: acc [BLOCK_V, BLOCK_D] = parts [S, BLOCK_V].T @ rows [S, BLOCK_D], then the other parts are added.
     for tile in range(tl.program_id(0), tl.where(nothing, 0, num_tiles), tl.num_programs(0)):
         row = tile // num_col_blocks * BLOCK_V
@@ -317,7 +260,7 @@ def _compensated_weight_kernel(
         offs_v = row + tl.arange(0, BLOCK_V)
         in_v = offs_v < num_cols
         acc *= gain
-        slot = tl.load(slot_ptr + offs_v, mask=in_v, other=0)
+        slot = tl.load(how.slot_V + offs_v, mask=in_v, other=0)
         share = tl.load(share_ptr + offs_v, mask=in_v, other=0)
         is_frequent = (slot > 0)[:, None]
         # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
@@ -326,7 +269,8 @@ def _compensated_weight_kernel(
                 part = halves(halves(acc)[half])[quarter]
                 offs_d = col + (2 * half + quarter) * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
                 in_d = offs_d < hidden_size
-                part += tl.load(shared_ptr + offs_d, mask=in_d, other=0)[None, :] * share[:, None]
+                by_share = tl.load(shared_ptr + hidden_size + offs_d, mask=in_d, other=0)
+                part += by_share[None, :] * share[:, None]
                 frequent = frequent_ptr + (slot.to(tl.int64) - 1)[:, None] * hidden_size + offs_d[None, :]
                 part = tl.where(
                     is_frequent, tl.load(frequent, mask=is_frequent & in_d[None, :], other=0).to(tl.float32), part

@@ -6,36 +6,15 @@ that are frequent in any text. These columns, the most frequent labels of the ba
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
+import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.memory import frequent_columns
 from cce_dist.kernels.tiles import interpreted
-from cce_dist.kernels.tokens import first_rows
 from cce_dist.kernels.waves import cdiv
-
-
-class Frequent(NamedTuple):
-    """The F frequent columns of a shard.
-
-    Attributes:
-        ids_F: Indices of the frequent columns, int64, ascending.
-        slot_V: [33 W] int32. The first 32 W numbers are each column's slot: 1 plus its position in ``ids_F``, or 0 for other
-            columns. The last W numbers are words with a bit set for each frequent column, like a row of ``lse.Marks``.
-        num_words: W.
-        x: Operands with the frequent columns alone. Its ids are the call's labels, not slots.
-        rows_CD: The rows of the weight in ``x``, and room behind them for sampled columns.
-    """
-
-    ids_F: torch.Tensor
-    slot_V: torch.Tensor
-    num_words: int
-    x: Operands
-    rows_CD: torch.Tensor
 
 
 def num_frequent(num_valid: int, eps: float) -> int:
@@ -48,17 +27,42 @@ def num_frequent(num_valid: int, eps: float) -> int:
     return frequent_columns(num_valid, eps, 32 if interpreted() else 256)
 
 
-def most_labelled(x: Operands, ids_F: torch.Tensor, zeros_V: torch.Tensor) -> None:
+@triton.jit
+def num_before(ids_ptr, size, num_steps, wanted, RANKED: tl.constexpr):
+    """Return how many of the ascending frequent ids are below each wanted id, by bisection.
+
+    ``num_steps``: bits of ``size``. RANKED: what is wanted are ranks, which number the infrequent columns.
+    """
+    before = tl.zeros(wanted.shape, tl.int32)
+    last = before + size
+    for _ in range(0, num_steps):
+        middle = (before + last) // 2
+        frequent = tl.load(ids_ptr + middle, mask=before < last, other=0).to(tl.int32)
+        is_before = (frequent - middle <= wanted) if RANKED else (frequent < wanted)
+        is_before &= before < last
+        last = tl.where(is_before, last, middle)
+        before = tl.where(is_before, middle + 1, before)
+    return before
+
+
+def most_labelled(x: Operands, ids_F: torch.Tensor, zeros_V: torch.Tensor, num_words: int) -> torch.Tensor:
     """Fill ids_F with the columns that are labels most often, ascending; of equally frequent ones the first.
 
     zeros_V, int32, is set to 0.
+
+    Returns:
+        [W] int32: words with a bit set for each frequent column, like a row of ``lse.Marks``.
     """
     num_tokens, num_valid = x.num_tokens, x.num_valid
     counts = torch.zeros(num_valid + num_tokens, dtype=torch.int32, device=x.ids.device)
+    words_W = torch.empty(num_words, dtype=torch.int32, device=x.ids.device)
     _count_labels_kernel[(cdiv(num_tokens, 1024),)](x.ids, counts, num_tokens, x.start, num_valid, BLOCK_N=1024)
-    _most_labelled_kernel[(cdiv(num_valid, 4096),)](
-        counts, ids_F, zeros_V, num_tokens, num_valid, ids_F.shape[0], num_tokens.bit_length(), BLOCK_V=4096, num_warps=8
+    _most_labelled_kernel[(cdiv(32 * num_words, 4096),)](
+        counts, ids_F, words_W, zeros_V,
+        num_tokens, num_valid, ids_F.shape[0], num_words, num_tokens.bit_length(),
+        BLOCK_V=4096, num_warps=8,
     )
+    return words_W
 
 
 @kernel("count_ptr")
@@ -81,14 +85,16 @@ def _count_labels_kernel(
     tl.atomic_add(above_ptr + before, 1, mask=before > 0)
 
 
-@kernel("count_ptr", "ids_ptr", "zeros_ptr")
+@kernel("count_ptr", "ids_ptr", "words_ptr", "zeros_ptr")
 def _most_labelled_kernel(
     count_ptr,  # in: [V + N] int32, as ``_count_labels_kernel`` leaves it; the last N descend
     ids_ptr,  # out: [F] int64
+    words_ptr,  # out: [W] int32
     zeros_ptr,  # out: [V] int32
     num_tokens,
     num_valid,
     size,
+    num_words,
     num_steps,
     BLOCK_V: tl.constexpr,
 ):
@@ -107,7 +113,8 @@ def _most_labelled_kernel(
     more = tl.zeros((BLOCK_V,), tl.int32)
     equal = tl.zeros((BLOCK_V,), tl.int32)
     for first in range(0, tl.program_id(0) * BLOCK_V, BLOCK_V):
-        count = tl.load(count_ptr + first + tl.arange(0, BLOCK_V))
+        offs_v = first + tl.arange(0, BLOCK_V)
+        count = tl.load(count_ptr + offs_v, mask=offs_v < num_valid, other=-1)
         more += (count > least).to(tl.int32)
         equal += (count == least).to(tl.int32)
     equal_before = tl.sum(equal, 0)
@@ -120,114 +127,7 @@ def _most_labelled_kernel(
     chosen = (count > least) | ((equal > 0) & (equal_before + tl.cumsum(equal, 0) <= num_equal))
     position += tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(ids_ptr + position, offs_v.to(tl.int64), mask=chosen)
-
-
-def gather_frequent(ids_F: torch.Tensor, x: Operands, num_words: int, room: int = 0) -> Frequent:
-    """Copy the frequent columns' rows of the weight, and record each column's slot. ``room``: rows left for other columns."""
-    size, hidden_size = ids_F.shape[0], x.weight.shape[1]
-    slot_V = torch.empty(33 * num_words, dtype=torch.int32, device=ids_F.device)
-    rows_CD = torch.empty(size + room, hidden_size, dtype=x.weight.dtype, device=x.weight.device)
-    _gather_frequent_kernel[(cdiv(size, 16), cdiv(hidden_size, 256))](
-        ids_F, x.weight,
-        slot_V, rows_CD,
-        size, hidden_size, num_words, size.bit_length(),
-        BLOCK_F=16, BLOCK_D=256, BLOCK_W=16,
-    )
-    columns = x._replace(weight=first_rows(rows_CD, size), start=0, num_valid=size)
-    return Frequent(ids_F, slot_V, num_words, columns, rows_CD)
-
-
-@kernel("weight_ptr", "slot_ptr", "weight_out_ptr", "hidden_size")
-def _gather_frequent_kernel(
-    ids_ptr,  # in: [F] int64, ascending
-    weight_ptr,  # in: [V, D]
-    slot_ptr,  # out: [33 W] int32: slots and words, as in ``Frequent``
-    weight_out_ptr,  # out: [F, D]
-    size,
-    hidden_size,
-    num_words,
-    num_steps,
-    BLOCK_F: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
-    offs_f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    in_f = offs_f < size
-    mask = in_f[:, None] & (offs_d < hidden_size)[None, :]
-    column = tl.load(ids_ptr + offs_f, mask=in_f, other=0)
-    row = tl.load(weight_ptr + column[:, None] * hidden_size + offs_d[None, :], mask=mask, other=0)
-    tl.store(weight_out_ptr + offs_f.to(tl.int64)[:, None] * hidden_size + offs_d[None, :], row, mask=mask)
-
-    # The programs share the columns and write their slots. Bisection finds how many frequent columns come before each column.
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    for word in range(program * BLOCK_W, num_words, tl.num_programs(0) * tl.num_programs(1) * BLOCK_W):
-        offs_v = 32 * word + tl.arange(0, 32 * BLOCK_W)
-        in_v = offs_v < 32 * num_words
-        num_before = tl.zeros((32 * BLOCK_W,), tl.int32)
-        last = num_before + size
-        for _ in range(0, num_steps):
-            middle = (num_before + last) // 2
-            before = tl.load(ids_ptr + middle, mask=num_before < last, other=0) < offs_v
-            before = before & (num_before < last)
-            last = tl.where(before, last, middle)
-            num_before = tl.where(before, middle + 1, num_before)
-        is_frequent = tl.load(ids_ptr + num_before, mask=num_before < size, other=-1) == offs_v
-        tl.store(slot_ptr + offs_v, tl.where(is_frequent, num_before + 1, 0), mask=in_v)
-        bits = tl.where(is_frequent, 1 << (offs_v % 32), 0)
-        offs_w = word + tl.arange(0, BLOCK_W)
-        words = tl.sum(tl.reshape(bits, (BLOCK_W, 32)), 1).to(tl.int32)
-        tl.store(slot_ptr + 32 * num_words + offs_w, words, mask=offs_w < num_words)
-
-
-def outside_frequent(
-    bound_N: torch.Tensor,
-    frequent_3N: torch.Tensor,
-    frequent_sloped_N: torch.Tensor | None,
-    stats_KN: torch.Tensor,
-    sloped_N: torch.Tensor | None,
-    bound_3N: torch.Tensor,
-) -> None:
-    """Fill bound_3N: the bound; the sum of exp over infrequent columns, relative to the maximum; and the maximum.
-
-    Args:
-        bound_N: The bound.
-        frequent_3N: Maximum and sum of exp over the frequent columns.
-        frequent_sloped_N: Sum of exp times the softcap's slope over the frequent columns; None without a softcap.
-        stats_KN: Maximum and sum of exp over all columns.
-        sloped_N: Sum of exp times the softcap's slope over all columns; None without a softcap.
-        bound_3N: out.
-    """
-    num_tokens = bound_N.shape[0]
-    _outside_frequent_kernel[(cdiv(num_tokens, 256),)](
-        bound_N, frequent_3N, frequent_sloped_N, stats_KN, sloped_N,
-        bound_3N,
-        num_tokens,
-        BLOCK_N=256,
-    )
-
-
-@kernel("state_ptr")
-def _outside_frequent_kernel(
-    bound_ptr,  # in: [N] fp32
-    frequent_ptr,  # in: [3, N] fp32: maximum, sum, anything
-    frequent_sloped_ptr,  # in: [N] fp32, or None
-    stats_ptr,  # in: [K, N] fp32: maximum, sum, ...
-    sloped_ptr,  # in: [N] fp32, or None
-    state_ptr,  # out: [3, N] fp32
-    num_tokens,
-    BLOCK_N: tl.constexpr,
-):
-    stride = num_tokens.to(tl.int64)
-    frequent_sum_ptr = frequent_ptr + stride if frequent_sloped_ptr is None else frequent_sloped_ptr
-    sum_ptr = stats_ptr + stride if sloped_ptr is None else sloped_ptr
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_tokens
-    state_ptr += offs_n
-    maximum = tl.load(stats_ptr + offs_n, mask=in_n, other=0)
-    below = tl.load(frequent_ptr + offs_n, mask=in_n, other=0) - maximum
-    frequent = tl.load(frequent_sum_ptr + offs_n, mask=in_n, other=0) * tl.exp(below)
-    outside = tl.load(sum_ptr + offs_n, mask=in_n, other=0) - frequent
-    tl.store(state_ptr, tl.load(bound_ptr + offs_n, mask=in_n, other=0), mask=in_n)
-    tl.store(state_ptr + stride, tl.where(outside < 0, 0.0, outside), mask=in_n)  # NaN stays
-    tl.store(state_ptr + 2 * stride, maximum, mask=in_n)
+    bits = tl.where(chosen, 1 << (offs_v % 32), 0)
+    words = tl.sum(tl.reshape(bits, (BLOCK_V // 32, 32)), 1).to(tl.int32)
+    offs_w = tl.program_id(0) * (BLOCK_V // 32) + tl.arange(0, BLOCK_V // 32)
+    tl.store(words_ptr + offs_w, words, mask=offs_w < num_words)

@@ -31,7 +31,8 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.filter.frequent import Frequent
+from cce_dist.kernels.filter.bound import Bound
+from cce_dist.kernels.filter.frequent import num_before
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
 from cce_dist.kernels.tiles import stages_of_rows
 from cce_dist.kernels.waves import cdiv
@@ -62,17 +63,27 @@ class Lists(NamedTuple):
     ids_F: torch.Tensor
 
 
-def list_columns(words_RW: torch.Tensor, frequent: Frequent, x: Operands, rows: Rows, lists: Lists) -> None:
-    """Write marked infrequent columns, and the label if it is infrequent, to the lists of the group's tokens, and count them.
+def list_columns(
+    words_RW: torch.Tensor, frequent_W: torch.Tensor, x: Operands, rows: Rows, bound: Bound, stats_KN: torch.Tensor,
+    sloped_N: torch.Tensor | None, lists: Lists,
+) -> None:
+    """Fill the lists of the group's tokens.
 
-    A token without a label needs 0 columns.
+    A list has the marked infrequent columns, and the label if it is infrequent. A token without a label needs 0 columns.
+
+    Args:
+        words_RW: The marks of the group (``lse.Marks``).
+        frequent_W: Words with a bit set for each frequent column.
+        bound: Its bound_N is the bound over all shards.
+        stats_KN: Maximum and sum of exp over all columns.
+        sloped_N: Sum of exp times the softcap's slope over all columns; None without a softcap.
     """
     num_rows, num_words = words_RW.shape
     aligned = min(16, num_words & -num_words)
     _list_columns_kernel[(num_rows,)](
-        words_RW, frequent.slot_V, x.ids, rows.index, rows.num_labelled,
-        lists.columns_NL, lists.count_V, lists.count_N,
-        num_words // aligned, lists.columns_NL.shape[1], x.start, x.num_valid,
+        words_RW, frequent_W, x.ids, rows.index, rows.num_labelled, bound, stats_KN, sloped_N,
+        lists,
+        num_words // aligned, x.num_tokens, lists.columns_NL.shape[1], x.start, x.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
     )
 
@@ -97,17 +108,19 @@ def _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, n
     return word ^ (word & frequent)
 
 
-@kernel("words_ptr", "slot_ptr", "columns_ptr")
+@kernel("words_ptr", "frequent_words_ptr")
 def _list_columns_kernel(
     words_ptr,  # in: [R, W] int32
-    slot_ptr,  # in: [33 W] int32, as in ``Frequent``; the words are read
+    frequent_words_ptr,  # in: [W] int32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_labelled_ptr,  # in: [1] int32
-    columns_ptr,  # out: [N, L] int32
-    column_count_ptr,  # in, out: [V] int32
-    count_ptr,  # out: [N] int32
+    bound,  # in: Bound
+    stats_ptr,  # in: [K, N] fp32: maximum, sum, ...
+    sloped_ptr,  # in: [N] fp32, or None
+    lists,  # out: Lists, except ids_F; count_V is counted up
     num_units,  # number of units of ALIGNED words
+    num_tokens,
     num_slots,
     start,
     num_valid,
@@ -116,8 +129,16 @@ def _list_columns_kernel(
 ):
     row = tl.program_id(0)
     token = tl.load(index_ptr + row).to(tl.int64)
+    stride = num_tokens.to(tl.int64)
+    maximum = tl.load(stats_ptr + token)
+    outside = tl.load(stats_ptr + stride + token if sloped_ptr is None else sloped_ptr + token)
+    below = tl.load(bound.frequent_2N + token) - maximum
+    outside -= tl.load(bound.frequent_2N + stride + token) * tl.exp(below)
+    tl.store(lists.bound_3N + token, tl.load(bound.bound_N + token))
+    tl.store(lists.bound_3N + stride + token, tl.where(outside < 0, 0.0, outside))  # NaN stays
+    tl.store(lists.bound_3N + 2 * stride + token, maximum)
     if row >= tl.load(num_labelled_ptr):
-        tl.store(count_ptr + token, 0)
+        tl.store(lists.count_N + token, 0)
         return
     label = tl.load(labels_ptr + token) - start
     here = (label >= 0) & (label < num_valid)
@@ -125,7 +146,6 @@ def _list_columns_kernel(
     label_bit = tl.full((), 1, tl.uint32) << (tl.where(here, label, 0) % 32).to(tl.uint32)
     num_words = num_units * ALIGNED  # a known multiple, so the compiler can use wide loads
     words_ptr += row.to(tl.int64) * num_words
-    frequent_words_ptr = slot_ptr + 32 * num_words
 
     # Count the row's columns, [BLOCK_W] words at a time.
     counts = tl.zeros((BLOCK_W,), tl.int32)
@@ -134,8 +154,8 @@ def _list_columns_kernel(
             _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
         )
     count = tl.sum(counts, 0)
-    tl.store(count_ptr + token, count)
-    columns_ptr += token * num_slots
+    tl.store(lists.count_N + token, count)
+    columns_ptr = lists.columns_NL + token * num_slots
 
     stored = tl.where(count <= num_slots, count, 0)
     total = tl.zeros((), tl.int32)
@@ -153,16 +173,18 @@ def _list_columns_kernel(
                 tl.store(columns_ptr + position, column, mask=word > 0)
                 # Marks of a token with NaN are set past the last column, too.
                 counted = (word > 0) & (column < num_valid)
-                tl.atomic_add(column_count_ptr + column, 1, mask=counted, sem="relaxed")
+                tl.atomic_add(lists.count_V + column, 1, mask=counted, sem="relaxed")
                 position += (word > 0).to(tl.int32)
                 word = rest
         first += BLOCK_W
 
 
 class Decisions(NamedTuple):
-    """How backward treats each labelled token: listed, which means that its list is used, or unserved.
+    """What backward knows of tokens and columns. A labelled token is listed, which means that its list is used, or unserved.
 
     Attributes:
+        max_N, log_sum_N: As in ``Softmax``.
+        coef_4N: Coefficients as in ``cce_dist.kernels``; P and LABEL are read.
         listed_labels: [N] int64: the label if the token is listed, else -1.
         index: [N] int32: the listed tokens in order, then the others.
         unserved: [N] int32: the unserved tokens in order; the rest is not written.
@@ -170,104 +192,88 @@ class Decisions(NamedTuple):
             columns, times the softcap's slope; the reference, LSE minus log |P|, so that exp(z - reference) = |P| p.
         num_listed: [1] int32: number of listed tokens.
         num_unserved: [1] int32: number of unserved tokens.
+        slot_V: [V] int32: 1 plus the column's position among the frequent columns, or 0.
+        first_V: [V + 1] int32: the first of each column's places, then the number of places of all columns.
+
+    ``listed_gradients`` writes
+
+        end_V: [V] int32: the end of the places that the column's gradients have taken; before that ``first_V``. Lists of
+            unserved tokens take none.
+        dropped_N: [N] fp32: r of ``compensation.py``, scale * P * (the mass that the token drops); 0 if it is not listed.
+        grad_NL: [N, L] fp32: the gradients of the columns in ``Lists.columns_NL``; not written for unserved tokens.
+        slot_M: [N L] int32: the slot at each place, as an index into ``grad_NL``, in any order within a column.
     """
 
+    max_N: torch.Tensor
+    log_sum_N: torch.Tensor
+    coef_4N: torch.Tensor
     listed_labels: torch.Tensor
     index: torch.Tensor
     unserved: torch.Tensor
     numbers_3N: torch.Tensor
     num_listed: torch.Tensor
     num_unserved: torch.Tensor
-
-    @property
-    def order(self) -> list[torch.Tensor]:
-        """The compact order of the listed tokens."""
-        return [self.index, self.num_listed]
-
-    @property
-    def unserved_order(self) -> list[torch.Tensor]:
-        """The compact order of the unserved tokens."""
-        return [self.unserved, self.num_unserved]
-
-
-class Entries(NamedTuple):
-    """The listed gradients, and in which slots each column is.
-
-    Attributes:
-        grad_NL: [N, L] fp32: the gradients of the columns in ``Lists.columns_NL``; not written for unserved tokens.
-        first_V: [V + 1] int32: the first of each column's places, then the number of places of all columns.
-        end_V: [V] int32: the end of the places that the column's gradients have taken. Lists of unserved tokens take none.
-        slot_M: [N L] int32: the slot at each place, as an index into ``grad_NL``, in any order within a column.
-    """
-
-    grad_NL: torch.Tensor
+    slot_V: torch.Tensor
     first_V: torch.Tensor
     end_V: torch.Tensor
+    dropped_N: torch.Tensor
+    grad_NL: torch.Tensor
     slot_M: torch.Tensor
 
 
-def decide(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, eps: float
-) -> tuple[Decisions, Entries]:
-    """Return the decisions, and entries whose columns have their places, none of them taken."""
-    (num_tokens, num_slots), num_valid = lists.columns_NL.shape, x.num_valid
+def decide(x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, eps: float) -> Decisions:
+    """Decide which tokens are listed, and number the slots of frequent columns and the places of listed ones."""
+    (num_tokens, num_slots), num_valid, num_frequent = lists.columns_NL.shape, x.num_valid, lists.ids_F.shape[0]
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.ids.device)
 
+    fp32 = torch.float32
     how = Decisions(
-        new(num_tokens, dtype=torch.int64), new(num_tokens), new(num_tokens), new(3, num_tokens, dtype=torch.float32),
-        new(1), new(1),
+        softmax.max, softmax.log_sum, coef_4N,
+        new(num_tokens, dtype=torch.int64), new(num_tokens), new(num_tokens), new(3, num_tokens, dtype=fp32), new(1), new(1),
+        new(num_valid), new(num_valid + 1), new(num_valid),
+        new(num_tokens, dtype=fp32), new(num_tokens, num_slots, dtype=fp32), new(num_tokens * num_slots),
     )
-    grad_NL = new(num_tokens, num_slots, dtype=torch.float32)
-    entries = Entries(grad_NL, new(num_valid + 1), new(num_valid), new(num_tokens * num_slots))
     _decide_kernel[(1 + cdiv(num_valid + 1, 4096),)](
-        x.ids, softmax.max, softmax.log_sum, coef_4N, lists.bound_3N, lists.count_V, lists.count_N,
-        *how, entries.first_V, entries.end_V,
-        num_tokens, num_slots, num_valid,
+        x.ids, lists,
+        how,
+        num_tokens, num_slots, num_valid, num_frequent, num_frequent.bit_length(),
         math.log(eps), SLACK,
         BLOCK=4096, num_warps=32,
     )
-    return how, entries
+    return how
 
 
-@kernel(
-    "column_count_ptr", "listed_labels_ptr", "index_ptr", "unserved_ptr", "numbers_ptr", "first_ptr", "end_ptr",
-)
+@kernel()
 def _decide_kernel(
     labels_ptr,  # in: [N] int64
-    max_ptr,  # in: [N] fp32
-    log_sum_ptr,  # in: [N] fp32
-    coef_ptr,  # in: [4, N] fp32
-    bound_ptr,  # in: [3, N] fp32: bound; sum over infrequent columns; reference of this sum
-    column_count_ptr,  # in: [V] int32
-    count_ptr,  # in: [N] int32
-    listed_labels_ptr,  # out: [N] int64
-    index_ptr,  # out: [N] int32
-    unserved_ptr,  # out: [N] int32
-    numbers_ptr,  # out: [3, N] fp32
-    num_listed_ptr,  # out: [1] int32
-    num_unserved_ptr,  # out: [1] int32
-    first_ptr,  # out: [V + 1] int32
-    end_ptr,  # out: [V] int32: the same numbers
+    lists,  # in: Lists
+    how,  # in, out: Decisions
     num_tokens,
     num_slots,
     num_valid,
+    num_frequent,
+    num_steps,
     log_eps,
     slack,
     BLOCK: tl.constexpr,
 ):
-    # All programs but the first one: the places of BLOCK columns each, after adding up the counts of the columns before.
+    # All programs but the first one: slots and places of BLOCK columns each. A column's places come after those of the columns
+    # before it.
     if tl.program_id(0) > 0:
         begin = (tl.program_id(0) - 1) * BLOCK
         before = tl.zeros((BLOCK,), tl.int32)
         for first in range(0, begin, BLOCK):
-            before += tl.load(column_count_ptr + first + tl.arange(0, BLOCK))
+            before += tl.load(lists.count_V + first + tl.arange(0, BLOCK))
         offs_v = begin + tl.arange(0, BLOCK)
-        column_count = tl.load(column_count_ptr + offs_v, mask=offs_v < num_valid, other=0)
-        place = tl.sum(before, 0) + tl.cumsum(column_count, 0) - column_count
-        tl.store(first_ptr + offs_v, place, mask=offs_v <= num_valid)
-        tl.store(end_ptr + offs_v, place, mask=offs_v < num_valid)
+        count = tl.load(lists.count_V + offs_v, mask=offs_v < num_valid, other=0)
+        place = tl.sum(before, 0) + tl.cumsum(count, 0) - count
+        tl.store(how.first_V + offs_v, place, mask=offs_v <= num_valid)
+        tl.store(how.end_V + offs_v, place, mask=offs_v < num_valid)
+        slot = num_before(lists.ids_F, num_frequent, num_steps, offs_v, False)
+        is_frequent = tl.load(lists.ids_F + slot, mask=slot < num_frequent, other=-1) == offs_v
+        tl.store(how.slot_V + offs_v, tl.where(is_frequent, slot + 1, 0), mask=offs_v < num_valid)
         return
 
     # The first program: the tokens, BLOCK at a time, with running sums for the two compact orders.
@@ -278,125 +284,103 @@ def _decide_kernel(
         offs_n = first + tl.arange(0, BLOCK)
         in_n = offs_n < num_tokens
         label = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
-        coef_p = tl.abs(tl.load(coef_ptr + offs_n, mask=in_n, other=0))
-        coef_label = tl.abs(tl.load(coef_ptr + stride + offs_n, mask=in_n, other=0))
-        bound = tl.load(bound_ptr + offs_n, mask=in_n, other=0)
-        outside = tl.load(bound_ptr + stride + offs_n, mask=in_n, other=0)
-        relative_to = tl.load(bound_ptr + 2 * stride + offs_n, mask=in_n, other=0)
-        lse = tl.load(max_ptr + offs_n, mask=in_n, other=0) + tl.load(log_sum_ptr + offs_n, mask=in_n, other=0)
+        coef_p = tl.abs(tl.load(how.coef_4N + offs_n, mask=in_n, other=0))
+        coef_label = tl.abs(tl.load(how.coef_4N + stride + offs_n, mask=in_n, other=0))
+        bound = tl.load(lists.bound_3N + offs_n, mask=in_n, other=0)
+        outside = tl.load(lists.bound_3N + stride + offs_n, mask=in_n, other=0)
+        relative_to = tl.load(lists.bound_3N + 2 * stride + offs_n, mask=in_n, other=0)
+        lse = tl.load(how.max_N + offs_n, mask=in_n, other=0) + tl.load(how.log_sum_N + offs_n, mask=in_n, other=0)
         whole = (coef_p == 0) | (coef_label == 0)
         log_ratio = tl.where(whole, 0.0, tl.log(coef_label) - tl.log(coef_p))
         # Comparisons with NaN are false, too. The sum is finite only if all of its terms are.
-        listed = (label >= 0) & (tl.load(count_ptr + offs_n, mask=in_n, other=0) <= num_slots)
+        listed = (label >= 0) & (tl.load(lists.count_N + offs_n, mask=in_n, other=0) <= num_slots)
         listed &= (lse - bound < FARTHEST) & (bound - lse - log_ratio <= tl.log(slack))
         listed &= tl.abs(lse + bound + outside + relative_to + coef_p + coef_label) < float("inf")
-        tl.store(numbers_ptr + offs_n, bound - tl.log(slack) + log_eps, mask=in_n)
-        tl.store(numbers_ptr + stride + offs_n, outside * tl.exp(relative_to - lse), mask=in_n)
-        tl.store(numbers_ptr + 2 * stride + offs_n, lse - tl.log(coef_p), mask=in_n)
+        tl.store(how.numbers_3N + offs_n, bound - tl.log(slack) + log_eps, mask=in_n)
+        tl.store(how.numbers_3N + stride + offs_n, outside * tl.exp(relative_to - lse), mask=in_n)
+        tl.store(how.numbers_3N + 2 * stride + offs_n, lse - tl.log(coef_p), mask=in_n)
 
-        tl.store(listed_labels_ptr + offs_n, tl.where(listed, label, -1), mask=in_n)
+        tl.store(how.listed_labels + offs_n, tl.where(listed, label, -1), mask=in_n)
         chosen = listed.to(tl.int32)
         chosen_before = num_listed + tl.cumsum(chosen, 0) - chosen
         position = tl.where(listed, chosen_before, num_tokens - 1 - (offs_n - chosen_before))
-        tl.store(index_ptr + position, offs_n, mask=in_n)
+        tl.store(how.index + position, offs_n, mask=in_n)
         num_listed += tl.sum(chosen, 0)
         unserved = ((label >= 0) & (chosen == 0)).to(tl.int32)
-        tl.store(unserved_ptr + num_unserved + tl.cumsum(unserved, 0) - unserved, offs_n, mask=unserved > 0)
+        tl.store(how.unserved + num_unserved + tl.cumsum(unserved, 0) - unserved, offs_n, mask=unserved > 0)
         num_unserved += tl.sum(unserved, 0)
-    tl.store(num_listed_ptr, num_listed)
-    tl.store(num_unserved_ptr, num_unserved)
+    tl.store(how.num_listed, num_listed)
+    tl.store(how.num_unserved, num_unserved)
 
 
-def listed_gradients(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor, lists: Lists, how: Decisions, compensate: bool,
-    entries: Entries, total: Sum | None,
-) -> torch.Tensor:
-    """Compute the gradients of listed columns, and the softmax mass that each listed token drops.
+def listed_gradients(x: Operands, lists: Lists, how: Decisions, compensate: bool, total: Sum | None) -> None:
+    """Compute the gradients of listed columns, and what each listed token drops.
 
     Args:
-        coef_4N: Coefficients as in ``cce_dist.kernels``; P and LABEL are read.
-        compensate: Whether the control variate replaces dropped gradients.
-        entries: The gradients are written, and take their columns' places.
+        compensate: Whether the control variate replaces dropped gradients; if not, r is 0.
         total: out, or None: d_hidden is set to the list's part, or to 0 for tokens without a label. Rows of unserved tokens are
             left alone.
-
-    Returns:
-        [N] fp32: each token's factor on the control variate, scale * P * m (or 0), and 0 if it is not listed.
     """
-    num_tokens, hidden_size = x.hidden.shape
-    factor_N = torch.empty(num_tokens, dtype=torch.float32, device=x.hidden.device)
+    (num_tokens, num_slots), hidden_size = lists.columns_NL.shape, x.hidden.shape[1]
     block_d = triton.next_power_of_2(hidden_size)
     warps = 8 if block_d > 4096 else min(4, max(1, block_d // 256))
     block_k = min(8, max(1, warps * WARP_ELEMENTS // block_d))
     high_ND, low_ND = (None, None) if total is None else (total.high_ND, total.low_RD)
     _listed_gradients_kernel[(num_tokens,)](
         # in
-        x.hidden, x.weight, x.head, x.ids, how.listed_labels, lists.columns_NL, lists.count_N, how.numbers_3N, softmax.max,
-        softmax.log_sum, coef_4N,
+        x.hidden, x.weight, x.head, x.ids, lists,
+        # in, out
+        how,
         # out
-        factor_N, entries.grad_NL, entries.end_V, entries.slot_M, high_ND, low_ND,
+        high_ND, low_ND,
         # sizes
-        num_tokens, hidden_size, lists.columns_NL.shape[1], x.start, x.head.multiplier if compensate else 0.0,
-        # options
-        WANT_HIDDEN=total is not None, HAS_LOW=low_ND is not None,
+        num_tokens, hidden_size, num_slots, x.start, x.head.multiplier if compensate else 0.0,
         # tiles
         BLOCK_L=256, BLOCK_K=block_k, BLOCK_D=block_d, STAGES=stages_of_rows(block_k * block_d * x.weight.itemsize),
         num_warps=warps, **REGISTERS,
     )
-    return factor_N
 
 
-@kernel("hidden_ptr", "weight_ptr", "columns_ptr", "grad_ptr", "end_ptr", "place_ptr", "high_ptr", "low_ptr", "hidden_size")
+@kernel("hidden_ptr", "weight_ptr", "high_ptr", "low_ptr", "hidden_size")
 def _listed_gradients_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
     head,  # in: Head
     labels_ptr,  # in: [N] int64
-    listed_labels_ptr,  # in: [N] int64
-    columns_ptr,  # in: [N, L] int32
-    count_ptr,  # in: [N] int32
-    numbers_ptr,  # in: [3, N] fp32, as in ``Decisions``; the second row is read
-    max_ptr,  # in: [N] fp32
-    log_sum_ptr,  # in: [N] fp32
-    coef_ptr,  # in: [4, N] fp32
-    factor_ptr,  # out: [N] fp32
-    grad_ptr,  # out: [N, L] fp32
-    end_ptr,  # in, out: [V] int32
-    place_ptr,  # out: [N L] int32: the slot at each place
-    high_ptr,  # out: [N, D]
-    low_ptr,  # out: [N, D] bf16
+    lists,  # in: Lists
+    how,  # in, out: Decisions
+    high_ptr,  # out: [N, D], or None
+    low_ptr,  # out: [N, D] bf16, or None
     num_tokens,
     hidden_size,
     num_slots,
     start,
     compensation,
-    WANT_HIDDEN: tl.constexpr,
-    HAS_LOW: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    listed_label = tl.load(listed_labels_ptr + token)
+    listed_label = tl.load(how.listed_labels + token)
     is_listed = listed_label >= 0
     label = listed_label - start
-    stop = tl.where(is_listed, tl.load(count_ptr + token), 0)
+    stop = tl.where(is_listed, tl.load(lists.count_N + token), 0)
     first_slot = token * num_slots
     # Integer atomics: which of a column's places a slot takes depends on which program comes first.
     for first in range(0, stop, BLOCK_L):
         offs_l = first + tl.arange(0, BLOCK_L)
-        column = tl.load(columns_ptr + first_slot + offs_l, mask=offs_l < stop, other=0)
-        place = tl.atomic_add(end_ptr + column, 1, mask=offs_l < stop, sem="relaxed")
-        tl.store(place_ptr + place, (first_slot + offs_l).to(tl.int32), mask=offs_l < stop)
+        column = tl.load(lists.columns_NL + first_slot + offs_l, mask=offs_l < stop, other=0)
+        place = tl.atomic_add(how.end_V + column, 1, mask=offs_l < stop, sem="relaxed")
+        tl.store(how.slot_M + place, (first_slot + offs_l).to(tl.int32), mask=offs_l < stop)
 
     factors = token_factors(head, token, True)
     before, after = factors
-    given_p = tl.load(coef_ptr + token)
+    given_p = tl.load(how.coef_4N + token)
     coef_p = given_p * before
-    coef_label = tl.load(coef_ptr + num_tokens.to(tl.int64) + token) * before
-    row_max = tl.load(max_ptr + token)
-    log_sum = tl.load(log_sum_ptr + token)
+    coef_label = tl.load(how.coef_4N + num_tokens.to(tl.int64) + token) * before
+    row_max = tl.load(how.max_N + token)
+    log_sum = tl.load(how.log_sum_N + token)
     offs_d = tl.arange(0, BLOCK_D)
     in_d = offs_d < hidden_size
     h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
@@ -406,7 +390,7 @@ def _listed_gradients_kernel(
     for first in tl.range(0, stop, BLOCK_K, num_stages=STAGES):
         offs_k = first + tl.arange(0, BLOCK_K)
         in_k = offs_k < stop
-        column = tl.load(columns_ptr + first_slot + offs_k, mask=in_k, other=0)
+        column = tl.load(lists.columns_NL + first_slot + offs_k, mask=in_k, other=0)
         where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
         w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0)
         z = logits_of(tl.sum(w.to(tl.float32) * h[None, :], 1), column, in_k, head, factors, False)
@@ -416,16 +400,16 @@ def _listed_gradients_kernel(
         p = tl.where(in_k, tl.exp((z - row_max) - log_sum) * slope, 0.0)
         listed += p
         grad = coef_p * p + tl.where(in_k & (column == label), coef_label * slope, 0.0)
-        tl.store(grad_ptr + first_slot + offs_k, grad, mask=in_k)
-        if WANT_HIDDEN:
+        tl.store(how.grad_NL + first_slot + offs_k, grad, mask=in_k)
+        if high_ptr is not None:
             d_hidden += tl.sum(grad[:, None] * w.to(tl.float32), 0)
-    if WANT_HIDDEN:
+    if high_ptr is not None:
         written = tl.where(is_listed | (tl.load(labels_ptr + token) < 0), in_d, False)
         high = d_hidden.to(high_ptr.dtype.element_ty)
         tl.store(high_ptr + token * hidden_size + offs_d, high, mask=written)
-        if HAS_LOW:
+        if low_ptr is not None:
             low = (d_hidden - high.to(tl.float32)).to(low_ptr.dtype.element_ty)
             tl.store(low_ptr + token * hidden_size + offs_d, low, mask=written)
-    dropped = tl.load(numbers_ptr + num_tokens.to(tl.int64) + token) - tl.sum(listed, 0)
-    factor = tl.maximum(dropped, 0.0) * given_p * compensation
-    tl.store(factor_ptr + token, tl.where(is_listed, factor, 0.0))
+    mass = tl.load(how.numbers_3N + num_tokens.to(tl.int64) + token) - tl.sum(listed, 0)
+    dropped = tl.maximum(mass, 0.0) * given_p * compensation
+    tl.store(how.dropped_N + token, tl.where(is_listed, dropped, 0.0))

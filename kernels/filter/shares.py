@@ -3,7 +3,7 @@
     sum over sampled tokens i of p_ij slope_ij / m_i   where z_ij < threshold_i, j not frequent and not the label
 
 Tokens differ more in how much mass they drop, m_i, than in which columns they drop. So a few hundred tokens are enough to
-estimate the shares, while each token's own mass (``d_rows.py``) is exact. The sample is systematic, with probability
+estimate the shares, while each token's own mass (``lists.py``) is exact. The sample is systematic, with probability
 proportional to size (Madow, 1949): lay the tokens end to end, each |P_i| m_i long, and pick at equal distances. So the sums
 are unbiased estimates of the sums over all tokens.
 
@@ -13,16 +13,7 @@ a row of the sample's matrix, so ``column . d`` comes from products that are the
 exponent, because kept elements cut off its upper end. With 0.7 the error in the mean of d_hidden falls from 0.022, 0.014, 0.010
 and 0.011 to 0.007, 0.005, 0.005 and 0.007 on four rungs of the bench's ladder (V 16,384, D 512, N 4,096, 512 sampled, fp32;
 2026-11). With 256 tokens it is 0.020, 0.008, 0.006 and 0.005.
-
-Four other estimates of the shares were tried and left out:
-
-* Column sums in forward, with tokens weighted by their bounds. On ``spread`` (D 2,304) the error is 0.025, with the sample
-  0.022: the bound's error varies by 0.4 nats over tokens.
-* Shares shrunk towards a regression on mean logit and row length (Fay and Herriot, 1979). Frequent columns have the largest
-  weights and the worst fit: rows that are no label are off by 0.109 instead of 0.078 (``early``, V 32,768, D 2,304, N 4,096).
-* The second moment of the hidden states in addition to their mean. Errors change by a tenth, up and down, for a D x D product.
-* A factor fitted to the sampled columns in place of ``REWEIGHTING``. It is 0.73 to 0.96, with the errors of 0.7. The best
-  factor has them, too: what is left differs from column to column, and no common factor removes it.
+docs/filter.md has four other estimates, which were tried and left out.
 """
 
 from __future__ import annotations
@@ -35,6 +26,7 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
+from cce_dist.kernels.filter.lists import Decisions
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, precision, sample_tile
 from cce_dist.kernels.tokens import weighted_sums
@@ -90,11 +82,11 @@ class Sample(NamedTuple):
             ``exp(z - reference)``, which sum to 1 over tokens and dropped columns; the threshold below which logits are
             dropped, -inf for unused elements.
         label_S: int64: the labels of the tokens.
-        size: [1] int32: number of sampled tokens, 0 if nothing is dropped; later elements are unused.
+        size: [2] int32: number of sampled tokens, 0 if nothing is dropped; later tokens are unused. The second number is 0 and
+            counts the programs of ``sampling.factors_of`` that are done.
         rows_SD: Hidden states of the tokens, then the mean hidden state.
         means_2D: [2, D] fp32: the sum of all hidden states by r; their mean by |r|.
         mass_2: [2] fp32: the sum of |r| over all tokens; the share of the softmax that they drop, on average.
-        is_all: Whether the sample is all tokens.
     """
 
     token_S: torch.Tensor
@@ -104,60 +96,37 @@ class Sample(NamedTuple):
     rows_SD: torch.Tensor
     means_2D: torch.Tensor
     mass_2: torch.Tensor
-    is_all: bool
 
 
-def sample_tokens(
-    x: Operands, dropped_N: torch.Tensor, coef_4N: torch.Tensor, numbers_3N: torch.Tensor, most: int
-) -> Sample:
-    """Sample ``most`` - 1 tokens, or take all if there are not more.
-
-    Args:
-        x: Operands.
-        dropped_N: r, of either sign; 0 if the token is not filtered.
-        coef_4N: Coefficients; P is read.
-        numbers_3N: As in ``lists.Decisions``; threshold and reference are read.
-        most: Number of rows of the sample, a power of 2.
-    """
+def sample_tokens(x: Operands, how: Decisions, most: int) -> Sample:
+    """Sample ``most`` - 1 tokens, or take all if there are not more. ``most`` is a power of 2."""
     (num_tokens, hidden_size), device = x.hidden.shape, x.hidden.device
-    partial_P2D = weighted_sums(dropped_N, x.hidden, absolute=True)
+    partial_P2D = weighted_sums(how.dropped_N, x.hidden, absolute=True)
     sample = Sample(
         torch.empty(most, dtype=torch.int32, device=device),
         torch.empty(3, most, dtype=torch.float32, device=device),
         torch.empty(most, dtype=torch.int64, device=device),
-        torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty(2, dtype=torch.int32, device=device),
         torch.empty(most, hidden_size, dtype=x.hidden.dtype, device=device),
         torch.empty(2, hidden_size, dtype=torch.float32, device=device),
         torch.empty(2, dtype=torch.float32, device=device),
-        num_tokens < most,
     )
     _sample_tokens_kernel[(most + cdiv(hidden_size, 128),)](
-        x.hidden, dropped_N, coef_4N, numbers_3N, x.ids, partial_P2D,
-        *sample[:-1],
+        x.hidden, how, x.ids, partial_P2D,
+        sample,
         num_tokens, partial_P2D.shape[0], hidden_size, x.head.multiplier,
-        TAKE_ALL=sample.is_all, SAMPLE=most, BLOCK=4096, BLOCK_D=128, num_warps=8,
+        TAKE_ALL=num_tokens < most, SAMPLE=most, BLOCK=4096, BLOCK_D=128, num_warps=8,
     )
     return sample
 
 
-@kernel(
-    "hidden_ptr", "partial_ptr", "token_ptr", "number_ptr", "label_ptr", "num_sampled_ptr", "rows_ptr", "means_ptr",
-    "mass_ptr", "hidden_size",
-)
+@kernel("hidden_ptr", "partial_ptr", "hidden_size")
 def _sample_tokens_kernel(
     hidden_ptr,  # in: [N, D]
-    dropped_ptr,  # in: [N] fp32
-    coef_ptr,  # in: [4, N] fp32
-    of_token_ptr,  # in: [3, N] fp32: threshold, anything, reference
+    how,  # in: Decisions
     labels_ptr,  # in: [N] int64
     partial_ptr,  # in: [P, 2, D] fp32: partial sums of hidden states by r and |r|
-    token_ptr,  # out: [S] int32; this and the next five as in ``Sample``
-    number_ptr,  # out: [3, S] fp32
-    label_ptr,  # out: [S] int64
-    num_sampled_ptr,  # out: [1] int32
-    rows_ptr,  # out: [S, D]
-    means_ptr,  # out: [2, D] fp32
-    mass_ptr,  # out: [2] fp32
+    sample,  # out: Sample
     num_tokens,
     num_parts,
     hidden_size,
@@ -174,46 +143,48 @@ def _sample_tokens_kernel(
     whole = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, num_tokens, BLOCK):
         offs_n = first + tl.arange(0, BLOCK)
-        part = tl.abs(tl.load(dropped_ptr + offs_n, mask=offs_n < num_tokens, other=0))
+        part = tl.abs(tl.load(how.dropped_N + offs_n, mask=offs_n < num_tokens, other=0))
         dropped += part
-        whole += tl.abs(tl.load(coef_ptr + offs_n, mask=part > 0, other=0))
+        whole += tl.abs(tl.load(how.coef_4N + offs_n, mask=part > 0, other=0))
     total = tl.sum(dropped, 0)
     num_sampled = tl.where(total > 0, num_tokens if TAKE_ALL else SAMPLE - 1, 0)
     if row >= SAMPLE:
         offs_d = (row - SAMPLE) * BLOCK_D + tl.arange(0, BLOCK_D)
         in_d = offs_d < hidden_size
-        tl.store(means_ptr + offs_d, sum_of_parts(partial_ptr, num_parts, 2 * hidden_size, offs_d, in_d, 32), mask=in_d)
+        total_row = sum_of_parts(partial_ptr, num_parts, 2 * hidden_size, offs_d, in_d, 32)
+        tl.store(sample.means_2D + offs_d, total_row, mask=in_d)
         mean = sum_of_parts(partial_ptr + hidden_size, num_parts, 2 * hidden_size, offs_d, in_d, 32)
         mean = tl.where(total > 0, mean / total, 0.0)
-        tl.store(means_ptr + hidden_size + offs_d, mean, mask=in_d)
+        tl.store(sample.means_2D + hidden_size + offs_d, mean, mask=in_d)
         if not TAKE_ALL:
-            last_ptr = rows_ptr + (SAMPLE - 1) * hidden_size + offs_d
-            tl.store(last_ptr, mean.to(rows_ptr.dtype.element_ty), mask=in_d)
+            last_ptr = sample.rows_SD + (SAMPLE - 1) * hidden_size + offs_d
+            tl.store(last_ptr, mean.to(hidden_ptr.dtype.element_ty), mask=in_d)
         if row == SAMPLE:
-            tl.store(num_sampled_ptr, num_sampled)
-            tl.store(mass_ptr, total)
-            tl.store(mass_ptr + 1, tl.where(total > 0, total / (tl.sum(whole, 0) * logit_scale), 0.0))
+            tl.store(sample.size, num_sampled)
+            tl.store(sample.size + 1, 0)
+            tl.store(sample.mass_2, total)
+            tl.store(sample.mass_2 + 1, tl.where(total > 0, total / (tl.sum(whole, 0) * logit_scale), 0.0))
         return
     live = row < num_sampled
     token = tl.minimum(row, num_tokens - 1)
     weight = total
     if not TAKE_ALL:
         wanted = ((row + 0.5) / (SAMPLE - 1) * UNIT).to(tl.int64)
-        token, _ = place(dropped_ptr, num_tokens, tl.where(total > 0, total, 1.0), wanted, BLOCK)
-        weight = tl.abs(tl.load(dropped_ptr + token)) * (SAMPLE - 1)
-    own = tl.load(dropped_ptr + token)
+        token, _ = place(how.dropped_N, num_tokens, tl.where(total > 0, total, 1.0), wanted, BLOCK)
+        weight = tl.abs(tl.load(how.dropped_N + token)) * (SAMPLE - 1)
+    own = tl.load(how.dropped_N + token)
     live = live & (own != 0)
-    reference = tl.load(of_token_ptr + 2 * num_tokens.to(tl.int64) + token) + tl.log(weight / logit_scale)
-    tl.store(token_ptr + row, token)
-    tl.store(number_ptr + row, tl.where(live, 1 / own, 0.0))
-    tl.store(number_ptr + SAMPLE + row, tl.where(live, reference, float("inf")))
-    tl.store(number_ptr + 2 * SAMPLE + row, tl.where(live, tl.load(of_token_ptr + token), float("-inf")))
-    tl.store(label_ptr + row, tl.load(labels_ptr + token))
+    reference = tl.load(how.numbers_3N + 2 * num_tokens.to(tl.int64) + token) + tl.log(weight / logit_scale)
+    tl.store(sample.token_S + row, token)
+    tl.store(sample.numbers_3S + row, tl.where(live, 1 / own, 0.0))
+    tl.store(sample.numbers_3S + SAMPLE + row, tl.where(live, reference, float("inf")))
+    tl.store(sample.numbers_3S + 2 * SAMPLE + row, tl.where(live, tl.load(how.numbers_3N + token), float("-inf")))
+    tl.store(sample.label_S + row, tl.load(labels_ptr + token))
     for first in range(0, tl.where(row < num_sampled, hidden_size, 0), 1024):
         offs_d = first + tl.arange(0, 1024)
         in_d = offs_d < hidden_size
         h = tl.load(hidden_ptr + token.to(tl.int64) * hidden_size + offs_d, mask=in_d, other=0)
-        tl.store(rows_ptr + row * hidden_size + offs_d, h, mask=in_d)
+        tl.store(sample.rows_SD + row * hidden_size + offs_d, h, mask=in_d)
 
 
 class Dropped(NamedTuple):
@@ -223,14 +194,11 @@ class Dropped(NamedTuple):
         sums_V: fp32: reweighted sums, of which shares are the parts; 0 if nothing is dropped.
         count_T: [T] int64: the sums ``in_units``, added up over each run of ``run`` columns.
         run: Columns of a run.
-        parts_SV: [S, V or more] in the weight's dtype: each token's part in each column, less the mean of all tokens' parts,
-            with the sign of r, less the mean again, reweighted. None if it was not requested.
     """
 
     sums_V: torch.Tensor
     count_T: torch.Tensor
     run: int
-    parts_SV: torch.Tensor | None
 
 
 def dropped_columns(
@@ -240,7 +208,10 @@ def dropped_columns(
 
     Logits below the threshold are dropped, except at labels and frequent columns. A dropped logit counts exp(z - reference)
     times the softcap's slope. A column's sum is multiplied by exp(-REWEIGHTING * scale * (column . shift)); the shift is the
-    mean hidden state of the sample less the mean of all tokens. ``parts_SV``: out, or None.
+    mean hidden state of the sample less the mean of all tokens.
+
+    ``parts_SV``: out, [S, V or more] in the weight's dtype, or None: each token's part in each column, less the mean of all
+    tokens' parts, with the sign of r, less the mean again, reweighted.
     """
     rows_SD, num_valid = sample.rows_SD, x.num_valid
     num_rows, hidden_size = rows_SD.shape
@@ -251,19 +222,19 @@ def dropped_columns(
     dropped = Dropped(
         torch.empty(num_valid, dtype=torch.float32, device=rows_SD.device),
         torch.empty(num_tiles, dtype=torch.int64, device=rows_SD.device),
-        tile.cols, parts_SV,
+        tile.cols,
     )
     tma = has_tma(rows_SD, x.weight)
     _dropped_columns_kernel[(num_tiles,)](
         # in
         operand(rows_SD, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
-        sample.size, sample.numbers_3S, sample.label_S, slot_V,
+        sample, slot_V,
         # out
         dropped.sums_V, dropped.count_T, None if parts_SV is None else operand(parts_SV, tile.rows, tile.cols // 2, tma),
         # sizes
         hidden_size, num_valid, x.start, 0 if parts_SV is None else parts_SV.shape[1], REWEIGHTING * x.head.multiplier,
         # options
-        HAS_MEAN=not sample.is_all, MASK_V=num_valid % tile.cols != 0,
+        HAS_MEAN=x.num_tokens >= num_rows, MASK_V=num_valid % tile.cols != 0,
         # tiles
         TILE=tile, TMA=tma, PRECISION=precision(rows_SD.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )
@@ -275,9 +246,7 @@ def _dropped_columns_kernel(
     rows,  # in: [S, D] descriptor or pointer; with HAS_MEAN the last row is the mean of all tokens
     weight,  # in: [V, D] descriptor or pointer
     head,  # in: Head
-    num_sampled_ptr,  # in: [1] int32
-    number_ptr,  # in: [3, S] fp32, as in ``Sample``
-    labels_ptr,  # in: [S] int64
+    sample,  # in: Sample
     slot_ptr,  # in: [V] int32
     sums_ptr,  # out: [V] fp32
     count_ptr,  # out: [tiles] int64
@@ -296,7 +265,7 @@ def _dropped_columns_kernel(
     # A tile [SAMPLE, BLOCK_V] has the whole sample, so sums over tokens are at hand.
     SAMPLE: tl.constexpr = TILE.rows
     BLOCK_V: tl.constexpr = TILE.cols
-    num_sampled = tl.load(num_sampled_ptr)
+    num_sampled = tl.load(sample.size)
     col = tl.program_id(0) * BLOCK_V
     offs_v = col + tl.arange(0, BLOCK_V)
     in_v = offs_v < num_valid
@@ -313,10 +282,10 @@ def _dropped_columns_kernel(
             reweighting = tl.exp(-tl.where(tl.abs(along) < FARTHEST, along, 0.0))
         factors = token_factors(head, offs_s, live)
         z = logits_of(acc, offs_v, in_v, head, factors, MASK_V)
-        inverse = tl.load(number_ptr + offs_s)
-        reference = tl.load(number_ptr + SAMPLE + offs_s)
-        threshold = tl.load(number_ptr + 2 * SAMPLE + offs_s)
-        label = (tl.load(labels_ptr + offs_s, mask=live, other=-1) - start).to(tl.int32)
+        inverse = tl.load(sample.numbers_3S + offs_s)
+        reference = tl.load(sample.numbers_3S + SAMPLE + offs_s)
+        threshold = tl.load(sample.numbers_3S + 2 * SAMPLE + offs_s)
+        label = (tl.load(sample.label_S + offs_s, mask=live, other=-1) - start).to(tl.int32)
         infrequent = tl.load(slot_ptr + offs_v, mask=in_v, other=1) == 0
         dropped = (z < threshold[:, None]) & (offs_v[None, :] != label[:, None]) & infrequent[None, :]
         e = tl.where(dropped, tl.exp(z - reference[:, None]), 0.0)

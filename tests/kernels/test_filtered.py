@@ -284,8 +284,8 @@ def watched(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     def spied(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def spy(*args: Any) -> Any:
-            seen[name] = call(*args)
+        def spy(*args: Any, **options: Any) -> Any:
+            seen[name] = call(*args, **options)
             seen[f"given to {name}"] = args
             return seen[name]
 
@@ -336,7 +336,7 @@ def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
     rounded, of_hidden = grad.to(DTYPE), grad
     assert ("factors_of" in sampled) == (case.sampled > 0)
     if case.sampled and not exact[labelled].all():
-        added, signal_share = correction(tuple(saved), p, d, case, sampled["sample_columns"].sampled_K)
+        added, signal_share = correction(tuple(saved), p, d, case, sampled["sample_columns"].sampled().ids_C)
         columns = factor(sampled, sampling.COLUMNS).double()
         torch.testing.assert_close(columns, signal_share, rtol=0.05 if GPU else 1e-3, atol=0)
         assert 0.01 < signal_share < 0.99
@@ -383,7 +383,7 @@ def test_two_shards(limits, sampled: dict[str, Any]) -> None:
         part = d._replace(z=d.z[:, rows], p=d.p[:, rows], slope=d.slope[:, rows], is_label=d.is_label[:, rows])
         grad = gradient_of_logits(tuple(saved), half, part, case)[0]
         ours = gradients(half, case, part, saved)
-        of_hidden = grad + correction(tuple(saved), half, part, case, sampled["sample_columns"].sampled_K)[0]
+        of_hidden = grad + correction(tuple(saved), half, part, case, sampled["sample_columns"].sampled().ids_C)[0]
         d_hidden += ours[0].double()
         expected += of_hidden @ half.weight.double()
         rounded += of_hidden.to(DTYPE) @ half.weight
@@ -409,13 +409,16 @@ def test_sample_stands_for_all_tokens() -> None:
     def sample_of(count: int, dropped_N: Tensor) -> shares.Sample:
         logits = ShardLogits(0, 1, 0.5)
         x = Operands.of(hidden[:count], hidden[:1], labels[:count], logits)
-        return shares.sample_tokens(
-            x, dropped_N[:count], coef[:, :count].contiguous(), numbers[:, :count].contiguous(), size + 1
+        how = lists.Decisions(*(labels,) * 15)._replace(
+            coef_4N=coef[:, :count].contiguous(),
+            dropped_N=dropped_N[:count],
+            numbers_3N=numbers[:, :count].contiguous(),
         )
+        return shares.sample_tokens(x, how, size + 1)
 
     sample = sample_of(num_tokens, dropped_N)
     token, rows = sample.token_S[:size].long(), sample.rows_SD
-    assert sample.size.item() == size
+    assert sample.size.tolist() == [size, 0]
     assert torch.equal(rows[:size], hidden[token])
     wanted = size * dropped.abs() / dropped.abs().sum()
     taken = torch.bincount(token.cpu(), minlength=num_tokens)
@@ -437,10 +440,10 @@ def test_sample_stands_for_all_tokens() -> None:
     means = torch.stack((dropped, dropped.abs() / dropped.abs().sum())) @ finite
     torch.testing.assert_close(sample.means_2D.cpu().double(), means, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(rows[size], sample.means_2D[1].to(rows.dtype), rtol=0, atol=0)
-    assert sample_of(num_tokens, torch.zeros_like(dropped_N)).size.item() == 0
+    assert sample_of(num_tokens, torch.zeros_like(dropped_N)).size[0] == 0
 
     few = sample_of(100, dropped_N)
-    assert few.is_all and few.size.item() == 100 and few.token_S[:100].tolist() == list(range(100))
+    assert few.size[0] == 100 and few.token_S[:100].tolist() == list(range(100))
     used = (few.numbers_3S[1] < float("inf")).cpu()
     assert used.nonzero()[:, 0].tolist() == dropped[:100].nonzero()[:, 0].tolist()
     expected = reference[:100][used[:100]] + (2 * dropped[:100].abs().sum()).log().float()
@@ -467,12 +470,13 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
     labels[5] = 11
     means = torch.randn(2, hidden_size, device=DEVICE)
     sample = shares.Sample(
-        labels.int(), numbers, labels, torch.full_like(labels[:1].int(), size - 1), rows, means, means[0], False
+        labels.int(), numbers, labels, torch.full_like(labels[:1].int(), size - 1), rows, means, means[0]
     )  # fmt: skip
     x = Operands.of(rows, weight, labels, ShardLogits(0, num_valid, scale))
-    chosen = frequent.gather_frequent(ids, x, 3, room=8)
+    slots = torch.zeros(num_valid, dtype=torch.int32, device=DEVICE)
+    slots[ids] = 1
     parts = torch.empty(size, 96, dtype=DTYPE, device=DEVICE)
-    dropped = shares.dropped_columns(sample, x, chosen.slot_V, choose_tiles(DTYPE, rows.device).lse, parts)
+    dropped = shares.dropped_columns(sample, x, slots, choose_tiles(DTYPE, rows.device).lse, parts)
     z = scale * rows[:-1].double() @ weight.double().T
     e = torch.where(z < 0.4, (z - 5.0).exp(), 0.0)
     e[5, 11] = e[:, 3] = e[:, 50] = 0.0
@@ -487,7 +491,7 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
     assert (parts[-1, :num_valid] == 0).all()
 
     partial = weighted_sums(dropped.sums_V, weight)
-    columns = sampling.sample_columns(dropped, partial, sample, x, chosen, 8)
+    columns = sampling.sample_columns(dropped, partial, sample, x, ids, 8)
     share = sums / sums.sum()
     torch.testing.assert_close(columns.total[0].double(), sums.sum(), rtol=rtol, atol=0)
     atol = 1e-2 if GPU else 1e-5
@@ -496,7 +500,7 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
     )
     torch.testing.assert_close(columns.shared_2D[1].double(), means[0].double() / sums.sum(), rtol=rtol, atol=0)
     taken = corrections.sample(dropped.sums_V / dropped.sums_V.sum(), 8)
-    assert torch.equal(columns.sampled_K.long(), taken.place)
+    assert torch.equal(columns.ids_C.long(), torch.cat((ids, taken.place)))
     torch.testing.assert_close(columns.numbers_3K[0], taken.inverse_share, rtol=rtol, atol=0)
     torch.testing.assert_close(columns.numbers_3K[1].double(), share[taken.place], rtol=rtol, atol=0)
     along = weight[taken.place].double() @ means[1].double()
@@ -530,9 +534,9 @@ def test_sampled_tokens_correct_d_weight(dtype: torch.dtype, limits, monkeypatch
     dropped, sample, column = (
         first["dropped_columns"],
         first["given to dropped_columns"][0],
-        first["sample_columns"].sampled_K,
+        first["sample_columns"].sampled().ids_C,
     )
-    assert sample.size.item() == size - 1
+    assert sample.size[0] == size - 1
     token, share = sample.token_S[: size - 1].long(), dropped.sums_V.double() / dropped.sums_V.double().sum()
     part = p.coef[0, :, None].double() * torch.where(
         kept_by(tuple(saved), p, d, case.grad_filter.eps), 0.0, d.p * d.slope
@@ -586,7 +590,7 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "covariance_columns", lambda *_: 0)
     rank_1 = gradients(p, case, d, saved)[0]
 
-    sample, column = seen["sample_tokens"], seen["sample_columns"].sampled_K
+    sample, column = seen["sample_tokens"], seen["sample_columns"].sampled().ids_C
     share = seen["dropped_columns"].sums_V / seen["dropped_columns"].sums_V.sum()
     center = share.double() @ p.weight.double()
     kept = kept_by(tuple(saved), p, d, case.grad_filter.eps)
@@ -732,10 +736,10 @@ def test_nothing_is_computed_for_what_nobody_will_read(unserved: bool, limits, m
     gradients(p, case, d, saved)
     assert +products == expected
     of_filter = {name: n for name, n in read.items() if name not in in_exact}
-    work = {"_squares_kernel", "_weighted_sums_kernel", "_dropped_columns_kernel", "_compensated_weight_kernel"}
+    work = {"_factors_kernel", "_weighted_sums_kernel", "_dropped_columns_kernel", "_compensated_weight_kernel"}
     assert work <= of_filter.keys()
     # Columns are counted, tokens and columns sampled, and the frequent columns' rows gathered, whatever there is.
-    always = {"_decide_kernel", "_sample_tokens_kernel", "_sample_columns_kernel", "_gather_frequent_kernel"}
+    always = {"_decide_kernel", "_sample_tokens_kernel", "_sample_columns_kernel"}
     assert all(n < 3 * case.num_rows for name, n in of_filter.items() if name not in always), of_filter
 
 
@@ -864,7 +868,7 @@ def test_a_sample_that_drops_nothing(limits, monkeypatch: pytest.MonkeyPatch) ->
     _, *saved = local_stats(p, case)
     seen = watched(monkeypatch, "dropped_columns")
     d_hidden, d_weight, _ = gradients(p, case, dense(p), saved)
-    assert seen["dropped_columns"].parts_SV is not None
+    assert seen["given to dropped_columns"][-1] is not None
     assert (d_hidden == 0).all() and (d_weight == 0).all()
 
 
@@ -988,14 +992,17 @@ def test_sampled_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None
     d = dense(p)
     lse, num_outside = d.maximum + d.log_sum, num_rows - num_frequent
     sampled: list[Tensor] = []
-    draw = bound.sample_outside
+    gather = bound._gather_few_kernel
 
-    def spy(*args: Any) -> Any:
-        result = draw(*args)
-        sampled.append(result[0].long())
-        return result
+    class Spy:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            def launch(*args: Any, **options: Any) -> None:
+                gather[grid](*args, **options)
+                sampled.append(args[2].long())
 
-    monkeypatch.setattr(filter, "sample_outside", spy)
+            return launch
+
+    monkeypatch.setattr(bound, "_gather_few_kernel", Spy())
     monkeypatch.setattr(bound, "num_sampled", lambda num_outside: num_outside)
     every = local_stats(p, Case())[1][0].double()
     assert len(sampled[0].unique()) == num_outside
@@ -1108,6 +1115,6 @@ def test_frequent_columns_are_those_labelled_most() -> None:
     nothing = torch.zeros(0, device=DEVICE)
     ids = torch.empty(6, dtype=torch.int64, device=DEVICE)
     zeros = torch.ones(20, dtype=torch.int32, device=DEVICE)
-    frequent.most_labelled(Operands.of(nothing, nothing, labels, ShardLogits(3, 20)), ids, zeros)
-    assert not zeros.any()
+    words = frequent.most_labelled(Operands.of(nothing, nothing, labels, ShardLogits(3, 20)), ids, zeros, 2)
+    assert words.tolist() == [0b1011111, 0] and not zeros.any()
     assert ids.tolist() == [0, 1, 2, 3, 4, 6]  # counts 2, 0, 2, 0, 3, 1: of those never seen the first
