@@ -1,14 +1,15 @@
-"""Replace functions of other packages, and undo it."""
+"""Replace functions of other packages, and attributes of objects, and undo it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -130,6 +131,22 @@ def _found(home: Any, name: str) -> Any:
     for part in name.split("."):
         home = getattr(home, part, None)
     return home
+
+
+@contextlib.contextmanager
+def attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Give an object or a class other attributes in a block."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
 
 
 @functools.cache

@@ -16,10 +16,9 @@ Letters: B sequences, S tokens of a sequence on this rank, D hidden size.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ from torchtitan.distributed.utils import get_spmd_backend
 from cce_dist import VocabShard, linear_cross_entropy
 from cce_dist.integrations import fsdp
 from cce_dist.integrations.options import TrainOptions
-from cce_dist.integrations.patching import Place
+from cce_dist.integrations.patching import Place, attributes
 
 BACKENDS = ("spmd_types", "partial_dtensor")
 FULLY_SHARD = Place("torchtitan.distributed.fsdp", "fully_shard")
@@ -114,7 +113,8 @@ class CCELoss(ChunkedLossWrapper):
         head: Any = self.lm_head
         checking = spmd.is_type_checking()
         with spmd.no_typecheck():
-            with _forward(head, lambda pred: self._loss(head, pred, labels, global_valid_tokens)):
+            # Between the head's hooks, in place of the forward that torchtitan has set.
+            with attributes(head, forward=lambda pred: self._loss(head, pred, labels, global_valid_tokens)):
                 loss = head(pred)
             if isinstance(head, FSDPModule) and not pred.requires_grad:
                 # A validation has no backward that reshards. reshard() follows the policy, as in the stock loss.
@@ -125,17 +125,16 @@ class CCELoss(ChunkedLossWrapper):
         return loss, {}
 
     def _loss(self, head: Any, pred: Tensor, labels: Tensor, count: Tensor | None) -> Tensor:
-        options, trains, weight, bias = self.options, head.training, head.weight, head.bias
+        options, trains = self.options, head.training
         compute: Callable = linear_cross_entropy
         call: dict[str, Any] = {"shard": _shard(head), "input_grad": "partial"}
         if self.rows is not None:
-            weight, bias, _ = self.rows.operands(pred, weight, bias, None)
             compute, call = self.rows.loss, {"shard": self.rows.shard}
         return compute(
             _local(pred),
-            weight,
+            head.weight,
             labels,
-            linear_bias=bias,
+            linear_bias=head.bias,
             **call,
             reduction="sum" if count is None else "mean",
             num_tokens=count,
@@ -162,20 +161,6 @@ def _shard(head: Any) -> VocabShard | None:
     mesh = current_spmd_mesh()
     assert mesh is not None
     return VocabShard.even(head.out_features, mesh.get_group("tp"))
-
-
-@contextlib.contextmanager
-def _forward(head: Any, ask: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Have a call of the head run ``ask`` between its hooks, in place of the forward that torchtitan has set."""
-    theirs = vars(head).get("forward")
-    head.forward = ask
-    try:
-        yield
-    finally:
-        if theirs is None:
-            del head.forward
-        else:
-            head.forward = theirs
 
 
 @override(target=BaseLoss.Config, fqns=["loss", "*.loss"], description="the loss from hidden states, without logits")

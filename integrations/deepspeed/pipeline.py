@@ -20,6 +20,7 @@ from cce_dist.integrations.deferred.find_head import check_class
 from cce_dist.integrations.deferred.subclass import take
 from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.options import SECTION
+from cce_dist.integrations.patching import attributes
 
 
 @contextlib.contextmanager
@@ -33,18 +34,13 @@ def layer_weights(weights: Sequence[float]) -> Iterator[None]:
     """
     from deepspeed.pipe import PipelineModule
 
-    counted = PipelineModule._count_layer_params
-
     def weighed(module: Any) -> list[float]:
         if len(weights) != len(module._layer_specs):
             raise ValueError(f"{len(weights)} weights for the {len(module._layer_specs)} layers of a PipelineModule")
         return list(weights)
 
-    PipelineModule._count_layer_params = weighed
-    try:
+    with attributes(PipelineModule, _count_layer_params=weighed):
         yield
-    finally:
-        PipelineModule._count_layer_params = counted
 
 
 def is_pipeline(module: Any) -> bool:

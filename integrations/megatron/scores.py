@@ -31,7 +31,7 @@ from cce_dist import LogProbs
 from cce_dist.integrations.deferred.subclass import Head
 from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs
 from cce_dist.integrations.megatron.swap import call_of, heads_of, reason_against
-from cce_dist.integrations.patching import say_once
+from cce_dist.integrations.patching import attributes, say_once
 
 ARGUMENTS = ("output_processor", "output_processor_context")
 
@@ -85,16 +85,11 @@ def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any
     heads = [head for _, head in heads_of(model) if head is not None]
     if not all(isinstance(head, Head) for head in heads):
         raise ValueError("cce_dist: log_probs_of needs a model that is converted")
-    tasks = [head.cce_task for head in heads]
     compute = functools.partial(vocab_parallel_log_probs, temperature=temperature, **wanted)
-    before = [(task.score, task.scores) for task in tasks]
-    for task in tasks:
-        task.score, task.scores = compute, found
-    try:
+    with contextlib.ExitStack() as stack:
+        for head in heads:
+            stack.enter_context(attributes(head.cce_task, score=compute, scores=found))
         yield found
-    finally:
-        for task, values in zip(tasks, before, strict=True):
-            task.score, task.scores = values
 
 
 def next_ids(ids: Tensor, cp_group: dist.ProcessGroup | None = None, packed_seq_params: Any = None) -> Tensor:
