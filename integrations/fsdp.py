@@ -208,8 +208,8 @@ class Rows:
     ) -> Any:
         """Return what ``linear_cross_entropy`` would return for this rank's tokens and the whole vocabulary.
 
-        ``weight`` and ``linear_bias`` are the head's, from ``split``. ``added`` [V] is a bias that the model keeps outside of the
-        head. Only ``vocab_size`` of ``shard`` counts, the logits' last dimension.
+        ``weight`` and ``linear_bias`` are the head's, from ``split``; ``added`` [V] is a bias that the model keeps outside of
+        it. Only ``vocab_size`` of ``shard`` counts, the logits' last dimension.
         """
         dtype = computed_dtype(hidden)
         weight, bias = self.local(weight, dtype), None if linear_bias is None else self.local(linear_bias, dtype)

@@ -89,8 +89,8 @@ class Options:
 
     @classmethod
     def known(cls) -> list[str]:
-        fields = [field.name for field in dataclasses.fields(cls)]
-        return [key for key in KEYS if key.startswith("filter") or key in fields]
+        # A field's default is an attribute of the class.
+        return [key for key in KEYS if key.startswith("filter") or hasattr(cls, key)]
 
     @classmethod
     def read(cls, values: Mapping[str, Any], spell: Callable[[str], str], what: str = "this call") -> Self:
@@ -109,7 +109,7 @@ class Options:
             if key not in cls.known():
                 raise ValueError(f'{what} has no key "{key}"; it has {", ".join(cls.known())}')
             kind, *range_ = KEYS[key]
-            if not _is(kind, value):
+            if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != SWITCH):
                 choices = f", {range_[1]}" if range_ and kind == TEXT else ""
                 got = type(value).__name__ if isinstance(value, torch.nn.Module) else repr(value)
                 raise ValueError(f"{spell(key)} must be {kind}{choices}, got {got}")
@@ -118,8 +118,7 @@ class Options:
         lost = [key for key in values if key.startswith("filter_")] if "filter" not in values else []
         if lost:
             raise ValueError(f"{spell(lost[0])} has no effect: no filter is named")
-        names = {field.name for field in dataclasses.fields(cls)}
-        fields = {key: value for key, value in values.items() if key in names}
+        fields = {key: value for key, value in values.items() if hasattr(cls, key)}
         if "reduce_dtype" in fields:
             fields["reduce_dtype"] = REDUCE_DTYPES[fields["reduce_dtype"]]
         if values.get("filter", "off") != "off":
@@ -170,8 +169,3 @@ class ModelOptions(TrainOptions):
 
     reduce_dtype: torch.dtype | None = None
     head: str = ""
-
-
-def _is(kind: str, value: Any) -> bool:
-    """Return whether a value is of a kind; true and false are no numbers."""
-    return isinstance(value, _TYPES[kind]) and (kind == SWITCH or not isinstance(value, bool))

@@ -82,11 +82,7 @@ class Patch(Place):
         except ImportError as error:
             raise ImportError(f"cce_dist needs {self.known}, and cannot import {self.module}: {error}") from error
         ours = self.ours if self.make is None else self.make(options)
-        self._check(home, {self.name: tuple(inspect.signature(ours).parameters), **self.parameters})
-        self.put(ours)
-
-    def _check(self, home: Any, parameters: Mapping[str, tuple[str, ...]]) -> None:
-        for name, wanted in parameters.items():
+        for name, wanted in {self.name: tuple(inspect.signature(ours).parameters), **self.parameters}.items():
             found = _found(home, name)
             names = tuple(inspect.signature(found).parameters) if callable(found) and wanted else ()
             if names != wanted:
@@ -95,6 +91,7 @@ class Patch(Place):
                     f"cce_dist knows {self.known}: there {name} takes {', '.join(wanted)}; in {version} "
                     f"{', '.join(names) or 'nothing'}"
                 )
+        self.put(ours)
 
 
 def install_all(patches: Sequence[Patch], options: dict[str, Any]) -> None:

@@ -79,7 +79,12 @@ def operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     if head.disable_adapters and head.merged:
         head.unmerge()
     base = head.base_layer
-    _check(head, base)
+    check_kind(head)
+    if base.weight.dim() != 2 or base.weight.numel() == 0:
+        raise ValueError(
+            f"cce_dist: the weight under LoRA on the head is a piece {tuple(base.weight.shape)} here: ZeRO-3 gathers it in "
+            "base_layer alone; leave lm_head out of target_modules, use modules_to_save, or ZeRO-2"
+        )
     rows, columns, bias = [hidden], [base.weight], base.bias
     for name in _added(head):
         down, up, scale = head.lora_A[name], head.lora_B[name], head.scaling[name]
@@ -157,14 +162,4 @@ def check_kind(head: Any) -> None:
             f"cce_dist cannot take over a head with {variants[0]}: only plain LoRA is a sum of matmuls; train the head itself "
             f"({INSTEAD}). A pull request that returns the variant's factors from operands() in integrations/peft.py would "
             "serve it"
-        )
-
-
-def _check(head: Any, base: Any) -> None:
-    """Raise unless the LoRA layer adds ``s B A`` to the whole weight of an ``nn.Linear``."""
-    check_kind(head)
-    if base.weight.dim() != 2 or base.weight.numel() == 0:
-        raise ValueError(
-            f"cce_dist: the weight under LoRA on the head is a piece {tuple(base.weight.shape)} here: ZeRO-3 gathers it in "
-            "base_layer alone; leave lm_head out of target_modules, use modules_to_save, or ZeRO-2"
         )

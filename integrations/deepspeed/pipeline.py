@@ -71,14 +71,14 @@ def convert(engine: Any, options: Options) -> dict[str, Task]:
     tied = isinstance(head, functools.partial)
     owner = head.args[0] if tied else head
     name = f"tied to {type(owner).__name__}" if tied else type(owner).__name__
-    task = _PipelineTask(options, shard_of(owner), engine=weakref.ref(engine), owner=owner, tied=tied)
+    task = _PipelineTask(options, shard_of(owner), engine=weakref.ref(engine), owner=owner, loss_fn=module.loss_fn)
     if tied:
         _check_tied(head)
-        module.forward_funcs[-1] = _TiedHead(head, task)
+        task.tied_head, module.forward_funcs[-1] = head, task.call_tied_head
     else:
         take(head, task)
-    # A loss_fn that is a module stays registered, with its parameters: the wrapper is found first.
-    vars(module)["loss_fn"] = _PipelineLoss(module.loss_fn, task)
+    # A loss_fn that is a module stays registered, with its parameters: the task's is found first.
+    vars(module)["loss_fn"] = task.call_loss_fn
     module.register_forward_hook(task.pass_weight_through)
     if options.report:
         module.get_additional_losses = lambda: task.reported
@@ -89,15 +89,16 @@ def give_back(module: Any) -> None:
     """Undo ``convert``, but for the head's class."""
     for name, hook in list(module._forward_hooks.items()):
         task = getattr(hook, "__self__", None)
-        if isinstance(task, _PipelineTask):
-            task.is_given_back = True
-            del module._forward_hooks[name]
-    if isinstance(module.loss_fn, _PipelineLoss):
-        wrapper = vars(module).pop("loss_fn")
-        if "loss_fn" not in module._modules:
-            module.loss_fn = wrapper.loss_fn
-    if module.forward_funcs and isinstance(module.forward_funcs[-1], _TiedHead):
-        module.forward_funcs[-1] = module.forward_funcs[-1].head
+        if not isinstance(task, _PipelineTask):
+            continue
+        task.is_given_back = True
+        del module._forward_hooks[name]
+        if getattr(module.loss_fn, "__self__", None) is task:
+            del vars(module)["loss_fn"]
+            if "loss_fn" not in module._modules:
+                module.loss_fn = task.loss_fn
+        if task.tied_head is not None:
+            module.forward_funcs[-1] = task.tied_head
     report = vars(module).get("get_additional_losses")
     if getattr(report, "__module__", None) == __name__:
         del module.get_additional_losses
@@ -109,7 +110,8 @@ class _PipelineTask(Task):
 
     engine: Callable[[], Any] = lambda: None  # a weak reference: the engine holds this
     owner: Any = None  # the module that has the head's weight
-    tied: bool = False  # the owner is an embedding, whose weight alone is the head
+    tied_head: Callable | None = None  # the user's, where the owner is an embedding, whose weight alone is the head
+    loss_fn: Any = None  # the user's
 
     def deferring(self) -> bool:
         engine = self.engine()
@@ -122,10 +124,10 @@ class _PipelineTask(Task):
         return False  # the loss is computed in loss_fn
 
     def pass_weight_through(self, module: nn.Module, inputs: tuple, hidden: Any) -> Any:
-        """Return the pipeline's hidden states with the head that ``_PipelineLoss`` needs; a forward hook."""
+        """Return the pipeline's hidden states with the head that ``call_loss_fn`` needs; a forward hook."""
         if not self.deferring():
             return None
-        weight, bias = self.owner.weight, None if self.tied else getattr(self.owner, "bias", None)
+        weight, bias = self.owner.weight, None if self.tied_head else getattr(self.owner, "bias", None)
         if torch.is_grad_enabled():
             self._check_gradient(module, hidden)
             self.num_forwards += module.training
@@ -144,16 +146,20 @@ class _PipelineTask(Task):
                 'with activation checkpoints set "pipeline": {"use_reentrant": false} in ds_config'
             )
 
+    def call_tied_head(self, hidden: Tensor) -> Tensor:
+        assert self.tied_head is not None
+        return hidden if self.deferring() else self.tied_head(hidden)
 
-@dataclasses.dataclass
-class _TiedHead:
-    """A tied head in ``forward_funcs``: hidden states as they are while logits are deferred."""
-
-    head: Callable
-    task: Task
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return hidden if self.task.deferring() else self.head(hidden)
+    def call_loss_fn(self, outputs: Any, labels: Any) -> Any:
+        """Call the user's ``loss_fn``, with what the last layer returns as logits."""
+        if self.deferring():
+            return self.loss_fn(TensorLogits(outputs.cce_head, self, outputs), labels)
+        if self.shard.group is not None:
+            raise ValueError(
+                "cce_dist: eval_batch(return_logits=True) of a split vocabulary returns this rank's logits, of which there is "
+                "no loss: add compute_loss=False"
+            )
+        return self.loss_fn(outputs, labels)
 
 
 @dataclasses.dataclass
@@ -182,24 +188,6 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         return gradients
-
-
-@dataclasses.dataclass
-class _PipelineLoss:
-    """The user's ``loss_fn``, given what the last layer returns as logits."""
-
-    loss_fn: Callable
-    task: Task
-
-    def __call__(self, outputs: Any, labels: Any) -> Any:
-        if self.task.deferring():
-            return self.loss_fn(TensorLogits(outputs.cce_head, self.task, outputs), labels)
-        if self.task.shard.group is not None:
-            raise ValueError(
-                "cce_dist: eval_batch(return_logits=True) of a split vocabulary returns this rank's logits, of which there is "
-                "no loss: add compute_loss=False"
-            )
-        return self.loss_fn(outputs, labels)
 
 
 def _check_last_layer(spec: Any) -> None:
