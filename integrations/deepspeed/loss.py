@@ -31,10 +31,7 @@ class Options(ModelOptions):
 
     sequence_mean: bool = False
     report: bool = False
-
-    @classmethod
-    def known(cls) -> list[str]:
-        return ["enabled", *super().known()]
+    enabled: bool = dataclasses.field(default=True, kw_only=True, repr=False)
 
     @classmethod
     def from_config(cls, config: dict) -> Options | None:
@@ -51,7 +48,7 @@ class Options(ModelOptions):
         options = cls.read(section, lambda key: f'ds_config: "{SECTION}.{key}"', f'ds_config: "{SECTION}"')
         if "enabled" not in section:
             raise ValueError(f'ds_config: "{SECTION}" needs the key "enabled", true or false')
-        return options if section["enabled"] else None
+        return options if options.enabled else None
 
 
 @dataclasses.dataclass(eq=False)

@@ -50,6 +50,8 @@ def is_pipeline(module: Any) -> bool:
 
 
 def check(module: Any, options: Options) -> None:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
     if hasattr(module, "phase_funcs"):
         raise ValueError("cce_dist does not support DualPipeV; use a PipelineModule")
     for key in ("head", "sequence_mean"):
@@ -57,7 +59,12 @@ def check(module: Any, options: Options) -> None:
             raise ValueError(f'ds_config: "{SECTION}.{key}" is not for pipelines, whose head is the last layer')
     if module.loss_fn is None:
         raise ValueError("cce_dist needs a PipelineModule with a loss_fn that calls F.cross_entropy")
-    _check_last_layer(module._layer_specs[-1])
+    spec = module._layer_specs[-1]
+    kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
+    if not isinstance(spec, TiedLayerSpec):
+        check_class(kind, (CCEHead,))
+    elif not issubclass(kind, nn.Embedding) or spec.forward_fn is None:
+        raise ValueError(f"cce_dist: a tied head needs an nn.Embedding and a forward_fn, not {kind.__name__}")
 
 
 def convert(engine: Any, options: Options) -> dict[str, Task]:
@@ -129,22 +136,16 @@ class _PipelineTask(Task):
             return None
         weight, bias = self.owner.weight, None if self.tied_head else getattr(self.owner, "bias", None)
         if torch.is_grad_enabled():
-            self._check_gradient(module, hidden)
+            own = set(self.owner.parameters())
+            if not hidden.requires_grad and any(x.requires_grad and x not in own for x in module.parameters()):
+                raise RuntimeError(
+                    "cce_dist: the hidden states of the last layer need no gradient, so that the layers before would not "
+                    'train; with activation checkpoints set "pipeline": {"use_reentrant": false} in ds_config'
+                )
             self.num_forwards += module.training
             hidden, weight, bias = _Together.apply(hidden, weight, bias)
         hidden.cce_head = _PassedHead(weight, bias, module.training)
         return hidden
-
-    def _check_gradient(self, module: nn.Module, hidden: Tensor) -> None:
-        """Raise if layers before the head would get no gradient, as in a reentrant checkpoint of ids."""
-        if hidden.requires_grad:
-            return
-        own = set(self.owner.parameters())
-        if any(x.requires_grad and x not in own for x in module.parameters()):
-            raise RuntimeError(
-                "cce_dist: the hidden states of the last layer need no gradient, so that the layers before would not train; "
-                'with activation checkpoints set "pipeline": {"use_reentrant": false} in ds_config'
-            )
 
     def call_tied_head(self, hidden: Tensor) -> Tensor:
         assert self.tied_head is not None
@@ -188,17 +189,6 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         return gradients
-
-
-def _check_last_layer(spec: Any) -> None:
-    from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
-    kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
-    if isinstance(spec, TiedLayerSpec):
-        if not issubclass(kind, nn.Embedding) or spec.forward_fn is None:
-            raise ValueError(f"cce_dist: a tied head needs an nn.Embedding and a forward_fn, not {kind.__name__}")
-    else:
-        check_class(kind, (CCEHead,))
 
 
 def _check_tied(function: functools.partial) -> None:

@@ -99,8 +99,7 @@ class Head(_Taken):
         task = self.cce_task
         if ask is None and not task.deferring():
             return super().__call__(*args, **kwargs)
-        gathered = _is_gathered(self)
-        check_hooks(self, gathered)
+        gathered = check_hooks(self)
         if gathered and ask is None:
             # Without the hooks, which would gather a weight that is not used yet.
             return task.defer(self, *args, **kwargs)
@@ -181,14 +180,14 @@ def _of_others(hooks: Any, ours: tuple[str, ...] = HOOKS_OF) -> list[str]:
     return found
 
 
-def _is_gathered(head: nn.Module) -> bool:
-    """Return whether FSDP, ZeRO or Megatron has hooks on a head."""
-    hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
-    return len(hooks) > len(_of_others(hooks))
+def check_hooks(head: nn.Module) -> bool:
+    """Return whether FSDP, ZeRO or Megatron has hooks on a head.
 
-
-def check_hooks(head: nn.Module, gathered: bool) -> None:
-    """Raise if a hook of another package would be given the loss, or its gradient, in place of logits."""
+    Raises:
+        ValueError: A hook of another package would be given the loss, or its gradient, in place of logits.
+    """
+    forward = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+    gathered = len(forward) > len(_of_others(forward))
     every = torch_module
     backward = (
         head._backward_hooks,
@@ -205,3 +204,4 @@ def check_hooks(head: nn.Module, gathered: bool) -> None:
             f"cce_dist: the head has the hook {name}, which would be given the loss in place of logits: remove the hook, or do "
             "its work in the model's forward"
         )
+    return gathered

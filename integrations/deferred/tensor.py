@@ -1,15 +1,9 @@
 """Deferred logits that model code takes for a tensor [..., V], and that lead to ``F.cross_entropy``.
 
 In training every other use raises an error that names the use. In evaluation any other use computes the logits from the saved
-hidden states and weight. It raises an error instead if the logits are stale, because they would not fit the loss beside them:
-
-* ``Tensor._version`` of the hidden states, the head's weight or bias, or an adapter's weights has changed
-  (``on_demand.Versions``), or an adapter's weights were replaced.
-* PEFT uses other adapters than at the forward, for example inside ``disable_adapter()``.
-* A forward of the model in training has begun. An optimizer that writes through ``.data``, as DeepSpeed's do, changes no
-  version, and neither DTensors nor parameters of ZeRO-3 have a version to compare.
-
-Other changes through ``.data`` are not detected, for example an average of the weights that is copied in for an evaluation.
+hidden states and weight. It raises ``ChangedError`` instead if the logits are stale, because they would not fit the loss beside
+them; docs/huggingface.md lists when. A forward in training counts as a change, because an optimizer that writes through
+``.data``, as DeepSpeed's do, changes no version, and neither DTensors nor parameters of ZeRO-3 have a version to compare.
 
 Letters: D hidden size, N tokens, V the vocabulary.
 """
@@ -70,7 +64,9 @@ class TensorLogits(DeferredLogits):
         self._ddp_follows = self._made_with_grad and _ddp_follows_outputs()
         kind = hidden.device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        _register_with_einops()
+        einops = sys.modules.get("einops._backends")
+        if einops is not None and not torch.compiler.is_compiling():  # einops treats these logits as torch's tensors
+            einops._type2backend.setdefault(TensorLogits, einops.get_backend(torch.empty(0)))
 
     def __repr__(self) -> str:
         return f"TensorLogits({list(self.shape)}, {self.dtype}, not computed)"
@@ -267,13 +263,6 @@ class TensorLogits(DeferredLogits):
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self
         return OnDemand(self.shape, self.dtype, self.device, functools.partial(self._computed, "a look"))
-
-
-def _register_with_einops() -> None:
-    """Enter ``TensorLogits`` in einops' table of classes, so that einops treats them as torch's tensors."""
-    einops = sys.modules.get("einops._backends")
-    if einops is not None and not torch.compiler.is_compiling():
-        einops._type2backend.setdefault(TensorLogits, einops.get_backend(torch.empty(0)))
 
 
 def _ddp_follows_outputs() -> bool:

@@ -52,7 +52,7 @@ def convert(model: Any, options: Options | None = None) -> Any:
         task = Task(chosen, shard_of(head.output_size_per_partition, _tp_group(head), chosen.vocab_size))
         take(head, task)
         part.__class__ = _model_class(type(part))
-        if _speaks(task):
+        if task.shard.start == 0 and _is_first_replica():
             task.announce("output_layer")
     return model
 
@@ -313,10 +313,9 @@ def _tp_group(head: Any) -> dist.ProcessGroup:
     return group
 
 
-def _speaks(task: Task) -> bool:
+def _is_first_replica() -> bool:
     from megatron.core import parallel_state
 
-    first = task.shard.start == 0
     if not parallel_state.model_parallel_is_initialized():  # the model got its groups in a pg_collection
-        return first
-    return first and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return True
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
