@@ -1,16 +1,14 @@
 """The head's weight under FSDP2 as a vocabulary shard: every rank computes with its own rows, and nobody gathers the weight.
 
-FSDP2 splits a weight over the data-parallel ranks on dim 0, and rows of the head are a shard of the vocabulary. So a rank may
-compute its rows of the vocabulary for the tokens of all ranks: hidden states are gathered in place of the weight, and the
-gradient of the weight is this rank's rows, as FSDP2 would have scattered it. An embedding that is tied to the head looks up
-the same rows: each rank looks up the ids of all ranks that are in its rows.
+docs/fsdp.md says what a user sees.
 
     convert(model, shard_over=mesh)   the weight becomes a DTensor, rows split over the mesh's last dimension
     fully_shard(..., ignored_params=) FSDP2 leaves it alone; ``_watch`` notes the mesh, the dtypes and the factor
     a loss                            gathers labels and hidden states; each rank reduces the losses of its own tokens
 
 A rank's loss covers its own tokens, whatever is computed from it, and the gradients of the ranks' losses are averaged as FSDP2
-averages them. Collectives are in ``cce_dist/merge.py``.
+averages them. An embedding that is tied to the head uses the same rows: each rank looks up those ids of all ranks that are in
+its rows.
 
 Letters: V the vocabulary, V_r rows of this rank, D hidden size.
 """

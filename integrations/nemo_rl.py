@@ -1,8 +1,4 @@
-"""NeMo-RL: the log-probabilities of ``use_fused_linear_logprobs`` from hidden states.
-
-    from cce_dist.integrations import nemo_rl as cce_nemo_rl
-
-    cce_nemo_rl.install()  # in every worker, before training
+"""NeMo-RL: the log-probabilities of ``use_fused_linear_logprobs`` from hidden states (docs/nemo_rl.md).
 
 With that switch NeMo-RL's ``GPTModel.forward`` ends in ``from_parallel_hidden_states_to_logprobs``, which computes chunks of
 fp32 logits twice and gathers hidden states under any tensor parallelism. The replacement calls ``linear_log_probs``. It tells
@@ -12,10 +8,9 @@ NeMo-RL does not pass the lengths of packed sequences to that function. A second
 replacement then returns a row for each sequence, gathered over context-parallel ranks. A third patch has NeMo-RL's losses take
 such rows, as its log-probabilities already do.
 
-With top-k or top-p in its TrainingSamplingParams NeMo-RL masks whole logits. The replacement takes the softmax over the ids
-that the engine kept (``KeptIds``). Microbatches must hold these: ``sampling_mask_token_ids`` [B, S, K] and
-``sampling_mask_sizes`` [B, S], aligned with ``input_ids``. A fourth patch passes them on with the labels. The reference policy
-stays over the whole vocabulary, and so do the log-probabilities that its own are compared with; a fifth patch returns them.
+With top-k or top-p NeMo-RL masks whole logits. The replacement takes the softmax over the ids that the engine kept
+(``KeptIds``), which a fourth patch passes on with the labels. The reference policy stays over the whole vocabulary, and so do
+the log-probabilities that its own are compared with; a fifth patch returns them.
 
 Letters: B sequences, S tokens of a sequence, T tokens of all packed sequences, D hidden size, V_r rows of this rank.
 """
@@ -167,7 +162,7 @@ def uninstall() -> None:
 
 
 def _sampled_from(data: Any) -> Tensor:
-    """Return the ids that each token was sampled from, [B, S, K], padded with -1."""
+    """Return the ids that each token of input_ids was sampled from, [B, S, K], padded with -1."""
     missing = [name for name in MASK if name not in data]
     if missing:
         raise ValueError(

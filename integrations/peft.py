@@ -1,4 +1,4 @@
-"""Heads that PEFT has wrapped: LoRA, copies of the head, and rows or parameters that PEFT trains.
+"""Heads that PEFT has wrapped: LoRA, copies of the head, and rows or parameters that PEFT trains (docs/peft.md).
 
 LoRA adds ``s B A`` [V, D] to a frozen weight W [V, D], from A [r, D] and B [V, r]. The logits are one product of longer rows,
 
@@ -8,7 +8,6 @@ so ``linear_cross_entropy`` takes hidden states [N, D + r] and a weight [V, D + 
 dC are dB. The last r columns of dE are the gradient of ``s E A^T``, from which autograd computes dA and the rest of dE.
 
 Computing W + s B A instead would round it to the weight's dtype. In bf16 that rounding is larger than B A early in training.
-The longer rows cost a copy of W while the loss is alive, and a dC [V, D + r] of which backward keeps r columns.
 
 Letters: D hidden size, V the vocabulary, r the rank of an adapter.
 """

@@ -1,8 +1,4 @@
-"""TRL: the log-probabilities of SFT, DPO, KTO, GRPO and RLOO from hidden states; distillation: ``trl_distillation``.
-
-    from cce_dist.integrations import trl as cce_trl
-
-    cce_trl.install()  # before the trainer is made
+"""TRL: the log-probabilities of SFT, DPO, KTO, GRPO and RLOO from hidden states (docs/trl.md).
 
 All of these trainers give their models a second forward by ``add_fused_lm_head``, and call it with ``fused_lm_head=True``.
 TRL's reads the head's weight and a table of config keys that scale logits. The replacement runs the model's own forward with a
@@ -10,9 +6,6 @@ head that defers: the model's code scales the deferred logits, and hooks of FSDP
 
 TRL divides by its temperature after the softcap: ``softcap * tanh(u / softcap) / T``. That is a smaller cap of the same tanh,
 so deferred logits may be divided after their tanh.
-
-GRPOTrainer's ``_compute_loss`` takes softmaxes over what the sampler kept if its inputs have ``sampling_mask``: [B, C, K]
-integers, a row for each token of the completions, with -1 as padding. A row without ids is a token whose sampler cut nothing.
 
 Letters: B sequences, S tokens of a sequence, C of a completion, N tokens that have a label, V the vocabulary.
 """
@@ -62,13 +55,7 @@ def _make(options: ScoreOptions) -> Callable:
     return add_fused_lm_head
 
 
-PATCH = Patch(
-    "trl.trainer.utils",
-    "add_fused_lm_head",
-    "TRL 1.16",
-    _make,
-    {"FusedCausalLMOutput": FIELDS},
-)
+PATCH = Patch("trl.trainer.utils", "add_fused_lm_head", "TRL 1.16", _make, {"FusedCausalLMOutput": FIELDS})
 ON_LOGITS = ("GKDTrainer", "GOLDTrainer")  # experimental SFTTrainers, which take nothing from hidden states
 
 
@@ -95,6 +82,7 @@ WHOLE = ("importance_sampling_ratio", "ref_per_token_logps", "old_per_token_logp
 
 
 def _replaying(_: ScoreOptions) -> Callable:
+    # ``sampling_mask`` [B, C, K]: ids, padded with -1. A row without ids is a token whose sampler cut nothing.
     def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
         global _sampling_mask
         mask, sampled = inputs.get("sampling_mask"), inputs.get("sampling_per_token_logps")

@@ -1,23 +1,14 @@
-"""verl: the log-probabilities and entropies of ``use_fused_kernels`` from hidden states, over any tensor-parallel group.
-
-    from cce_dist.integrations import verl as cce_verl
-
-    cce_verl.install()  # in every worker: a module of two lines, named in VERL_USE_EXTERNAL_MODULES
+"""verl: the log-probabilities and entropies of ``use_fused_kernels`` from hidden states (docs/verl.md).
 
 verl's models end in ``linear_cross_entropy``, a Triton kernel of verl: models of Megatron-core always, models of transformers
-with ``impl_backend: triton``. ``install`` replaces it. The replacement differs in two ways:
+with ``impl_backend: triton``. The replacement differs in two ways:
 
 * dE is right with and without sequence parallelism. verl's is this shard's part of the sum in both cases, which is right only
   behind Megatron's gather of slices.
 * The temperature may be a tensor of any shape that broadcasts over the labels.
 
-verl turns ``use_fused_kernels`` off in a Megatron model that predicts several tokens (``mtp.enable``), even if only rollouts
-use the predictions. ``install(mtp=True)`` leaves it on unless they are trained (``mtp.enable_train``): their loss needs a mask
-that verl's fused forward does not get.
-
-``install(sampling_mask="fsdp")`` or ``"megatron"`` takes softmaxes over what the sampler kept if a batch has ``sampling_mask``,
-a jagged tensor [B, j, K] of integers like ``input_ids``, padded with -1. A row without ids: the sampler cut nothing.
-Numbers of tokens then go through verl's packing, padding and slicing in place of the labels, and the head finds both by them.
+With lists of what a sampler kept, numbers of tokens go through verl's packing, padding and slicing in place of the labels, and
+the head finds labels and lists by them. A row without ids: the sampler cut nothing.
 
 Letters: N tokens, D hidden size, V_r the rows of the vocabulary on this rank.
 """
@@ -75,7 +66,8 @@ def _make(options: ScoreOptions) -> Callable:
     return linear_cross_entropy
 
 
-# verl's own method is told that the model predicts several tokens only if it is trained to.
+# verl's own method is told that the model predicts several tokens only if it is trained to: that loss needs a mask, which
+# verl's fused forward does not get.
 def _fused_kernels(self: Any) -> None:
     theirs = _fused_kernels.cce_original  # type: ignore[attr-defined]
     mtp = self.model_config.mtp
@@ -105,7 +97,10 @@ class _Replay:
 
 
 def _begin(batch: Any) -> Any:
-    """Take the lists of a microbatch. Return the jagged numbers of its tokens, or None if it has no lists."""
+    """Take the lists of a microbatch, ``sampling_mask``: jagged ids [B, j, K] like ``input_ids``, padded with -1.
+
+    Return the jagged numbers of its tokens, or None if it has no lists.
+    """
     mask, ids, sampled = (batch.get(name, None) for name in ("sampling_mask", "input_ids", "loss_mask"))
     _Replay.lists = None
     if mask is None:

@@ -1,10 +1,8 @@
 """Heads and models are put into subclasses of their classes: a ``Head`` defers, and a ``Watched`` model reports its calls.
 
-``take`` puts a head into a subclass of its class, with ``Head`` before it. While the head's task defers, a call of the head
-returns deferred logits. The request for their loss calls the head again with ``ask=``, a function that runs inside of the
-head's ``forward``. If FSDP or ZeRO-3 has hooks on the head, the request runs them, and they gather the weight around its real
-use. ``watch`` puts the model into a subclass with ``Watched`` before its class, so that the task knows when a call of the model
-begins and ends.
+While the head's task defers, a call of the head returns deferred logits. The request for their loss calls the head again with
+``ask=``, a function that runs inside of the head's ``forward``. If FSDP or ZeRO-3 has hooks on the head, the request runs them,
+and they gather the weight around its real use.
 """
 
 from __future__ import annotations
@@ -90,10 +88,7 @@ class _Taken(nn.Module):
 
 
 class Head(_Taken):
-    """Base class put before a head's own class: it returns deferred logits while the task defers.
-
-    With ``ask``, ``forward`` runs it where hooks have made the weight whole.
-    """
+    """Base class put before a head's own class: it returns deferred logits while the task defers."""
 
     def __call__(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
         task = self.cce_task
@@ -123,10 +118,7 @@ class Head(_Taken):
 
 
 class Watched(_Taken):
-    """Base class put before the class of a model whose forward computes the loss: it tells the task of every call.
-
-    ``forward`` has the model's own signature: ``watched`` makes it.
-    """
+    """Base class put before the class of a model whose forward computes the loss: it tells the task of every call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         task = vars(self).get("cce_task")

@@ -1,12 +1,4 @@
-"""Log-probabilities and their statistics from a model's own forward, in two ways.
-
-    score = log_probs_processor(entropy=True)  # GPTModel of megatron-core 0.18 and newer, converted or not
-    found = model(ids, positions, mask, labels=labels, output_processor=score)  # LogProbs, [b, s] each
-
-    with log_probs_of(model, entropy=True) as found:  # any converted model of any version, as HybridModel
-        model(ids, positions, mask, labels=labels)  # found[-1] has LogProbs
-
-    labels = next_ids(ids, cp_group, packed_seq_params)  # where nobody has shifted them
+"""Log-probabilities and their statistics from a model's own forward: ``log_probs_processor`` and ``log_probs_of``.
 
 ``GPTModel.forward`` calls its ``output_processor`` in place of the head and the loss, with hidden states as the head would get
 them: [s, b, h], or this rank's slice [s/tp, b, h] under sequence parallelism. The head knows which, and whether the gradient of
