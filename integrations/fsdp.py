@@ -19,6 +19,7 @@ import copy
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -349,37 +350,35 @@ def check_mesh(mesh: Any) -> None:
 @functools.cache
 def _watch() -> None:
     """Patch FSDP2 and DDP, for the rest of the process, to look for rows in every module that they are given."""
-    add_group = getattr(_fsdp_init, "_init_param_group", None)  # torch 2.13
-    set_factor, wrap = FSDPModule.set_gradient_divide_factor, DistributedDataParallel.__init__
+    if hasattr(_fsdp_init, "_init_param_group"):  # torch 2.13
+        Place(_fsdp_init.__name__, "_init_param_group").wrap(_leave_rows_out)
+    Place(FSDPModule.__module__, "FSDPModule.set_gradient_divide_factor").wrap(_note_factor)
+    Place(DistributedDataParallel.__module__, "DistributedDataParallel.__init__").wrap(_refuse_rows)
 
-    def add_group_of_all_but_rows(
-        state: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **given: Any
-    ) -> Any:
-        for module, rows in _with_rows(*modules):
-            if any(one is parameter for one in params for parameter in rows.of(module)):
-                raise ValueError(
-                    f"fully_shard is given the rows of a {type(module).__name__} that shard_over has split: leave them out by "
-                    "ignored_params=set(model.lm_head.parameters())"
-                )
-            rows.belong_to(state, mesh_info.mesh, module)
-        return add_group(state, params, modules, mesh_info, *args, **given)  # type: ignore[misc]
 
-    @functools.wraps(set_factor)
-    def set_gradient_divide_factor(self: Any, factor: float) -> None:
-        # FSDP2 drops the factor if all parameters of the module are ignored.
-        self._get_fsdp_state().cce_divide_factor = factor
-        set_factor(self, factor)
+def _leave_rows_out(
+    add_group: Callable, state: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **given: Any
+) -> Any:
+    for module, rows in _with_rows(*modules):
+        if any(one is parameter for one in params for parameter in rows.of(module)):
+            raise ValueError(
+                f"fully_shard is given the rows of a {type(module).__name__} that shard_over has split: leave them out by "
+                "ignored_params=set(model.lm_head.parameters())"
+            )
+        rows.belong_to(state, mesh_info.mesh, module)
+    return add_group(state, params, modules, mesh_info, *args, **given)
 
-    @functools.wraps(wrap)
-    def wrap_none_with_rows(self: Any, module: nn.Module, *args: Any, **given: Any) -> None:
-        if _with_rows(module):
-            raise ValueError(BESIDE_DDP)
-        wrap(self, module, *args, **given)
 
-    if add_group is not None:
-        Place(_fsdp_init.__name__, "_init_param_group").put(add_group_of_all_but_rows)
-    Place(FSDPModule.__module__, "FSDPModule.set_gradient_divide_factor").put(set_gradient_divide_factor)
-    Place(DistributedDataParallel.__module__, "DistributedDataParallel.__init__").put(wrap_none_with_rows)
+def _note_factor(set_factor: Callable, self: Any, factor: float) -> None:
+    # FSDP2 drops the factor if all parameters of the module are ignored.
+    self._get_fsdp_state().cce_divide_factor = factor
+    set_factor(self, factor)
+
+
+def _refuse_rows(wrap: Callable, self: Any, module: nn.Module, *args: Any, **given: Any) -> None:
+    if _with_rows(module):
+        raise ValueError(BESIDE_DDP)
+    wrap(self, module, *args, **given)
 
 
 def _fully_shard_calls() -> list[tuple[nn.Module, Any, Any]]:

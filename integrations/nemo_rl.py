@@ -82,23 +82,23 @@ def _scores(options: ScoreOptions) -> Callable:
 
 
 # NeMo-RL passes the labels on unchanged, so the lengths travel as their attribute.
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
     labels, packed = kwargs.get("labels"), kwargs.get("packed_seq_params")
     if labels is not None and packed is not None:
         kwargs["labels"] = labels.view_as(labels)
         kwargs["labels"].packed_seq_params = packed
         kwargs["labels"].replay = getattr(labels, "replay", None)
-    return _forward.cce_original(self, *args, **kwargs)  # type: ignore[attr-defined]
+    return theirs(self, *args, **kwargs)
 
 
 def _loss(
+    theirs: Callable,
     self: Any,
     data_dict: Any,
     packed_seq_params: Any = None,
     global_valid_seqs: Tensor | None = None,
     global_valid_toks: Tensor | None = None,
 ) -> Callable:
-    theirs = _loss.cce_original  # type: ignore[attr-defined]
     fused = any(getattr(self.loss_fn, name, False) for name in SWITCHES)
     unpacked = fused and packed_seq_params is not None
     compute = theirs(self, data_dict, None if unpacked else packed_seq_params, global_valid_seqs, global_valid_toks)
@@ -117,8 +117,7 @@ class Replay:
     unfiltered: Tensor | None = None  # [B, S - 1] log-probabilities over the whole vocabulary
 
 
-def _step(data_iterator: Any, model: Any, post_processing_fn: Any, **given: Any) -> Any:
-    theirs = _step.cce_original  # type: ignore[attr-defined]
+def _step(theirs: Callable, data_iterator: Any, model: Any, post_processing_fn: Any, **given: Any) -> Any:
     params = given.get("sampling_params")
     fused = given.get("use_fused_linear_logprobs") or given.get("use_linear_ce_fusion_loss")
     if not fused or params is None or (params.top_p in (None, 1.0) and (params.top_k or -1) < 1):
@@ -130,24 +129,23 @@ def _step(data_iterator: Any, model: Any, post_processing_fn: Any, **given: Any)
     return theirs(iter([batch]), model, post_processing_fn, **given)
 
 
-def _unfiltered(input_ids: Tensor, *args: Any, **given: Any) -> Tensor:
+def _unfiltered(theirs: Callable, input_ids: Tensor, *args: Any, **given: Any) -> Tensor:
     replay = getattr(input_ids, "replay", None)
     if replay is not None:
         return F.pad(replay.unfiltered, (0, input_ids.shape[1] - 1 - replay.unfiltered.shape[1]))
-    return _unfiltered.cce_original(input_ids, *args, **given)  # type: ignore[attr-defined]
+    return theirs(input_ids, *args, **given)
 
 
 SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # attributes of a loss; the second is NeMo-RL 0.7's
 KNOWN = "NeMo-RL 0.7 and main of 2026-08"
 PATCH = Patch("nemo_rl.distributed.model_utils", "from_parallel_hidden_states_to_logprobs", KNOWN, _scores)
-_FORWARD, _STEP = "_gpt_forward_with_linear_ce_fusion", "forward_with_post_processing_fn"
-_SCORES, MASK = "get_next_token_logprobs_from_logits", ("sampling_mask_token_ids", "sampling_mask_sizes")
+MASK = "sampling_mask_token_ids", "sampling_mask_sizes"
 PATCHES = (
     PATCH,
-    Patch("nemo_rl.distributed.model_utils", _FORWARD, KNOWN, parameters={_FORWARD: ()}, ours=_forward),
+    Patch("nemo_rl.distributed.model_utils", "_gpt_forward_with_linear_ce_fusion", KNOWN, ours=_forward),
     Patch("nemo_rl.models.megatron.train", "LossPostProcessor.__call__", KNOWN, ours=_loss),
-    Patch("nemo_rl.models.megatron.train", _STEP, KNOWN, parameters={_STEP: ()}, ours=_step),
-    Patch("nemo_rl.distributed.model_utils", _SCORES, KNOWN, parameters={_SCORES: ()}, ours=_unfiltered),
+    Patch("nemo_rl.models.megatron.train", "forward_with_post_processing_fn", KNOWN, ours=_step),
+    Patch("nemo_rl.distributed.model_utils", "get_next_token_logprobs_from_logits", KNOWN, ours=_unfiltered),
 )
 
 

@@ -38,8 +38,19 @@ class Place:
         self._swap(ours.cce_original, ours)
         return ours.cce_original
 
+    def wrap(self, ours: Callable) -> None:
+        """Have a call of the function call ``ours`` with the package's own function before the arguments."""
+        self.uninstall()
+        theirs = _found(importlib.import_module(self.module), self.name)
+
+        @functools.wraps(theirs)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return ours(theirs, *args, **kwargs)
+
+        self.put(wrapper)
+
     def uninstall(self) -> None:
-        """Undo ``put``; nothing happens where it was not called."""
+        """Undo ``put`` or ``wrap``; nothing happens where it was not called."""
         ours = _found(sys.modules.get(self.module), self.name)
         if hasattr(ours, "cce_original"):
             self._swap(ours, ours.cce_original)
@@ -65,10 +76,10 @@ class Patch(Place):
 
     Args:
         known: Versions of the package that the adapter was written for, as an error names them.
-        ours: The replacement, whose parameters the function must have.
-        make: In place of ``ours``: called with the options, returns the replacement.
+        make: Called with the options, returns the replacement, whose parameters the function must have.
         parameters: Further names of the module and the parameters that they must have (fields for a class, () for anything).
             An entry for the function itself counts in place of the replacement's parameters.
+        ours: In place of ``make``: what ``wrap`` takes. With ``**given`` the function may have any parameters.
     """
 
     known: str
@@ -81,8 +92,10 @@ class Patch(Place):
             home = importlib.import_module(self.module)
         except ImportError as error:
             raise ImportError(f"cce_dist needs {self.known}, and cannot import {self.module}: {error}") from error
-        ours = self.ours if self.make is None else self.make(options)
-        for name, wanted in {self.name: tuple(inspect.signature(ours).parameters), **self.parameters}.items():
+        ours = functools.partial(self.ours, None) if self.make is None else self.make(options)
+        own = inspect.signature(ours).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values())
+        for name, wanted in {self.name: () if takes_any else tuple(own), **self.parameters}.items():
             found = _found(home, name)
             names = tuple(inspect.signature(found).parameters) if callable(found) and wanted else ()
             if names != wanted:
@@ -91,7 +104,10 @@ class Patch(Place):
                     f"cce_dist knows {self.known}: there {name} takes {', '.join(wanted)}; in {version} "
                     f"{', '.join(names) or 'nothing'}"
                 )
-        self.put(ours)
+        if self.make is None:
+            self.wrap(self.ours)
+        else:
+            self.put(ours)
 
 
 def install_all(patches: Sequence[Patch], options: dict[str, Any]) -> None:

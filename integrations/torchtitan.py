@@ -17,7 +17,6 @@ Letters: B sequences, S tokens of a sequence on this rank, D hidden size.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,15 +75,15 @@ class CCELoss(ChunkedLossWrapper):
         if self.options.shard_over:
             if get_spmd_backend() != "partial_dtensor":
                 raise ValueError('cce_loss: shard_over needs parallelism.spmd_backend to be "partial_dtensor"')
-            self.fully_shard = FULLY_SHARD.put(functools.partial(self._fully_shard))
+            FULLY_SHARD.wrap(self._fully_shard)
 
-    def _fully_shard(self, module: Any, *, mesh: Any, **given: Any) -> Any:
+    def _fully_shard(self, fully_shard: Callable, module: Any, *, mesh: Any, **given: Any) -> Any:
         """Split the head that torchtitan shards together with the norm before it, and have FSDP2 leave it alone."""
         if isinstance(module, list) and isinstance(module[-1], nn.Linear):
             # Ranks of torchtitan have batches of one size.
             self.rows = fsdp.shard_over(nn.ModuleList(module), module[-1], mesh, equal_tokens=True)
             given["ignored_params"] = set(module[-1].parameters())
-        return self.fully_shard(module, mesh=mesh, **given)
+        return fully_shard(module, mesh=mesh, **given)
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
         if type(lm_head).forward is not nn.Linear.forward:

@@ -59,21 +59,13 @@ PATCH = Patch("trl.trainer.utils", "add_fused_lm_head", "TRL 1.16", _make, {"Fus
 ON_LOGITS = ("GKDTrainer", "GOLDTrainer")  # experimental SFTTrainers, which take nothing from hidden states
 
 
-def _refuse_others(_: ScoreOptions) -> Callable:
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    original = SFTTrainer.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in {base.__name__ for base in type(self).__mro__}.intersection(ON_LOGITS):
-            raise ValueError(
-                f"cce_dist: TRL's {name} computes its divergence on logits: DistillationTrainer has the same from hidden "
-                "states (linear_kl_divergence), or call cce_dist.integrations.trl.uninstall() first"
-            )
-        original(self, *args, **kwargs)
-
-    return __init__
+def _refuse_others(theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    for name in {base.__name__ for base in type(self).__mro__}.intersection(ON_LOGITS):
+        raise ValueError(
+            f"cce_dist: TRL's {name} computes its divergence on logits: DistillationTrainer has the same from hidden "
+            "states (linear_kl_divergence), or call cce_dist.integrations.trl.uninstall() first"
+        )
+    theirs(self, *args, **kwargs)
 
 
 _sampling_mask: Tensor | None = None  # of the loss under way
@@ -81,34 +73,31 @@ _sampling_mask: Tensor | None = None  # of the loss under way
 WHOLE = ("importance_sampling_ratio", "ref_per_token_logps", "old_per_token_logps", "old_logps")
 
 
-def _replaying(_: ScoreOptions) -> Callable:
-    # ``sampling_mask`` [B, C, K]: ids, padded with -1. A row without ids is a token whose sampler cut nothing.
-    def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
-        global _sampling_mask
-        mask, sampled = inputs.get("sampling_mask"), inputs.get("sampling_per_token_logps")
-        for name in WHOLE if mask is not None else ():
-            given = inputs.get(name)
-            if given is not None and (sampled is None or not torch.equal(given, sampled)):
-                raise ValueError(
-                    f"cce_dist: {name} is over the whole vocabulary, and the inputs have sampling_mask: set beta=0 and "
-                    "vllm_importance_sampling_correction=False, and replace old_per_token_logps by sampling_per_token_logps "
-                    "(RLOOTrainer has no place for lists)"
-                )
-        _sampling_mask = mask
-        try:
-            return _compute_loss.cce_original(self, model, inputs)  # type: ignore[attr-defined]
-        finally:
-            _sampling_mask = None
-
-    return _compute_loss
+# ``sampling_mask`` [B, C, K]: ids, padded with -1. A row without ids is a token whose sampler cut nothing.
+def _replay(theirs: Callable, self: Any, model: Any, inputs: Any) -> Any:
+    global _sampling_mask
+    mask, sampled = inputs.get("sampling_mask"), inputs.get("sampling_per_token_logps")
+    for name in WHOLE if mask is not None else ():
+        given = inputs.get(name)
+        if given is not None and (sampled is None or not torch.equal(given, sampled)):
+            raise ValueError(
+                f"cce_dist: {name} is over the whole vocabulary, and the inputs have sampling_mask: set beta=0 and "
+                "vllm_importance_sampling_correction=False, and replace old_per_token_logps by sampling_per_token_logps "
+                "(RLOOTrainer has no place for lists)"
+            )
+    _sampling_mask = mask
+    try:
+        return theirs(self, model, inputs)
+    finally:
+        _sampling_mask = None
 
 
 PATCHES = (
-    Patch("trl.trainer.grpo_trainer", "GRPOTrainer._compute_loss", "TRL 1.16", _replaying),
-    Patch("trl.trainer.rloo_trainer", "RLOOTrainer._compute_loss", "TRL 1.16", _replaying),
+    Patch("trl.trainer.grpo_trainer", "GRPOTrainer._compute_loss", "TRL 1.16", ours=_replay),
+    Patch("trl.trainer.rloo_trainer", "RLOOTrainer._compute_loss", "TRL 1.16", ours=_replay),
     trl_distillation.PATCH,
     PATCH,
-    Patch("trl.trainer.sft_trainer", "SFTTrainer.__init__", "TRL 1.16", _refuse_others),
+    Patch("trl.trainer.sft_trainer", "SFTTrainer.__init__", "TRL 1.16", ours=_refuse_others),
 )
 
 
