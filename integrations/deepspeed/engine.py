@@ -82,14 +82,12 @@ def _original() -> Callable:
 
 
 def _initialize(original: Callable, *args: Any, **kwargs: Any) -> tuple:
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     in_args = (getattr(given.get("args"), name, None) for name in ("deepspeed_config", "deepscale_config"))
     sources = (given.get("config"), given.get("config_params"), *in_args)
-    config: Any = next((source for source in sources if source is not None), {})
-    if not isinstance(config, dict):
-        from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-
-        config = load_ds_config(config)
+    config = load_ds_config(next((source for source in sources if source is not None), {}))
     options = Options.from_config(config)
     if options is None:
         return original(*args, **kwargs)
@@ -111,26 +109,22 @@ def watch_engines() -> None:
     An engine of plain ``deepspeed.initialize`` whose ds_config has the section enabled says in a warning that it is ignored.
     ``import cce_dist`` calls this as soon as deepspeed is imported.
     """
-
-    def __init__(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
-        if isinstance(given.get("model"), nn.Module):
-            _give_back(given["model"])
-        if not _section_is_read.get():
-            _warn_of_section(given.get("config"))
-        original(self, *args, **kwargs)
-
-    Place("deepspeed.runtime.engine", "DeepSpeedEngine.__init__").wrap(__init__)
+    Place("deepspeed.runtime.engine", "DeepSpeedEngine.__init__").wrap(_begin_engine)
 
 
-def _warn_of_section(config: Any) -> None:
+def _begin_engine(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
+    if isinstance(given.get("model"), nn.Module):
+        _give_back(given["model"])
+    config = given.get("config")
     section = config.get(SECTION) if isinstance(config, dict) else None
     is_off = section is None or (isinstance(section, dict) and section.get("enabled") is False)
-    if not is_off:
+    if not is_off and not _section_is_read.get():
         say_once(
             f'plain deepspeed.initialize ignores the section "{SECTION}" of ds_config: call '
             "cce_dist.integrations.deepspeed.initialize in its place, or cce_dist.integrations.deepspeed.install() before it"
         )
+    original(self, *args, **kwargs)
 
 
 def _give_back(model: nn.Module) -> None:
