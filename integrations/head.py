@@ -92,8 +92,8 @@ class VocabParallelHead(nn.Module):
         if mesh is not None and (group is not None or mesh.ndim != 1):
             raise ValueError("mesh must be 1-D, and comes instead of group")
         if shard_over is not None:
-            _check_over(shard_over, {"mesh": mesh, "group": group, "class_weights": class_weights, **loss_options})
-            _check_tied(weight, shard_over)
+            given = {"mesh": mesh, "group": group, "class_weights": class_weights, **loss_options}
+            _check_over(shard_over, weight, given)
             mesh, group = shard_over, group_of("shard_over", shard_over)
         integer("hidden_size", hidden_size, 1)
         integer("vocab_size", vocab_size, 1)
@@ -215,8 +215,8 @@ def _check_kinds(mesh: Any, weight: Any, init_std: Any) -> None:
         raise ValueError(f"init_std must not be negative, got {init_std}")
 
 
-def _check_over(mesh: Any, given: dict[str, Any]) -> None:
-    """Raise unless a head can be split over this mesh and no other argument is about ranks."""
+def _check_over(mesh: Any, weight: Any, given: dict[str, Any]) -> None:
+    """Raise unless a head can be split over this mesh, a tied weight is, and no other argument is about ranks."""
     fsdp.check_mesh(mesh)
     names = ("mesh", "group", "class_weights", "input_grad", "grad_weight_out", "expected_weights")
     wrong = [name for name in names if given.get(name) is not None]
@@ -225,10 +225,6 @@ def _check_over(mesh: Any, given: dict[str, Any]) -> None:
         wrong.append("a logit_scale that is learned")
     if wrong:
         raise ValueError(f"shard_over goes without {', '.join(wrong)}")
-
-
-def _check_tied(weight: Any, mesh: DeviceMesh) -> None:
-    """Raise ValueError unless the tied weight is split over the mesh as the head's own would be."""
     split = isinstance(weight, DTensor) and weight.device_mesh == mesh and weight.placements[-1] == Shard(0)
     if weight is not None and not split:
         raise ValueError(

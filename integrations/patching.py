@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from cce_dist.integrations.options import ScoreOptions
 
-_log = logging.getLogger("cce_dist").warning
+# A level below WARNING is dropped unless somebody configures logging, and the lines are there to be seen.
+log = logging.getLogger("cce_dist").warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,21 +32,18 @@ class Place:
     module: str
     name: str
 
-    def put(self, ours: Any) -> Any:
-        """Replace the function, also one that an earlier ``put`` has left there, and return the package's own."""
+    def put(self, ours: Any) -> None:
+        """Replace the function, also one that an earlier ``put`` has left there."""
         self.uninstall()
-        ours.cce_original = _found(importlib.import_module(self.module), self.name)
-        self._swap(ours.cce_original, ours)
-        return ours.cce_original
+        theirs = _found(importlib.import_module(self.module), self.name)
+        functools.update_wrapper(ours, theirs).cce_original = theirs
+        self._swap(theirs, ours)
 
     def wrap(self, ours: Callable) -> None:
         """Have a call of the function call ``ours`` with the package's own function before the arguments."""
-        self.uninstall()
-        theirs = _found(importlib.import_module(self.module), self.name)
 
-        @functools.wraps(theirs)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return ours(theirs, *args, **kwargs)
+            return ours(wrapper.cce_original, *args, **kwargs)  # type: ignore[attr-defined]
 
         self.put(wrapper)
 
@@ -166,4 +164,4 @@ def attributes(owner: Any, **values: Any) -> Iterator[None]:
 def say_once(line: str) -> None:
     """Log a line on the first rank, once in a process."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _log(f"cce_dist: {line}")
+        log(f"cce_dist: {line}")
