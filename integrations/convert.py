@@ -23,6 +23,7 @@ from cce_dist.filter import GradFilter
 from cce_dist.integrations import fsdp, peft, transformers
 from cce_dist.integrations.deferred.find_head import find_head, innermost
 from cce_dist.integrations.deferred.subclass import Head, Watched, give_back, take, watch
+from cce_dist.integrations.deferred.task import Task
 from cce_dist.integrations.options import SECTION, ConvertOptions, ModelOptions
 from cce_dist.shard import VocabShard
 
@@ -98,7 +99,7 @@ def convert(
                     "the head's options come from its framework's adapter, as a section or flags: change them there"
                 )
             task.options = chosen if options or grad_filter else task.options
-            _shard_over(inner, head, shard_over, equal_tokens)
+            _shard_over(task, inner, head, shard_over, equal_tokens)
         if len(heads) == 1 and not any(isinstance(module, Watched) for module in inner.modules()):
             [head] = heads.values()
             watch(inner, head.cce_task)  # the head was converted with another model, which shares it
@@ -110,21 +111,16 @@ def convert(
     name, head = find_head(inner, chosen.head)
     rows = peft.num_rows(head) or head.out_features
     task = transformers.Task(chosen, VocabShard(0, rows, rows))
+    _shard_over(task, inner, head, shard_over, equal_tokens)
     watch(inner, task)
     take(head, task)
-    try:
-        _shard_over(inner, head, shard_over, equal_tokens)
-    except Exception:
-        revert(model)
-        raise
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     if rank == 0:
         task.announce(name)
     return model
 
 
-def _shard_over(model: nn.Module, head: Any, mesh: DeviceMesh | None, equal_tokens: bool) -> None:
-    task = head.cce_task
+def _shard_over(task: Task, model: nn.Module, head: Any, mesh: DeviceMesh | None, equal_tokens: bool) -> None:
     if mesh is not None and (task.rows is None or task.rows.mesh != mesh):
         task.rows = fsdp.shard_over(model, head, mesh, equal_tokens)
     elif mesh is not None:
