@@ -76,18 +76,12 @@ class Rows:
     """This rank's rows of a head, and the loss, embeddings and logits that they give.
 
     torch.compile leaves out the methods that read sizes of other ranks.
-
-    Args:
-        mesh: The data-parallel ranks, as ``fully_shard`` takes it: one dimension, or replicas before it.
-        shard: This rank's rows.
-        equal_tokens: The caller promises that all ranks have the same number of tokens in every call.
-        state: FSDP2's state of the ``fully_shard`` call that covers the head; None: there was none.
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # the data-parallel ranks: one dimension, or replicas before it
     shard: VocabShard
-    equal_tokens: bool
-    state: Any = None
+    equal_tokens: bool  # the caller promises that all ranks have the same number of tokens in every call
+    state: Any = None  # FSDP2's, of the ``fully_shard`` call that covers the head; None: there was none
 
     def __post_init__(self) -> None:
         _watch()

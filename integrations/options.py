@@ -129,10 +129,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOptions(Options):
-    """Options of log-probabilities.
-
-    Args:
-        batch_invariant: As in ``linear_log_probs``: bits of the head's outputs do not depend on the batch.
+    """Options of log-probabilities: ``batch_invariant`` as in ``linear_log_probs``.
 
     Raises:
         ValueError: It is asked of the torch backend. Where "auto" comes to that, the call raises.

@@ -168,32 +168,27 @@ def _add_forward(model: Any, score: _Score) -> None:
 @contextlib.contextmanager
 def _deferring(output: Any, options: ScoreOptions) -> Iterator[None]:
     """Have the head of a model defer in a block."""
-    if isinstance(peft.in_use(output), Head):
+    inside = peft.in_use(output)
+    if isinstance(inside, Head):
         raise ValueError(
             "cce_dist: this model is converted, and TRL's trainers compute the loss outside of it: revert the model. "
             "cce_dist.integrations.trl.install() alone is enough, and cce_dist.require(model) passes"
         )
-    with _without_cast(peft.in_use(output)):
+    # GRPOTrainer(cast_lm_head_to_fp32=True) has put a product in fp32 there; a score has its own.
+    cast = vars(inside).get("forward")
+    is_cast = getattr(cast, "__module__", "") == "trl.trainer.grpo_trainer"
+    if is_cast:
+        del inside.forward
+    try:
         head = checked(output, path="the output embedding")
         take(head, Task(options, VocabShard.even(head.out_features, None), calls=[True]))
         try:
             yield
         finally:
             give_back(head)
-
-
-@contextlib.contextmanager
-def _without_cast(head: Any) -> Iterator[None]:
-    """Take the product in fp32 off a head that GRPOTrainer(cast_lm_head_to_fp32=True) has put there: a score has its own."""
-    forward = vars(head).get("forward")
-    if getattr(forward, "__module__", "") != "trl.trainer.grpo_trainer":
-        yield
-        return
-    del head.forward
-    try:
-        yield
     finally:
-        head.forward = forward
+        if is_cast:
+            inside.forward = cast
 
 
 @dataclasses.dataclass(frozen=True)

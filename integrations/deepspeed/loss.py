@@ -53,19 +53,12 @@ class Options(ModelOptions):
 
 @dataclasses.dataclass(eq=False)
 class Task(transformers.Task):
-    """What the head of an engine knows besides.
+    """What the head of an engine knows besides."""
 
-    Args:
-        sequence_group: The ranks over whose tokens a "mean" is, with ``sequence_mean``.
-        sequence_scale: What this rank's part of such a mean is multiplied by for its gradient.
-        reported: What the last loss was made of, by name.
-        is_given_back: A later engine of the same model has given the head back.
-    """
-
-    sequence_group: dist.ProcessGroup | None = None
-    sequence_scale: int = 1
-    reported: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    is_given_back: bool = False
+    sequence_group: dist.ProcessGroup | None = None  # with ``sequence_mean``, the ranks over whose tokens a "mean" is
+    sequence_scale: int = 1  # multiplies this rank's part of such a mean for its gradient
+    reported: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # what the last loss was made of
+    is_given_back: bool = False  # by a later engine of the same model
 
     def require(self, name: str) -> None:
         if self.is_given_back:
