@@ -22,15 +22,10 @@ log = logging.getLogger("cce_dist").warning
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A function of another package. It is replaced in every module of the package that has imported it by name.
+    """A function of another package. It is replaced in every module of the package that has imported it by name."""
 
-    Args:
-        module: The module that defines the function, for example "verl.utils.kernel.linear_cross_entropy".
-        name: The function's name. For a method its class comes first: "SFTTrainer.__init__".
-    """
-
-    module: str
-    name: str
+    module: str  # that defines the function: "verl.utils.kernel.linear_cross_entropy"
+    name: str  # of the function; for a method its class comes first: "SFTTrainer.__init__"
 
     def put(self, ours: Any) -> None:
         """Replace the function, also one that an earlier ``put`` has left there."""

@@ -46,13 +46,9 @@ FULLY_SHARD = Place("torchtitan.distributed.fsdp", "fully_shard")
 
 @dataclasses.dataclass(frozen=True)
 class Options(TrainOptions):
-    """The keys of the loss.
+    """The keys of the loss."""
 
-    Args:
-        shard_over: Leave the head's rows where FSDP2 would put them, and gather hidden states in place of the weight.
-    """
-
-    shard_over: bool = False
+    shard_over: bool = False  # leave the head's rows where FSDP2 would put them, and gather hidden states instead
 
 
 def _read(keys: dict[str, Any]) -> Options:
