@@ -139,7 +139,7 @@ def _unfiltered(theirs: Callable, input_ids: Tensor, *args: Any, **given: Any) -
 SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # attributes of a loss; the second is NeMo-RL 0.7's
 KNOWN = "NeMo-RL 0.7 and main of 2026-08"
 PATCH = Patch("nemo_rl.distributed.model_utils", "from_parallel_hidden_states_to_logprobs", KNOWN, _scores)
-MASK = "sampling_mask_token_ids", "sampling_mask_sizes"
+MASK = "sampling_mask_token_ids", "sampling_mask_sizes"  # ids [B, S, K], and how many of them count [B, S]
 PATCHES = (
     PATCH,
     Patch("nemo_rl.distributed.model_utils", "_gpt_forward_with_linear_ce_fusion", KNOWN, ours=_forward),
