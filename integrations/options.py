@@ -144,25 +144,15 @@ class ScoreOptions(Options):
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions(Options):
-    """Options of a loss that trains alone: in evaluation it is comparable with any other.
+    """Options of a loss that trains alone, as in ``linear_cross_entropy``: in evaluation it is comparable with any other."""
 
-    Args:
-        label_smoothing: Smoothing where the model's own call of ``F.cross_entropy`` says none.
-        z_loss_weight: As in ``linear_cross_entropy``.
-    """
-
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.0  # where the model's own call of ``F.cross_entropy`` says none
     z_loss_weight: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions(TrainOptions):
-    """Options of a model that calls ``F.cross_entropy`` itself.
+    """Options of a model that calls ``F.cross_entropy`` itself."""
 
-    Args:
-        reduce_dtype: As in ``linear_cross_entropy``.
-        head: Name of the module that makes the logits; "" where it is an output embedding or called lm_head or embed_out.
-    """
-
-    reduce_dtype: torch.dtype | None = None
-    head: str = ""
+    reduce_dtype: torch.dtype | None = None  # as in ``linear_cross_entropy``
+    head: str = ""  # the module that makes the logits; "": the output embedding, or one called lm_head or embed_out
