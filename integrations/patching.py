@@ -30,15 +30,17 @@ class Place:
     def put(self, ours: Any) -> None:
         """Replace the function, also one that an earlier ``put`` has left there."""
         self.uninstall()
-        theirs = _found(importlib.import_module(self.module), self.name)
-        functools.update_wrapper(ours, theirs).cce_original = theirs
-        self._swap(theirs, ours)
+        ours.cce_original = _found(importlib.import_module(self.module), self.name)
+        self._swap(ours.cce_original, ours)
 
     def wrap(self, ours: Callable) -> None:
         """Have a call of the function call ``ours`` with the package's own function before the arguments."""
+        self.uninstall()
+        theirs = _found(importlib.import_module(self.module), self.name)
 
+        @functools.wraps(theirs)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return ours(wrapper.cce_original, *args, **kwargs)  # type: ignore[attr-defined]
+            return ours(theirs, *args, **kwargs)
 
         self.put(wrapper)
 
