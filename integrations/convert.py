@@ -23,6 +23,7 @@ from cce_dist.filter import GradFilter
 from cce_dist.integrations import fsdp, peft, transformers
 from cce_dist.integrations.deferred.find_head import find_head, innermost
 from cce_dist.integrations.deferred.subclass import Head, Watched, give_back, take, watch
+from cce_dist.integrations.deferred.task import Task
 from cce_dist.integrations.options import SECTION, ConvertOptions, ModelOptions
 from cce_dist.shard import VocabShard
 
@@ -41,10 +42,8 @@ def convert(
 
     The model's own loss code finds deferred logits where it found logits. Its call of ``F.cross_entropy`` computes the loss.
     Scale, softcap, ignored label, reduction and weights of tokens come from where the model has them. Parameters, their names
-    and checkpoints stay. Logits are deferred in training, and where the model is given labels. A model in evaluation computes
-    them at their first use, and always without labels. The use raises if the logits are stale: a tensor that they are
-    computed from was changed in place, PEFT uses other adapters, or a forward in training has begun. Other changes through
-    ``.data`` are not detected. One rank says in a line that the loss is in use.
+    and checkpoints stay. Logits are deferred in training, and where the model is given labels; docs/huggingface.md says when
+    they are computed, and when their use raises. One rank says in a line that the loss is in use.
 
     Call it on every rank, before or after ``fully_shard``, and before DDP, ``Trainer(...)`` and ``accelerator.prepare``; after
     PEFT; before or after a ``device_map``. On a converted model it replaces the options, where there are any. Call it again
@@ -100,9 +99,7 @@ def convert(
                     "the head's options come from its framework's adapter, as a section or flags: change them there"
                 )
             task.options = chosen if options or grad_filter else task.options
-            if task.shard.group is None:
-                task.shard = _all_rows(head)
-            _shard_over(inner, head, shard_over, equal_tokens)
+            _shard_over(task, inner, head, shard_over, equal_tokens)
         if len(heads) == 1 and not any(isinstance(module, Watched) for module in inner.modules()):
             [head] = heads.values()
             watch(inner, head.cce_task)  # the head was converted with another model, which shares it
@@ -112,22 +109,18 @@ def convert(
     if type(inner).__module__.startswith("megatron."):
         raise ValueError(f"a {type(inner).__name__} is Megatron's: call cce_dist.integrations.megatron.convert")
     name, head = find_head(inner, chosen.head)
-    task = transformers.Task(chosen, _all_rows(head))
+    rows = peft.num_rows(head) or head.out_features
+    task = transformers.Task(chosen, VocabShard(0, rows, rows))
+    _shard_over(task, inner, head, shard_over, equal_tokens)
     watch(inner, task)
     take(head, task)
-    try:
-        _shard_over(inner, head, shard_over, equal_tokens)
-    except Exception:
-        revert(model)
-        raise
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     if rank == 0:
         task.announce(name)
     return model
 
 
-def _shard_over(model: nn.Module, head: Any, mesh: DeviceMesh | None, equal_tokens: bool) -> None:
-    task = head.cce_task
+def _shard_over(task: Task, model: nn.Module, head: Any, mesh: DeviceMesh | None, equal_tokens: bool) -> None:
     if mesh is not None and (task.rows is None or task.rows.mesh != mesh):
         task.rows = fsdp.shard_over(model, head, mesh, equal_tokens)
     elif mesh is not None:
@@ -197,8 +190,3 @@ def _heads(model: Any, called: str) -> dict[str, Any]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"cce_dist.{called} needs an nn.Module, got {type(model).__name__}")
     return {name: module for name, module in model.named_modules() if isinstance(module, Head)}
-
-
-def _all_rows(head: Any) -> VocabShard:
-    rows = peft.num_rows(head) or head.out_features
-    return VocabShard(0, rows, rows)

@@ -1,16 +1,14 @@
 """The head's weight under FSDP2 as a vocabulary shard: every rank computes with its own rows, and nobody gathers the weight.
 
-FSDP2 splits a weight over the data-parallel ranks on dim 0, and rows of the head are a shard of the vocabulary. So a rank may
-compute its rows of the vocabulary for the tokens of all ranks: hidden states are gathered in place of the weight, and the
-gradient of the weight is this rank's rows, as FSDP2 would have scattered it. An embedding that is tied to the head looks up
-the same rows: each rank looks up the ids of all ranks that are in its rows.
+docs/fsdp.md says what a user sees.
 
     convert(model, shard_over=mesh)   the weight becomes a DTensor, rows split over the mesh's last dimension
     fully_shard(..., ignored_params=) FSDP2 leaves it alone; ``_watch`` notes the mesh, the dtypes and the factor
     a loss                            gathers labels and hidden states; each rank reduces the losses of its own tokens
 
 A rank's loss covers its own tokens, whatever is computed from it, and the gradients of the ranks' losses are averaged as FSDP2
-averages them. Collectives are in ``cce_dist/merge.py``.
+averages them. An embedding that is tied to the head uses the same rows: each rank looks up those ids of all ranks that are in
+its rows.
 
 Letters: V the vocabulary, V_r rows of this rank, D hidden size.
 """
@@ -21,6 +19,7 @@ import copy
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -77,18 +76,12 @@ class Rows:
     """This rank's rows of a head, and the loss, embeddings and logits that they give.
 
     torch.compile leaves out the methods that read sizes of other ranks.
-
-    Args:
-        mesh: The data-parallel ranks, as ``fully_shard`` takes it: one dimension, or replicas before it.
-        shard: This rank's rows.
-        equal_tokens: The caller promises that all ranks have the same number of tokens in every call.
-        state: FSDP2's state of the ``fully_shard`` call that covers the head; None: there was none.
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # the data-parallel ranks: one dimension, or replicas before it
     shard: VocabShard
-    equal_tokens: bool
-    state: Any = None
+    equal_tokens: bool  # the caller promises that all ranks have the same number of tokens in every call
+    state: Any = None  # FSDP2's, of the ``fully_shard`` call that covers the head; None: there was none
 
     def __post_init__(self) -> None:
         _watch()
@@ -178,12 +171,6 @@ class Rows:
         rows = distribute(self.local(parameter, computed_dtype(hidden)), len(parameter), self.line)
         return rows.full_tensor(grad_placements=[Partial()])
 
-    def operands(self, hidden: Tensor, weight: Any, bias: Any, added: Tensor | None) -> tuple[Any, Any, Any]:
-        """Return the rows of a head's weight, its bias, and a bias [V] that the model keeps outside."""
-        dtype, here = computed_dtype(hidden), slice(self.shard.start, self.shard.stop)
-        bias = None if bias is None else self.local(bias, dtype)
-        return self.local(weight, dtype), bias, None if added is None else added[here]
-
     def most(self, num_tokens: int) -> int:
         """Return the maximum token count over the ranks. The host waits for all ranks, but not for a device."""
         debug = environment()[1]
@@ -208,12 +195,19 @@ class Rows:
         ignore_index: int | None = -100,
         num_tokens: Any = None,
         return_aux: Any = False,
+        linear_bias: Any = None,
+        added: Tensor | None = None,
         **call: Any,
     ) -> Any:
         """Return what ``linear_cross_entropy`` would return for this rank's tokens and the whole vocabulary.
 
-        ``weight`` [V_r, D] is as ``operands`` returns it. Only ``vocab_size`` of ``shard`` counts, the logits' last dimension.
+        ``weight`` and ``linear_bias`` are the head's, from ``split``; ``added`` [V] is a bias that the model keeps outside of
+        it. Only ``vocab_size`` of ``shard`` counts, the logits' last dimension.
         """
+        dtype = computed_dtype(hidden)
+        weight, bias = self.local(weight, dtype), None if linear_bias is None else self.local(linear_bias, dtype)
+        if added is not None:
+            bias = peft.sum_of_biases(bias, added[self.shard.start : self.shard.stop])
         chosen = self._checked(hidden, target, reduction=reduction, ignore_index=ignore_index, num_tokens=num_tokens)
         count, most = target.numel(), self.most(target.numel())
         hidden = F.pad(hidden.reshape(count, hidden.shape[-1]), (0, 0, 0, most - count))
@@ -234,6 +228,7 @@ class Rows:
             ignore_index=ignore_index,
             return_aux=return_aux,
             expected_weights=expected,
+            linear_bias=bias,
             **call,
         )
 
@@ -349,37 +344,35 @@ def check_mesh(mesh: Any) -> None:
 @functools.cache
 def _watch() -> None:
     """Patch FSDP2 and DDP, for the rest of the process, to look for rows in every module that they are given."""
-    add_group = getattr(_fsdp_init, "_init_param_group", None)  # torch 2.13
-    set_factor, wrap = FSDPModule.set_gradient_divide_factor, DistributedDataParallel.__init__
+    if hasattr(_fsdp_init, "_init_param_group"):  # torch 2.13
+        Place(_fsdp_init.__name__, "_init_param_group").wrap(_leave_rows_out)
+    Place(FSDPModule.__module__, "FSDPModule.set_gradient_divide_factor").wrap(_note_factor)
+    Place(DistributedDataParallel.__module__, "DistributedDataParallel.__init__").wrap(_refuse_rows)
 
-    def add_group_of_all_but_rows(
-        state: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **given: Any
-    ) -> Any:
-        for module, rows in _with_rows(*modules):
-            if any(one is parameter for one in params for parameter in rows.of(module)):
-                raise ValueError(
-                    f"fully_shard is given the rows of a {type(module).__name__} that shard_over has split: leave them out by "
-                    "ignored_params=set(model.lm_head.parameters())"
-                )
-            rows.belong_to(state, mesh_info.mesh, module)
-        return add_group(state, params, modules, mesh_info, *args, **given)  # type: ignore[misc]
 
-    @functools.wraps(set_factor)
-    def set_gradient_divide_factor(self: Any, factor: float) -> None:
-        # FSDP2 drops the factor if all parameters of the module are ignored.
-        self._get_fsdp_state().cce_divide_factor = factor
-        set_factor(self, factor)
+def _leave_rows_out(
+    add_group: Callable, state: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **given: Any
+) -> Any:
+    for module, rows in _with_rows(*modules):
+        if any(one is parameter for one in params for parameter in rows.of(module)):
+            raise ValueError(
+                f"fully_shard is given the rows of a {type(module).__name__} that shard_over has split: leave them out by "
+                "ignored_params=set(model.lm_head.parameters())"
+            )
+        rows.belong_to(state, mesh_info.mesh, module)
+    return add_group(state, params, modules, mesh_info, *args, **given)
 
-    @functools.wraps(wrap)
-    def wrap_none_with_rows(self: Any, module: nn.Module, *args: Any, **given: Any) -> None:
-        if _with_rows(module):
-            raise ValueError(BESIDE_DDP)
-        wrap(self, module, *args, **given)
 
-    if add_group is not None:
-        Place(_fsdp_init.__name__, "_init_param_group").put(add_group_of_all_but_rows)
-    Place(FSDPModule.__module__, "FSDPModule.set_gradient_divide_factor").put(set_gradient_divide_factor)
-    Place(DistributedDataParallel.__module__, "DistributedDataParallel.__init__").put(wrap_none_with_rows)
+def _note_factor(set_factor: Callable, self: Any, factor: float) -> None:
+    # FSDP2 drops the factor if all parameters of the module are ignored.
+    self._get_fsdp_state().cce_divide_factor = factor
+    set_factor(self, factor)
+
+
+def _refuse_rows(wrap: Callable, self: Any, module: nn.Module, *args: Any, **given: Any) -> None:
+    if _with_rows(module):
+        raise ValueError(BESIDE_DDP)
+    wrap(self, module, *args, **given)
 
 
 def _fully_shard_calls() -> list[tuple[nn.Module, Any, Any]]:

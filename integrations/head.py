@@ -92,8 +92,8 @@ class VocabParallelHead(nn.Module):
         if mesh is not None and (group is not None or mesh.ndim != 1):
             raise ValueError("mesh must be 1-D, and comes instead of group")
         if shard_over is not None:
-            _check_over(shard_over, {"mesh": mesh, "group": group, "class_weights": class_weights, **loss_options})
-            _check_tied(weight, shard_over)
+            given = {"mesh": mesh, "group": group, "class_weights": class_weights, **loss_options}
+            _check_over(shard_over, weight, given)
             mesh, group = shard_over, group_of("shard_over", shard_over)
         integer("hidden_size", hidden_size, 1)
         integer("vocab_size", vocab_size, 1)
@@ -104,13 +104,10 @@ class VocabParallelHead(nn.Module):
         if mesh is not None and group is None:
             group = group_of("mesh", mesh)
         self.shard = VocabShard.even(vocab_size, group) if group else VocabShard(0, vocab_size, vocab_size)
-        self.rows = None
-        if shard_over is not None:
-            self.rows = fsdp.Rows(shard_over, self.shard, equal_tokens)
+        self.rows = None if shard_over is None else fsdp.Rows(shard_over, self.shard, equal_tokens)
         self.mesh, self.loss_options = mesh, loss_options
-        self.logit_scale = None
-        if isinstance(loss_options.get("logit_scale"), nn.Parameter):
-            self.logit_scale = loss_options.pop("logit_scale")
+        learned = isinstance(loss_options.get("logit_scale"), nn.Parameter)
+        self.logit_scale = loss_options.pop("logit_scale") if learned else None
         self.register_buffer("class_weights", class_weights, persistent=False)
         own = weight is None
         if weight is None:
@@ -139,7 +136,11 @@ class VocabParallelHead(nn.Module):
         seed = int(torch.randint(2**62, (), device="cpu").item())
         bound = 1 / math.sqrt(self.hidden_size)
         weight = _local(self.weight)
-        first_row = self._first_row()
+        first_row = self.shard.start
+        if isinstance(self.weight, DTensor):  # FSDP2 may have split the shard further
+            whole = self.weight
+            _, offset = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+            first_row = offset[0] + (first_row if self.mesh is None else 0)
         stop_row = first_row + weight.shape[0]
         with torch.no_grad():
             for first in range(first_row // INIT_ROWS * INIT_ROWS, stop_row, INIT_ROWS):
@@ -166,10 +167,10 @@ class VocabParallelHead(nn.Module):
         if labels is None:
             return self._local_logits(hidden)
         if self.rows is not None:
-            weight, bias, _ = self.rows.operands(hidden, self.weight, self.bias, None)
             return self.rows.loss(
-                hidden, weight, labels, linear_bias=bias, shard=self.shard, num_tokens=num_tokens, **self.loss_options
-            )
+                hidden, self.weight, labels, linear_bias=self.bias, shard=self.shard, num_tokens=num_tokens,
+                **self.loss_options,
+            )  # fmt: skip
         return linear_cross_entropy(
             hidden, _local(self.weight), labels, linear_bias=None if self.bias is None else _local(self.bias),
             weight=self.class_weights, shard=self.shard, num_tokens=num_tokens, **self.options_of_loss(),
@@ -200,14 +201,6 @@ class VocabParallelHead(nn.Module):
         padding = torch.arange(self.shard.num_rows, device=logits.device) >= self.shard.num_valid
         return logits.masked_fill(padding, -torch.inf)
 
-    def _first_row(self) -> int:
-        """Return the first id of the rows in memory, which are only a part of the shard if FSDP2 has split it further."""
-        if not isinstance(self.weight, DTensor):
-            return self.shard.start
-        weight = self.weight
-        _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-        return offset[0] + (self.shard.start if self.mesh is None else 0)
-
     def _new_parameter(self, local: Tensor) -> Tensor:
         return local if self.mesh is None else fsdp.distribute(local, self.vocab_size, self.mesh)
 
@@ -222,8 +215,8 @@ def _check_kinds(mesh: Any, weight: Any, init_std: Any) -> None:
         raise ValueError(f"init_std must not be negative, got {init_std}")
 
 
-def _check_over(mesh: Any, given: dict[str, Any]) -> None:
-    """Raise unless a head can be split over this mesh and no other argument is about ranks."""
+def _check_over(mesh: Any, weight: Any, given: dict[str, Any]) -> None:
+    """Raise unless a head can be split over this mesh, a tied weight is, and no other argument is about ranks."""
     fsdp.check_mesh(mesh)
     names = ("mesh", "group", "class_weights", "input_grad", "grad_weight_out", "expected_weights")
     wrong = [name for name in names if given.get(name) is not None]
@@ -232,10 +225,6 @@ def _check_over(mesh: Any, given: dict[str, Any]) -> None:
         wrong.append("a logit_scale that is learned")
     if wrong:
         raise ValueError(f"shard_over goes without {', '.join(wrong)}")
-
-
-def _check_tied(weight: Any, mesh: DeviceMesh) -> None:
-    """Raise ValueError unless the tied weight is split over the mesh as the head's own would be."""
     split = isinstance(weight, DTensor) and weight.device_mesh == mesh and weight.placements[-1] == Shard(0)
     if weight is not None and not split:
         raise ValueError(
@@ -261,10 +250,9 @@ def _distribute_entries(head: VocabParallelHead, state_dict: dict, prefix: str, 
     if head.mesh is not None:
         return
     head.shard.check_group()
-    group = head.shard.group
-    if group is None:
+    if head.shard.group is None:
         return
-    mesh = DeviceMesh.from_group(group, head.weight.device.type)
+    mesh = DeviceMesh.from_group(head.shard.group, head.weight.device.type)
     for key in (prefix + "weight", prefix + "bias"):
         if isinstance(state_dict.get(key), DTensor):
             raise ValueError(f"{key} is split by FSDP2 too: make the head with mesh=, so that both splits can be saved")

@@ -1,8 +1,4 @@
-"""NeMo-RL: the log-probabilities of ``use_fused_linear_logprobs`` from hidden states.
-
-    from cce_dist.integrations import nemo_rl as cce_nemo_rl
-
-    cce_nemo_rl.install()  # in every worker, before training
+"""NeMo-RL: the log-probabilities of ``use_fused_linear_logprobs`` from hidden states (docs/nemo_rl.md).
 
 With that switch NeMo-RL's ``GPTModel.forward`` ends in ``from_parallel_hidden_states_to_logprobs``, which computes chunks of
 fp32 logits twice and gathers hidden states under any tensor parallelism. The replacement calls ``linear_log_probs``. It tells
@@ -12,10 +8,9 @@ NeMo-RL does not pass the lengths of packed sequences to that function. A second
 replacement then returns a row for each sequence, gathered over context-parallel ranks. A third patch has NeMo-RL's losses take
 such rows, as its log-probabilities already do.
 
-With top-k or top-p in its TrainingSamplingParams NeMo-RL masks whole logits. The replacement takes the softmax over the ids
-that the engine kept (``KeptIds``). Microbatches must hold these: ``sampling_mask_token_ids`` [B, S, K] and
-``sampling_mask_sizes`` [B, S], aligned with ``input_ids``. A fourth patch passes them on with the labels. The reference policy
-stays over the whole vocabulary, and so do the log-probabilities that its own are compared with; a fifth patch returns them.
+With top-k or top-p NeMo-RL masks whole logits. The replacement takes the softmax over the ids that the engine kept
+(``KeptIds``), which a fourth patch passes on with the labels. The reference policy stays over the whole vocabulary, and so do
+the log-probabilities that its own are compared with; a fifth patch returns them.
 
 Letters: B sequences, S tokens of a sequence, T tokens of all packed sequences, D hidden size, V_r rows of this rank.
 """
@@ -87,23 +82,23 @@ def _scores(options: ScoreOptions) -> Callable:
 
 
 # NeMo-RL passes the labels on unchanged, so the lengths travel as their attribute.
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
     labels, packed = kwargs.get("labels"), kwargs.get("packed_seq_params")
     if labels is not None and packed is not None:
         kwargs["labels"] = labels.view_as(labels)
         kwargs["labels"].packed_seq_params = packed
         kwargs["labels"].replay = getattr(labels, "replay", None)
-    return _forward.cce_original(self, *args, **kwargs)  # type: ignore[attr-defined]
+    return theirs(self, *args, **kwargs)
 
 
 def _loss(
+    theirs: Callable,
     self: Any,
     data_dict: Any,
     packed_seq_params: Any = None,
     global_valid_seqs: Tensor | None = None,
     global_valid_toks: Tensor | None = None,
 ) -> Callable:
-    theirs = _loss.cce_original  # type: ignore[attr-defined]
     fused = any(getattr(self.loss_fn, name, False) for name in SWITCHES)
     unpacked = fused and packed_seq_params is not None
     compute = theirs(self, data_dict, None if unpacked else packed_seq_params, global_valid_seqs, global_valid_toks)
@@ -122,8 +117,7 @@ class Replay:
     unfiltered: Tensor | None = None  # [B, S - 1] log-probabilities over the whole vocabulary
 
 
-def _step(data_iterator: Any, model: Any, post_processing_fn: Any, **given: Any) -> Any:
-    theirs = _step.cce_original  # type: ignore[attr-defined]
+def _step(theirs: Callable, data_iterator: Any, model: Any, post_processing_fn: Any, **given: Any) -> Any:
     params = given.get("sampling_params")
     fused = given.get("use_fused_linear_logprobs") or given.get("use_linear_ce_fusion_loss")
     if not fused or params is None or (params.top_p in (None, 1.0) and (params.top_k or -1) < 1):
@@ -135,24 +129,23 @@ def _step(data_iterator: Any, model: Any, post_processing_fn: Any, **given: Any)
     return theirs(iter([batch]), model, post_processing_fn, **given)
 
 
-def _unfiltered(input_ids: Tensor, *args: Any, **given: Any) -> Tensor:
+def _unfiltered(theirs: Callable, input_ids: Tensor, *args: Any, **given: Any) -> Tensor:
     replay = getattr(input_ids, "replay", None)
     if replay is not None:
         return F.pad(replay.unfiltered, (0, input_ids.shape[1] - 1 - replay.unfiltered.shape[1]))
-    return _unfiltered.cce_original(input_ids, *args, **given)  # type: ignore[attr-defined]
+    return theirs(input_ids, *args, **given)
 
 
 SWITCHES = "use_fused_linear_logprobs", "use_linear_ce_fusion"  # attributes of a loss; the second is NeMo-RL 0.7's
 KNOWN = "NeMo-RL 0.7 and main of 2026-08"
 PATCH = Patch("nemo_rl.distributed.model_utils", "from_parallel_hidden_states_to_logprobs", KNOWN, _scores)
-_FORWARD, _STEP = "_gpt_forward_with_linear_ce_fusion", "forward_with_post_processing_fn"
-_SCORES, MASK = "get_next_token_logprobs_from_logits", ("sampling_mask_token_ids", "sampling_mask_sizes")
+MASK = "sampling_mask_token_ids", "sampling_mask_sizes"  # ids [B, S, K], and how many of them count [B, S]
 PATCHES = (
     PATCH,
-    Patch("nemo_rl.distributed.model_utils", _FORWARD, KNOWN, parameters={_FORWARD: ()}, ours=_forward),
+    Patch("nemo_rl.distributed.model_utils", "_gpt_forward_with_linear_ce_fusion", KNOWN, ours=_forward),
     Patch("nemo_rl.models.megatron.train", "LossPostProcessor.__call__", KNOWN, ours=_loss),
-    Patch("nemo_rl.models.megatron.train", _STEP, KNOWN, parameters={_STEP: ()}, ours=_step),
-    Patch("nemo_rl.distributed.model_utils", _SCORES, KNOWN, parameters={_SCORES: ()}, ours=_unfiltered),
+    Patch("nemo_rl.models.megatron.train", "forward_with_post_processing_fn", KNOWN, ours=_step),
+    Patch("nemo_rl.distributed.model_utils", "get_next_token_logprobs_from_logits", KNOWN, ours=_unfiltered),
 )
 
 
@@ -167,7 +160,7 @@ def uninstall() -> None:
 
 
 def _sampled_from(data: Any) -> Tensor:
-    """Return the ids that each token was sampled from, [B, S, K], padded with -1."""
+    """Return the ids that each token of input_ids was sampled from, [B, S, K], padded with -1."""
     missing = [name for name in MASK if name not in data]
     if missing:
         raise ValueError(

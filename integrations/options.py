@@ -89,8 +89,8 @@ class Options:
 
     @classmethod
     def known(cls) -> list[str]:
-        fields = [field.name for field in dataclasses.fields(cls)]
-        return [key for key in KEYS if key.startswith("filter") or key in fields]
+        # A field's default is an attribute of the class.
+        return [key for key in KEYS if key.startswith("filter") or hasattr(cls, key)]
 
     @classmethod
     def read(cls, values: Mapping[str, Any], spell: Callable[[str], str], what: str = "this call") -> Self:
@@ -109,7 +109,7 @@ class Options:
             if key not in cls.known():
                 raise ValueError(f'{what} has no key "{key}"; it has {", ".join(cls.known())}')
             kind, *range_ = KEYS[key]
-            if not _is(kind, value):
+            if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != SWITCH):
                 choices = f", {range_[1]}" if range_ and kind == TEXT else ""
                 got = type(value).__name__ if isinstance(value, torch.nn.Module) else repr(value)
                 raise ValueError(f"{spell(key)} must be {kind}{choices}, got {got}")
@@ -118,8 +118,7 @@ class Options:
         lost = [key for key in values if key.startswith("filter_")] if "filter" not in values else []
         if lost:
             raise ValueError(f"{spell(lost[0])} has no effect: no filter is named")
-        names = {field.name for field in dataclasses.fields(cls)}
-        fields = {key: value for key, value in values.items() if key in names}
+        fields = {key: value for key, value in values.items() if hasattr(cls, key)}
         if "reduce_dtype" in fields:
             fields["reduce_dtype"] = REDUCE_DTYPES[fields["reduce_dtype"]]
         if values.get("filter", "off") != "off":
@@ -130,10 +129,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOptions(Options):
-    """Options of log-probabilities.
-
-    Args:
-        batch_invariant: As in ``linear_log_probs``: bits of the head's outputs do not depend on the batch.
+    """Options of log-probabilities: ``batch_invariant`` as in ``linear_log_probs``.
 
     Raises:
         ValueError: It is asked of the torch backend. Where "auto" comes to that, the call raises.
@@ -148,30 +144,15 @@ class ScoreOptions(Options):
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions(Options):
-    """Options of a loss that trains alone: in evaluation it is comparable with any other.
+    """Options of a loss that trains alone, as in ``linear_cross_entropy``: in evaluation it is comparable with any other."""
 
-    Args:
-        label_smoothing: Smoothing where the model's own call of ``F.cross_entropy`` says none.
-        z_loss_weight: As in ``linear_cross_entropy``.
-    """
-
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.0  # where the model's own call of ``F.cross_entropy`` says none
     z_loss_weight: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions(TrainOptions):
-    """Options of a model that calls ``F.cross_entropy`` itself.
+    """Options of a model that calls ``F.cross_entropy`` itself."""
 
-    Args:
-        reduce_dtype: As in ``linear_cross_entropy``.
-        head: Name of the module that makes the logits; "" where it is an output embedding or called lm_head or embed_out.
-    """
-
-    reduce_dtype: torch.dtype | None = None
-    head: str = ""
-
-
-def _is(kind: str, value: Any) -> bool:
-    """Return whether a value is of a kind; true and false are no numbers."""
-    return isinstance(value, _TYPES[kind]) and (kind == SWITCH or not isinstance(value, bool))
+    reduce_dtype: torch.dtype | None = None  # as in ``linear_cross_entropy``
+    head: str = ""  # the module that makes the logits; "": the output embedding, or one called lm_head or embed_out

@@ -1,44 +1,51 @@
-"""Replace functions of other packages, and undo it."""
+"""Replace functions of other packages, and attributes of objects, and undo it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from cce_dist.integrations.options import ScoreOptions
 
-_log = logging.getLogger("cce_dist").warning
+# A level below WARNING is dropped unless somebody configures logging, and the lines are there to be seen.
+log = logging.getLogger("cce_dist").warning
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A function of another package. It is replaced in every module of the package that has imported it by name.
+    """A function of another package. It is replaced in every module of the package that has imported it by name."""
 
-    Args:
-        module: The module that defines the function, for example "verl.utils.kernel.linear_cross_entropy".
-        name: The function's name. For a method its class comes first: "SFTTrainer.__init__".
-    """
+    module: str  # that defines the function: "verl.utils.kernel.linear_cross_entropy"
+    name: str  # of the function; for a method its class comes first: "SFTTrainer.__init__"
 
-    module: str
-    name: str
-
-    def put(self, ours: Any) -> Any:
-        """Replace the function, also one that an earlier ``put`` has left there, and return the package's own."""
+    def put(self, ours: Any) -> None:
+        """Replace the function, also one that an earlier ``put`` has left there."""
         self.uninstall()
         ours.cce_original = _found(importlib.import_module(self.module), self.name)
         self._swap(ours.cce_original, ours)
-        return ours.cce_original
+
+    def wrap(self, ours: Callable) -> None:
+        """Have a call of the function call ``ours`` with the package's own function before the arguments."""
+        self.uninstall()
+        theirs = _found(importlib.import_module(self.module), self.name)
+
+        @functools.wraps(theirs)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return ours(theirs, *args, **kwargs)
+
+        self.put(wrapper)
 
     def uninstall(self) -> None:
-        """Undo ``put``; nothing happens where it was not called."""
+        """Undo ``put`` or ``wrap``; nothing happens where it was not called."""
         ours = _found(sys.modules.get(self.module), self.name)
         if hasattr(ours, "cce_original"):
             self._swap(ours, ours.cce_original)
@@ -64,10 +71,10 @@ class Patch(Place):
 
     Args:
         known: Versions of the package that the adapter was written for, as an error names them.
-        ours: The replacement, whose parameters the function must have.
-        make: In place of ``ours``: called with the options, returns the replacement.
+        make: Called with the options, returns the replacement, whose parameters the function must have.
         parameters: Further names of the module and the parameters that they must have (fields for a class, () for anything).
             An entry for the function itself counts in place of the replacement's parameters.
+        ours: In place of ``make``: what ``wrap`` takes. With ``**given`` the function may have any parameters.
     """
 
     known: str
@@ -80,12 +87,10 @@ class Patch(Place):
             home = importlib.import_module(self.module)
         except ImportError as error:
             raise ImportError(f"cce_dist needs {self.known}, and cannot import {self.module}: {error}") from error
-        ours = self.ours if self.make is None else self.make(options)
-        self._check(home, {self.name: tuple(inspect.signature(ours).parameters), **self.parameters})
-        self.put(ours)
-
-    def _check(self, home: Any, parameters: Mapping[str, tuple[str, ...]]) -> None:
-        for name, wanted in parameters.items():
+        ours = functools.partial(self.ours, None) if self.make is None else self.make(options)
+        own = inspect.signature(ours).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values())
+        for name, wanted in {self.name: () if takes_any else tuple(own), **self.parameters}.items():
             found = _found(home, name)
             names = tuple(inspect.signature(found).parameters) if callable(found) and wanted else ()
             if names != wanted:
@@ -94,6 +99,10 @@ class Patch(Place):
                     f"cce_dist knows {self.known}: there {name} takes {', '.join(wanted)}; in {version} "
                     f"{', '.join(names) or 'nothing'}"
                 )
+        if self.make is None:
+            self.wrap(self.ours)
+        else:
+            self.put(ours)
 
 
 def install_all(patches: Sequence[Patch], options: dict[str, Any]) -> None:
@@ -132,8 +141,24 @@ def _found(home: Any, name: str) -> Any:
     return home
 
 
+@contextlib.contextmanager
+def attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Give an object or a class other attributes in a block."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
 @functools.cache
 def say_once(line: str) -> None:
     """Log a line on the first rank, once in a process."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _log(f"cce_dist: {line}")
+        log(f"cce_dist: {line}")

@@ -1,4 +1,4 @@
-"""Heads that PEFT has wrapped: LoRA, copies of the head, and rows or parameters that PEFT trains.
+"""Heads that PEFT has wrapped: LoRA, copies of the head, and rows or parameters that PEFT trains (docs/peft.md).
 
 LoRA adds ``s B A`` [V, D] to a frozen weight W [V, D], from A [r, D] and B [V, r]. The logits are one product of longer rows,
 
@@ -8,7 +8,6 @@ so ``linear_cross_entropy`` takes hidden states [N, D + r] and a weight [V, D + 
 dC are dB. The last r columns of dE are the gradient of ``s E A^T``, from which autograd computes dA and the rest of dE.
 
 Computing W + s B A instead would round it to the weight's dtype. In bf16 that rounding is larger than B A early in training.
-The longer rows cost a copy of W while the loss is alive, and a dC [V, D + r] of which backward keeps r columns.
 
 Letters: D hidden size, V the vocabulary, r the rank of an adapter.
 """
@@ -79,7 +78,12 @@ def operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     if head.disable_adapters and head.merged:
         head.unmerge()
     base = head.base_layer
-    _check(head, base)
+    check_kind(head)
+    if base.weight.dim() != 2 or base.weight.numel() == 0:
+        raise ValueError(
+            f"cce_dist: the weight under LoRA on the head is a piece {tuple(base.weight.shape)} here: ZeRO-3 gathers it in "
+            "base_layer alone; leave lm_head out of target_modules, use modules_to_save, or ZeRO-2"
+        )
     rows, columns, bias = [hidden], [base.weight], base.bias
     for name in _added(head):
         down, up, scale = head.lora_A[name], head.lora_B[name], head.scaling[name]
@@ -157,14 +161,4 @@ def check_kind(head: Any) -> None:
             f"cce_dist cannot take over a head with {variants[0]}: only plain LoRA is a sum of matmuls; train the head itself "
             f"({INSTEAD}). A pull request that returns the variant's factors from operands() in integrations/peft.py would "
             "serve it"
-        )
-
-
-def _check(head: Any, base: Any) -> None:
-    """Raise unless the LoRA layer adds ``s B A`` to the whole weight of an ``nn.Linear``."""
-    check_kind(head)
-    if base.weight.dim() != 2 or base.weight.numel() == 0:
-        raise ValueError(
-            f"cce_dist: the weight under LoRA on the head is a piece {tuple(base.weight.shape)} here: ZeRO-3 gathers it in "
-            "base_layer alone; leave lm_head out of target_modules, use modules_to_save, or ZeRO-2"
         )

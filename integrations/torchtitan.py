@@ -16,10 +16,8 @@ Letters: B sequences, S tokens of a sequence on this rank, D hidden size.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,7 +38,7 @@ from torchtitan.distributed.utils import get_spmd_backend
 from cce_dist import VocabShard, linear_cross_entropy
 from cce_dist.integrations import fsdp
 from cce_dist.integrations.options import TrainOptions
-from cce_dist.integrations.patching import Place
+from cce_dist.integrations.patching import Place, attributes
 
 BACKENDS = ("spmd_types", "partial_dtensor")
 FULLY_SHARD = Place("torchtitan.distributed.fsdp", "fully_shard")
@@ -48,13 +46,9 @@ FULLY_SHARD = Place("torchtitan.distributed.fsdp", "fully_shard")
 
 @dataclasses.dataclass(frozen=True)
 class Options(TrainOptions):
-    """The keys of the loss.
+    """The keys of the loss."""
 
-    Args:
-        shard_over: Leave the head's rows where FSDP2 would put them, and gather hidden states in place of the weight.
-    """
-
-    shard_over: bool = False
+    shard_over: bool = False  # leave the head's rows where FSDP2 would put them, and gather hidden states instead
 
 
 def _read(keys: dict[str, Any]) -> Options:
@@ -77,15 +71,15 @@ class CCELoss(ChunkedLossWrapper):
         if self.options.shard_over:
             if get_spmd_backend() != "partial_dtensor":
                 raise ValueError('cce_loss: shard_over needs parallelism.spmd_backend to be "partial_dtensor"')
-            self.fully_shard = FULLY_SHARD.put(functools.partial(self._fully_shard))
+            FULLY_SHARD.wrap(self._fully_shard)
 
-    def _fully_shard(self, module: Any, *, mesh: Any, **given: Any) -> Any:
+    def _fully_shard(self, fully_shard: Callable, module: Any, *, mesh: Any, **given: Any) -> Any:
         """Split the head that torchtitan shards together with the norm before it, and have FSDP2 leave it alone."""
         if isinstance(module, list) and isinstance(module[-1], nn.Linear):
             # Ranks of torchtitan have batches of one size.
             self.rows = fsdp.shard_over(nn.ModuleList(module), module[-1], mesh, equal_tokens=True)
             given["ignored_params"] = set(module[-1].parameters())
-        return self.fully_shard(module, mesh=mesh, **given)
+        return fully_shard(module, mesh=mesh, **given)
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
         if type(lm_head).forward is not nn.Linear.forward:
@@ -114,7 +108,8 @@ class CCELoss(ChunkedLossWrapper):
         head: Any = self.lm_head
         checking = spmd.is_type_checking()
         with spmd.no_typecheck():
-            with _forward(head, lambda pred: self._loss(head, pred, labels, global_valid_tokens)):
+            # Between the head's hooks, in place of the forward that torchtitan has set.
+            with attributes(head, forward=lambda pred: self._loss(head, pred, labels, global_valid_tokens)):
                 loss = head(pred)
             if isinstance(head, FSDPModule) and not pred.requires_grad:
                 # A validation has no backward that reshards. reshard() follows the policy, as in the stock loss.
@@ -125,17 +120,16 @@ class CCELoss(ChunkedLossWrapper):
         return loss, {}
 
     def _loss(self, head: Any, pred: Tensor, labels: Tensor, count: Tensor | None) -> Tensor:
-        options, trains, weight, bias = self.options, head.training, head.weight, head.bias
+        options, trains = self.options, head.training
         compute: Callable = linear_cross_entropy
         call: dict[str, Any] = {"shard": _shard(head), "input_grad": "partial"}
         if self.rows is not None:
-            weight, bias, _ = self.rows.operands(pred, weight, bias, None)
             compute, call = self.rows.loss, {"shard": self.rows.shard}
         return compute(
             _local(pred),
-            weight,
+            head.weight,
             labels,
-            linear_bias=bias,
+            linear_bias=head.bias,
             **call,
             reduction="sum" if count is None else "mean",
             num_tokens=count,
@@ -162,20 +156,6 @@ def _shard(head: Any) -> VocabShard | None:
     mesh = current_spmd_mesh()
     assert mesh is not None
     return VocabShard.even(head.out_features, mesh.get_group("tp"))
-
-
-@contextlib.contextmanager
-def _forward(head: Any, ask: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Have a call of the head run ``ask`` between its hooks, in place of the forward that torchtitan has set."""
-    theirs = vars(head).get("forward")
-    head.forward = ask
-    try:
-        yield
-    finally:
-        if theirs is None:
-            del head.forward
-        else:
-            head.forward = theirs
 
 
 @override(target=BaseLoss.Config, fqns=["loss", "*.loss"], description="the loss from hidden states, without logits")

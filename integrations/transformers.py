@@ -26,13 +26,9 @@ SERVED = {"log_probs", "entropy", "is_top1"}  # the outputs that SFTTrainer need
 
 @dataclasses.dataclass(eq=False)
 class Task(task.Task):
-    """The task of a model that TRL may train.
+    """The task of a model that TRL may train."""
 
-    Args:
-        parts: Outputs of the losses in a call with ``fused_lm_head``; None in any other call.
-    """
-
-    parts: list[LinearCrossEntropyOutput] | None = None
+    parts: list[LinearCrossEntropyOutput] | None = None  # of the losses in a call with ``fused_lm_head``
 
     def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         args, kwargs = super().enter(model, args, kwargs)

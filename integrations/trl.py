@@ -1,8 +1,4 @@
-"""TRL: the log-probabilities of SFT, DPO, KTO, GRPO and RLOO from hidden states; distillation: ``trl_distillation``.
-
-    from cce_dist.integrations import trl as cce_trl
-
-    cce_trl.install()  # before the trainer is made
+"""TRL: the log-probabilities of SFT, DPO, KTO, GRPO and RLOO from hidden states (docs/trl.md).
 
 All of these trainers give their models a second forward by ``add_fused_lm_head``, and call it with ``fused_lm_head=True``.
 TRL's reads the head's weight and a table of config keys that scale logits. The replacement runs the model's own forward with a
@@ -10,9 +6,6 @@ head that defers: the model's code scales the deferred logits, and hooks of FSDP
 
 TRL divides by its temperature after the softcap: ``softcap * tanh(u / softcap) / T``. That is a smaller cap of the same tanh,
 so deferred logits may be divided after their tanh.
-
-GRPOTrainer's ``_compute_loss`` takes softmaxes over what the sampler kept if its inputs have ``sampling_mask``: [B, C, K]
-integers, a row for each token of the completions, with -1 as padding. A row without ids is a token whose sampler cut nothing.
 
 Letters: B sequences, S tokens of a sequence, C of a completion, N tokens that have a label, V the vocabulary.
 """
@@ -62,31 +55,17 @@ def _make(options: ScoreOptions) -> Callable:
     return add_fused_lm_head
 
 
-PATCH = Patch(
-    "trl.trainer.utils",
-    "add_fused_lm_head",
-    "TRL 1.16",
-    _make,
-    {"FusedCausalLMOutput": FIELDS},
-)
+PATCH = Patch("trl.trainer.utils", "add_fused_lm_head", "TRL 1.16", _make, {"FusedCausalLMOutput": FIELDS})
 ON_LOGITS = ("GKDTrainer", "GOLDTrainer")  # experimental SFTTrainers, which take nothing from hidden states
 
 
-def _refuse_others(_: ScoreOptions) -> Callable:
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    original = SFTTrainer.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in {base.__name__ for base in type(self).__mro__}.intersection(ON_LOGITS):
-            raise ValueError(
-                f"cce_dist: TRL's {name} computes its divergence on logits: DistillationTrainer has the same from hidden "
-                "states (linear_kl_divergence), or call cce_dist.integrations.trl.uninstall() first"
-            )
-        original(self, *args, **kwargs)
-
-    return __init__
+def _refuse_others(theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    for name in {base.__name__ for base in type(self).__mro__}.intersection(ON_LOGITS):
+        raise ValueError(
+            f"cce_dist: TRL's {name} computes its divergence on logits: DistillationTrainer has the same from hidden "
+            "states (linear_kl_divergence), or call cce_dist.integrations.trl.uninstall() first"
+        )
+    theirs(self, *args, **kwargs)
 
 
 _sampling_mask: Tensor | None = None  # of the loss under way
@@ -94,33 +73,31 @@ _sampling_mask: Tensor | None = None  # of the loss under way
 WHOLE = ("importance_sampling_ratio", "ref_per_token_logps", "old_per_token_logps", "old_logps")
 
 
-def _replaying(_: ScoreOptions) -> Callable:
-    def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
-        global _sampling_mask
-        mask, sampled = inputs.get("sampling_mask"), inputs.get("sampling_per_token_logps")
-        for name in WHOLE if mask is not None else ():
-            given = inputs.get(name)
-            if given is not None and (sampled is None or not torch.equal(given, sampled)):
-                raise ValueError(
-                    f"cce_dist: {name} is over the whole vocabulary, and the inputs have sampling_mask: set beta=0 and "
-                    "vllm_importance_sampling_correction=False, and replace old_per_token_logps by sampling_per_token_logps "
-                    "(RLOOTrainer has no place for lists)"
-                )
-        _sampling_mask = mask
-        try:
-            return _compute_loss.cce_original(self, model, inputs)  # type: ignore[attr-defined]
-        finally:
-            _sampling_mask = None
-
-    return _compute_loss
+# ``sampling_mask`` [B, C, K]: ids, padded with -1. A row without ids is a token whose sampler cut nothing.
+def _replay(theirs: Callable, self: Any, model: Any, inputs: Any) -> Any:
+    global _sampling_mask
+    mask, sampled = inputs.get("sampling_mask"), inputs.get("sampling_per_token_logps")
+    for name in WHOLE if mask is not None else ():
+        given = inputs.get(name)
+        if given is not None and (sampled is None or not torch.equal(given, sampled)):
+            raise ValueError(
+                f"cce_dist: {name} is over the whole vocabulary, and the inputs have sampling_mask: set beta=0 and "
+                "vllm_importance_sampling_correction=False, and replace old_per_token_logps by sampling_per_token_logps "
+                "(RLOOTrainer has no place for lists)"
+            )
+    _sampling_mask = mask
+    try:
+        return theirs(self, model, inputs)
+    finally:
+        _sampling_mask = None
 
 
 PATCHES = (
-    Patch("trl.trainer.grpo_trainer", "GRPOTrainer._compute_loss", "TRL 1.16", _replaying),
-    Patch("trl.trainer.rloo_trainer", "RLOOTrainer._compute_loss", "TRL 1.16", _replaying),
+    Patch("trl.trainer.grpo_trainer", "GRPOTrainer._compute_loss", "TRL 1.16", ours=_replay),
+    Patch("trl.trainer.rloo_trainer", "RLOOTrainer._compute_loss", "TRL 1.16", ours=_replay),
     trl_distillation.PATCH,
     PATCH,
-    Patch("trl.trainer.sft_trainer", "SFTTrainer.__init__", "TRL 1.16", _refuse_others),
+    Patch("trl.trainer.sft_trainer", "SFTTrainer.__init__", "TRL 1.16", ours=_refuse_others),
 )
 
 
@@ -191,32 +168,27 @@ def _add_forward(model: Any, score: _Score) -> None:
 @contextlib.contextmanager
 def _deferring(output: Any, options: ScoreOptions) -> Iterator[None]:
     """Have the head of a model defer in a block."""
-    if isinstance(peft.in_use(output), Head):
+    inside = peft.in_use(output)
+    if isinstance(inside, Head):
         raise ValueError(
             "cce_dist: this model is converted, and TRL's trainers compute the loss outside of it: revert the model. "
             "cce_dist.integrations.trl.install() alone is enough, and cce_dist.require(model) passes"
         )
-    with _without_cast(peft.in_use(output)):
+    # GRPOTrainer(cast_lm_head_to_fp32=True) has put a product in fp32 there; a score has its own.
+    cast = vars(inside).get("forward")
+    is_cast = getattr(cast, "__module__", "") == "trl.trainer.grpo_trainer"
+    if is_cast:
+        del inside.forward
+    try:
         head = checked(output, path="the output embedding")
         take(head, Task(options, VocabShard.even(head.out_features, None), calls=[True]))
         try:
             yield
         finally:
             give_back(head)
-
-
-@contextlib.contextmanager
-def _without_cast(head: Any) -> Iterator[None]:
-    """Take the product in fp32 off a head that GRPOTrainer(cast_lm_head_to_fp32=True) has put there: a score has its own."""
-    forward = vars(head).get("forward")
-    if getattr(forward, "__module__", "") != "trl.trainer.grpo_trainer":
-        yield
-        return
-    del head.forward
-    try:
-        yield
     finally:
-        head.forward = forward
+        if is_cast:
+            inside.forward = cast
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """TRL's DistillationTrainer: its divergence of two heads from hidden states, by ``linear_kl_divergence``.
 
-``install`` of ``integrations.trl`` puts it in the place of TRL's ``_chunked_divergence_loss``. A temperature divides behind the
-softcap, as in TRL: ``softcap / T`` and ``scale / T`` are the same logits. The student's entropy, which TRL logs, takes one
-product more.
+A temperature divides behind the softcap, as in TRL: ``softcap / T`` and ``scale / T`` are the same logits. The student's
+entropy, which TRL logs, takes one product more.
 """
 
 from __future__ import annotations

@@ -1,23 +1,14 @@
-"""verl: the log-probabilities and entropies of ``use_fused_kernels`` from hidden states, over any tensor-parallel group.
-
-    from cce_dist.integrations import verl as cce_verl
-
-    cce_verl.install()  # in every worker: a module of two lines, named in VERL_USE_EXTERNAL_MODULES
+"""verl: the log-probabilities and entropies of ``use_fused_kernels`` from hidden states (docs/verl.md).
 
 verl's models end in ``linear_cross_entropy``, a Triton kernel of verl: models of Megatron-core always, models of transformers
-with ``impl_backend: triton``. ``install`` replaces it. The replacement differs in two ways:
+with ``impl_backend: triton``. The replacement differs in two ways:
 
 * dE is right with and without sequence parallelism. verl's is this shard's part of the sum in both cases, which is right only
   behind Megatron's gather of slices.
 * The temperature may be a tensor of any shape that broadcasts over the labels.
 
-verl turns ``use_fused_kernels`` off in a Megatron model that predicts several tokens (``mtp.enable``), even if only rollouts
-use the predictions. ``install(mtp=True)`` leaves it on unless they are trained (``mtp.enable_train``): their loss needs a mask
-that verl's fused forward does not get.
-
-``install(sampling_mask="fsdp")`` or ``"megatron"`` takes softmaxes over what the sampler kept if a batch has ``sampling_mask``,
-a jagged tensor [B, j, K] of integers like ``input_ids``, padded with -1. A row without ids: the sampler cut nothing.
-Numbers of tokens then go through verl's packing, padding and slicing in place of the labels, and the head finds both by them.
+With lists of what a sampler kept, numbers of tokens go through verl's packing, padding and slicing in place of the labels, and
+the head finds labels and lists by them. A row without ids: the sampler cut nothing.
 
 Letters: N tokens, D hidden size, V_r the rows of the vocabulary on this rank.
 """
@@ -75,9 +66,9 @@ def _make(options: ScoreOptions) -> Callable:
     return linear_cross_entropy
 
 
-# verl's own method is told that the model predicts several tokens only if it is trained to.
-def _fused_kernels(self: Any) -> None:
-    theirs = _fused_kernels.cce_original  # type: ignore[attr-defined]
+# verl's own method is told that the model predicts several tokens only if it is trained to: that loss needs a mask, which
+# verl's fused forward does not get.
+def _fused_kernels(theirs: Callable, self: Any) -> None:
     mtp = self.model_config.mtp
     told = SimpleNamespace(mtp=SimpleNamespace(enable=mtp.enable and mtp.enable_train))
     engine = {"engine_config": self.engine_config, "is_value_model": self.is_value_model, "module": self.module}
@@ -85,9 +76,9 @@ def _fused_kernels(self: Any) -> None:
 
 
 # verl gives this method to models that predict several tokens, and ignores output_processor in it.
-def _postprocess(self: Any, *args: Any, output_processor: Any = None, **given: Any) -> Any:
+def _postprocess(theirs: Callable, self: Any, *args: Any, output_processor: Any = None, **given: Any) -> Any:
     if output_processor is None:
-        return _postprocess.cce_original(self, *args, **given)  # type: ignore[attr-defined]
+        return theirs(self, *args, **given)
     if not self.post_process:
         return given["hidden_states"]
     tied = self.share_embeddings_and_output_weights
@@ -105,7 +96,10 @@ class _Replay:
 
 
 def _begin(batch: Any) -> Any:
-    """Take the lists of a microbatch. Return the jagged numbers of its tokens, or None if it has no lists."""
+    """Take the lists of a microbatch, ``sampling_mask``: jagged ids [B, j, K] like ``input_ids``, padded with -1.
+
+    Return the jagged numbers of its tokens, or None if it has no lists.
+    """
     mask, ids, sampled = (batch.get(name, None) for name in ("sampling_mask", "input_ids", "loss_mask"))
     _Replay.lists = None
     if mask is None:
@@ -119,8 +113,7 @@ def _begin(batch: Any) -> Any:
     return torch.nested.nested_tensor_from_jagged(torch.arange(len(labels), device=labels.device), ids.offsets())
 
 
-def _fsdp_inputs(self: Any, micro_batch: Any) -> tuple[dict, dict]:
-    theirs = _fsdp_inputs.cce_original  # type: ignore[attr-defined]
+def _fsdp_inputs(theirs: Callable, self: Any, micro_batch: Any) -> tuple[dict, dict]:
     inputs, outputs = theirs(self, micro_batch)
     numbers = _begin(micro_batch) if "return_dict" in inputs else None  # else fused kernels are off
     if numbers is not None:
@@ -132,16 +125,16 @@ def _fsdp_inputs(self: Any, micro_batch: Any) -> tuple[dict, dict]:
     return inputs, outputs
 
 
-def _megatron_inputs(self: Any, batch: Any) -> dict:
+def _megatron_inputs(theirs: Callable, self: Any, batch: Any) -> dict:
     _Replay.numbers = _begin(batch)
-    return _megatron_inputs.cce_original(self, batch)  # type: ignore[attr-defined]
+    return theirs(self, batch)
 
 
-def _megatron_forward(hf_config: Any) -> Callable:
-    theirs = _megatron_forward.cce_original(hf_config)  # type: ignore[attr-defined]
+def _megatron_forward(theirs: Callable, hf_config: Any) -> Callable:
+    forward = theirs(hf_config)
     if _Replay.lists is None:
-        return theirs
-    return lambda labels, **given: theirs(labels=_Replay.numbers, **given)
+        return forward
+    return lambda labels, **given: forward(labels=_Replay.numbers, **given)
 
 
 PATCH = Patch(
@@ -152,11 +145,11 @@ PATCH = Patch(
     {"linear_cross_entropy": (), "LinearCrossEntropy.forward": PARAMETERS},  # linear_cross_entropy is its apply
 )
 NEWEST = "verl 0.9"
-ENGINE, POSTPROCESS = "verl.workers.engine.megatron.transformer_impl", "_megatron_gptmodel_postprocess"
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
 FSDP_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 MTP = (
     Patch(ENGINE, "MegatronEngine._maybe_enable_fused_kernels", NEWEST, ours=_fused_kernels),
-    Patch("verl.models.mcore.mtp_patch", POSTPROCESS, NEWEST, parameters={POSTPROCESS: ()}, ours=_postprocess),
+    Patch("verl.models.mcore.mtp_patch", "_megatron_gptmodel_postprocess", NEWEST, ours=_postprocess),
 )
 REPLAY = {
     "": (),

@@ -43,7 +43,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         ValueError: The section is wrong, or the model has no head that can be taken over; before anything is built.
         ImportError: deepspeed is missing.
     """
-    return _initialize(_original(), args, kwargs)
+    return _initialize(_original(), *args, **kwargs)
 
 
 def install() -> None:
@@ -52,13 +52,8 @@ def install() -> None:
     Call it before Trainer, Accelerate, TRL or your own framework calls that; a second call changes nothing. Code that did
     ``from deepspeed import initialize`` before keeps the old one. ImportError: deepspeed is missing.
     """
-    original = _original()
-
-    @functools.wraps(original)
-    def reads_the_section(*args: Any, **kwargs: Any) -> tuple:
-        return _initialize(original, args, kwargs)
-
-    INITIALIZE.put(reads_the_section)
+    _original()
+    INITIALIZE.wrap(_initialize)
 
 
 def uninstall() -> None:
@@ -86,15 +81,13 @@ def _original() -> Callable:
     return found
 
 
-def _initialize(original: Callable, args: tuple, kwargs: dict) -> tuple:
+def _initialize(original: Callable, *args: Any, **kwargs: Any) -> tuple:
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     in_args = (getattr(given.get("args"), name, None) for name in ("deepspeed_config", "deepscale_config"))
     sources = (given.get("config"), given.get("config_params"), *in_args)
-    config: Any = next((source for source in sources if source is not None), {})
-    if not isinstance(config, dict):
-        from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-
-        config = load_ds_config(config)
+    config = load_ds_config(next((source for source in sources if source is not None), {}))
     options = Options.from_config(config)
     if options is None:
         return original(*args, **kwargs)
@@ -116,30 +109,22 @@ def watch_engines() -> None:
     An engine of plain ``deepspeed.initialize`` whose ds_config has the section enabled says in a warning that it is ignored.
     ``import cce_dist`` calls this as soon as deepspeed is imported.
     """
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    original = DeepSpeedEngine.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
-        if isinstance(given.get("model"), nn.Module):
-            _give_back(given["model"])
-        if not _section_is_read.get():
-            _warn_of_section(given.get("config"))
-        original(self, *args, **kwargs)
-
-    Place("deepspeed.runtime.engine", "DeepSpeedEngine.__init__").put(__init__)
+    Place("deepspeed.runtime.engine", "DeepSpeedEngine.__init__").wrap(_begin_engine)
 
 
-def _warn_of_section(config: Any) -> None:
+def _begin_engine(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
+    if isinstance(given.get("model"), nn.Module):
+        _give_back(given["model"])
+    config = given.get("config")
     section = config.get(SECTION) if isinstance(config, dict) else None
     is_off = section is None or (isinstance(section, dict) and section.get("enabled") is False)
-    if not is_off:
+    if not is_off and not _section_is_read.get():
         say_once(
             f'plain deepspeed.initialize ignores the section "{SECTION}" of ds_config: call '
             "cce_dist.integrations.deepspeed.initialize in its place, or cce_dist.integrations.deepspeed.install() before it"
         )
+    original(self, *args, **kwargs)
 
 
 def _give_back(model: nn.Module) -> None:

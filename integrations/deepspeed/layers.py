@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -16,7 +15,23 @@ from cce_dist.integrations.options import SECTION
 from cce_dist.shard import VocabShard, even_rows
 
 
-class CCEHead(nn.Linear):
+class _Split:
+    """How layers that hold rows of a vocabulary initialize and mark them. No nn.Module: zero.Init gives each an __init__."""
+
+    def reset_parameters(self: Any) -> None:
+        # Draw from a stream of this shard's own; the default generators of all ranks stay alike.
+        is_split = self.rows.tp_size > 1
+        seed = int(torch.randint(2**62, (), device="cpu").item()) if is_split else 0
+        with torch.random.fork_rng(devices=[], enabled=is_split):
+            if is_split:
+                torch.manual_seed(seed + self.rows.tp_rank)
+            super().reset_parameters()  # type: ignore[misc]
+        # Without the mark DeepSpeed clips by a norm that lacks the shards of ranks past 0.
+        for parameter in self.parameters():
+            setattr(parameter, "tensor_model_parallel", is_split)  # noqa: B010, no attribute of Parameter
+
+
+class CCEHead(_Split, nn.Linear):
     """The rows of a language model's head that this rank of the model axis holds: hidden [..., D] -> logits.
 
     In a model that ``initialize`` has not converted: local logits if the vocabulary is not split, else an error.
@@ -41,18 +56,13 @@ class CCEHead(nn.Linear):
     ) -> None:
         self.rows = Rows(vocab_size, tp_rank, tp_size)
         super().__init__(hidden_size, self.rows.count, bias=bias, device=device, dtype=dtype)
-        self.rows.mark(self)
-
-    def reset_parameters(self) -> None:
-        with self.rows.seeded():
-            super().reset_parameters()
 
     def forward(self, input: Tensor) -> Tensor:
         self.rows.require_group()
         return super().forward(input)
 
 
-class CCEEmbedding(nn.Embedding):
+class CCEEmbedding(_Split, nn.Embedding):
     """The input embedding with the same rows as a ``CCEHead``, to tie the two: ids [...] of the whole vocabulary -> [..., D].
 
     Communication: Forward all-reduces its result over the model axis; backward makes no collective.
@@ -70,11 +80,6 @@ class CCEEmbedding(nn.Embedding):
     ) -> None:
         self.rows = Rows(vocab_size, tp_rank, tp_size)
         super().__init__(self.rows.count, hidden_size, device=device, dtype=dtype)
-        self.rows.mark(self)
-
-    def reset_parameters(self) -> None:
-        with self.rows.seeded():
-            super().reset_parameters()
 
     def forward(self, input: Tensor) -> Tensor:
         group = self.rows.require_group()
@@ -126,22 +131,6 @@ class Rows:
         self.vocab_size, self.tp_rank, self.tp_size = vocab_size, tp_rank, tp_size
         self.count, self.group = self.stop - self.start, None
         self.joined_by_engine = False  # else by the user's own code, which knows when to leave the group
-
-    def mark(self, module: nn.Module) -> None:
-        """Mark the parameters as shards. Without the mark DeepSpeed clips by a norm that lacks the shards of ranks past 0."""
-        for parameter in module.parameters():
-            setattr(parameter, "tensor_model_parallel", self.tp_size > 1)  # noqa: B010, no attribute of Parameter
-
-    @contextlib.contextmanager
-    def seeded(self) -> Any:
-        """Draw from a stream of this shard's own; the default generators of all ranks stay alike."""
-        if self.tp_size == 1:
-            yield
-            return
-        seed = int(torch.randint(2**62, (), device="cpu").item())
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + self.tp_rank)
-            yield
 
     def require_group(self) -> dist.ProcessGroup | None:
         if self.tp_size > 1 and self.group is None:

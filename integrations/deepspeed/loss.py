@@ -31,10 +31,7 @@ class Options(ModelOptions):
 
     sequence_mean: bool = False
     report: bool = False
-
-    @classmethod
-    def known(cls) -> list[str]:
-        return ["enabled", *super().known()]
+    enabled: bool = dataclasses.field(default=True, kw_only=True, repr=False)
 
     @classmethod
     def from_config(cls, config: dict) -> Options | None:
@@ -51,24 +48,17 @@ class Options(ModelOptions):
         options = cls.read(section, lambda key: f'ds_config: "{SECTION}.{key}"', f'ds_config: "{SECTION}"')
         if "enabled" not in section:
             raise ValueError(f'ds_config: "{SECTION}" needs the key "enabled", true or false')
-        return options if section["enabled"] else None
+        return options if options.enabled else None
 
 
 @dataclasses.dataclass(eq=False)
 class Task(transformers.Task):
-    """What the head of an engine knows besides.
+    """What the head of an engine knows besides."""
 
-    Args:
-        sequence_group: The ranks over whose tokens a "mean" is, with ``sequence_mean``.
-        sequence_scale: What this rank's part of such a mean is multiplied by for its gradient.
-        reported: What the last loss was made of, by name.
-        is_given_back: A later engine of the same model has given the head back.
-    """
-
-    sequence_group: dist.ProcessGroup | None = None
-    sequence_scale: int = 1
-    reported: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    is_given_back: bool = False
+    sequence_group: dist.ProcessGroup | None = None  # with ``sequence_mean``, the ranks over whose tokens a "mean" is
+    sequence_scale: int = 1  # multiplies this rank's part of such a mean for its gradient
+    reported: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # what the last loss was made of
+    is_given_back: bool = False  # by a later engine of the same model
 
     def require(self, name: str) -> None:
         if self.is_given_back:

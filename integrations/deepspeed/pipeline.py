@@ -20,6 +20,7 @@ from cce_dist.integrations.deferred.find_head import check_class
 from cce_dist.integrations.deferred.subclass import take
 from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.options import SECTION
+from cce_dist.integrations.patching import attributes
 
 
 @contextlib.contextmanager
@@ -33,18 +34,13 @@ def layer_weights(weights: Sequence[float]) -> Iterator[None]:
     """
     from deepspeed.pipe import PipelineModule
 
-    counted = PipelineModule._count_layer_params
-
     def weighed(module: Any) -> list[float]:
         if len(weights) != len(module._layer_specs):
             raise ValueError(f"{len(weights)} weights for the {len(module._layer_specs)} layers of a PipelineModule")
         return list(weights)
 
-    PipelineModule._count_layer_params = weighed
-    try:
+    with attributes(PipelineModule, _count_layer_params=weighed):
         yield
-    finally:
-        PipelineModule._count_layer_params = counted
 
 
 def is_pipeline(module: Any) -> bool:
@@ -54,6 +50,8 @@ def is_pipeline(module: Any) -> bool:
 
 
 def check(module: Any, options: Options) -> None:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
     if hasattr(module, "phase_funcs"):
         raise ValueError("cce_dist does not support DualPipeV; use a PipelineModule")
     for key in ("head", "sequence_mean"):
@@ -61,7 +59,12 @@ def check(module: Any, options: Options) -> None:
             raise ValueError(f'ds_config: "{SECTION}.{key}" is not for pipelines, whose head is the last layer')
     if module.loss_fn is None:
         raise ValueError("cce_dist needs a PipelineModule with a loss_fn that calls F.cross_entropy")
-    _check_last_layer(module._layer_specs[-1])
+    spec = module._layer_specs[-1]
+    kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
+    if not isinstance(spec, TiedLayerSpec):
+        check_class(kind, (CCEHead,))
+    elif not issubclass(kind, nn.Embedding) or spec.forward_fn is None:
+        raise ValueError(f"cce_dist: a tied head needs an nn.Embedding and a forward_fn, not {kind.__name__}")
 
 
 def convert(engine: Any, options: Options) -> dict[str, Task]:
@@ -75,14 +78,14 @@ def convert(engine: Any, options: Options) -> dict[str, Task]:
     tied = isinstance(head, functools.partial)
     owner = head.args[0] if tied else head
     name = f"tied to {type(owner).__name__}" if tied else type(owner).__name__
-    task = _PipelineTask(options, shard_of(owner), engine=weakref.ref(engine), owner=owner, tied=tied)
+    task = _PipelineTask(options, shard_of(owner), engine=weakref.ref(engine), owner=owner, loss_fn=module.loss_fn)
     if tied:
         _check_tied(head)
-        module.forward_funcs[-1] = _TiedHead(head, task)
+        task.tied_head, module.forward_funcs[-1] = head, task.call_tied_head
     else:
         take(head, task)
-    # A loss_fn that is a module stays registered, with its parameters: the wrapper is found first.
-    vars(module)["loss_fn"] = _PipelineLoss(module.loss_fn, task)
+    # A loss_fn that is a module stays registered, with its parameters: the task's is found first.
+    vars(module)["loss_fn"] = task.call_loss_fn
     module.register_forward_hook(task.pass_weight_through)
     if options.report:
         module.get_additional_losses = lambda: task.reported
@@ -93,15 +96,16 @@ def give_back(module: Any) -> None:
     """Undo ``convert``, but for the head's class."""
     for name, hook in list(module._forward_hooks.items()):
         task = getattr(hook, "__self__", None)
-        if isinstance(task, _PipelineTask):
-            task.is_given_back = True
-            del module._forward_hooks[name]
-    if isinstance(module.loss_fn, _PipelineLoss):
-        wrapper = vars(module).pop("loss_fn")
-        if "loss_fn" not in module._modules:
-            module.loss_fn = wrapper.loss_fn
-    if module.forward_funcs and isinstance(module.forward_funcs[-1], _TiedHead):
-        module.forward_funcs[-1] = module.forward_funcs[-1].head
+        if not isinstance(task, _PipelineTask):
+            continue
+        task.is_given_back = True
+        del module._forward_hooks[name]
+        if getattr(module.loss_fn, "__self__", None) is task:
+            del vars(module)["loss_fn"]
+            if "loss_fn" not in module._modules:
+                module.loss_fn = task.loss_fn
+        if task.tied_head is not None:
+            module.forward_funcs[-1] = task.tied_head
     report = vars(module).get("get_additional_losses")
     if getattr(report, "__module__", None) == __name__:
         del module.get_additional_losses
@@ -113,7 +117,8 @@ class _PipelineTask(Task):
 
     engine: Callable[[], Any] = lambda: None  # a weak reference: the engine holds this
     owner: Any = None  # the module that has the head's weight
-    tied: bool = False  # the owner is an embedding, whose weight alone is the head
+    tied_head: Callable | None = None  # the user's, where the owner is an embedding, whose weight alone is the head
+    loss_fn: Any = None  # the user's
 
     def deferring(self) -> bool:
         engine = self.engine()
@@ -126,38 +131,36 @@ class _PipelineTask(Task):
         return False  # the loss is computed in loss_fn
 
     def pass_weight_through(self, module: nn.Module, inputs: tuple, hidden: Any) -> Any:
-        """Return the pipeline's hidden states with the head that ``_PipelineLoss`` needs; a forward hook."""
+        """Return the pipeline's hidden states with the head that ``call_loss_fn`` needs; a forward hook."""
         if not self.deferring():
             return None
-        weight, bias = self.owner.weight, None if self.tied else getattr(self.owner, "bias", None)
+        weight, bias = self.owner.weight, None if self.tied_head else getattr(self.owner, "bias", None)
         if torch.is_grad_enabled():
-            self._check_gradient(module, hidden)
+            own = set(self.owner.parameters())
+            if not hidden.requires_grad and any(x.requires_grad and x not in own for x in module.parameters()):
+                raise RuntimeError(
+                    "cce_dist: the hidden states of the last layer need no gradient, so that the layers before would not "
+                    'train; with activation checkpoints set "pipeline": {"use_reentrant": false} in ds_config'
+                )
             self.num_forwards += module.training
             hidden, weight, bias = _Together.apply(hidden, weight, bias)
         hidden.cce_head = _PassedHead(weight, bias, module.training)
         return hidden
 
-    def _check_gradient(self, module: nn.Module, hidden: Tensor) -> None:
-        """Raise if layers before the head would get no gradient, as in a reentrant checkpoint of ids."""
-        if hidden.requires_grad:
-            return
-        own = set(self.owner.parameters())
-        if any(x.requires_grad and x not in own for x in module.parameters()):
-            raise RuntimeError(
-                "cce_dist: the hidden states of the last layer need no gradient, so that the layers before would not train; "
-                'with activation checkpoints set "pipeline": {"use_reentrant": false} in ds_config'
+    def call_tied_head(self, hidden: Tensor) -> Tensor:
+        assert self.tied_head is not None
+        return hidden if self.deferring() else self.tied_head(hidden)
+
+    def call_loss_fn(self, outputs: Any, labels: Any) -> Any:
+        """Call the user's ``loss_fn``, with what the last layer returns as logits."""
+        if self.deferring():
+            return self.loss_fn(TensorLogits(outputs.cce_head, self, outputs), labels)
+        if self.shard.group is not None:
+            raise ValueError(
+                "cce_dist: eval_batch(return_logits=True) of a split vocabulary returns this rank's logits, of which there is "
+                "no loss: add compute_loss=False"
             )
-
-
-@dataclasses.dataclass
-class _TiedHead:
-    """A tied head in ``forward_funcs``: hidden states as they are while logits are deferred."""
-
-    head: Callable
-    task: Task
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return hidden if self.task.deferring() else self.head(hidden)
+        return self.loss_fn(outputs, labels)
 
 
 @dataclasses.dataclass
@@ -186,35 +189,6 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         return gradients
-
-
-@dataclasses.dataclass
-class _PipelineLoss:
-    """The user's ``loss_fn``, given what the last layer returns as logits."""
-
-    loss_fn: Callable
-    task: Task
-
-    def __call__(self, outputs: Any, labels: Any) -> Any:
-        if self.task.deferring():
-            return self.loss_fn(TensorLogits(outputs.cce_head, self.task, outputs), labels)
-        if self.task.shard.group is not None:
-            raise ValueError(
-                "cce_dist: eval_batch(return_logits=True) of a split vocabulary returns this rank's logits, of which there is "
-                "no loss: add compute_loss=False"
-            )
-        return self.loss_fn(outputs, labels)
-
-
-def _check_last_layer(spec: Any) -> None:
-    from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
-    kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
-    if isinstance(spec, TiedLayerSpec):
-        if not issubclass(kind, nn.Embedding) or spec.forward_fn is None:
-            raise ValueError(f"cce_dist: a tied head needs an nn.Embedding and a forward_fn, not {kind.__name__}")
-    else:
-        check_class(kind, (CCEHead,))
 
 
 def _check_tied(function: functools.partial) -> None:

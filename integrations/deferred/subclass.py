@@ -1,10 +1,8 @@
 """Heads and models are put into subclasses of their classes: a ``Head`` defers, and a ``Watched`` model reports its calls.
 
-``take`` puts a head into a subclass of its class, with ``Head`` before it. While the head's task defers, a call of the head
-returns deferred logits. The request for their loss calls the head again with ``ask=``, a function that runs inside of the
-head's ``forward``. If FSDP or ZeRO-3 has hooks on the head, the request runs them, and they gather the weight around its real
-use. ``watch`` puts the model into a subclass with ``Watched`` before its class, so that the task knows when a call of the model
-begins and ends.
+While the head's task defers, a call of the head returns deferred logits. The request for their loss calls the head again with
+``ask=``, a function that runs inside of the head's ``forward``. If FSDP or ZeRO-3 has hooks on the head, the request runs them,
+and they gather the weight around its real use.
 """
 
 from __future__ import annotations
@@ -90,17 +88,13 @@ class _Taken(nn.Module):
 
 
 class Head(_Taken):
-    """Base class put before a head's own class: it returns deferred logits while the task defers.
-
-    With ``ask``, ``forward`` runs it where hooks have made the weight whole.
-    """
+    """Base class put before a head's own class: it returns deferred logits while the task defers."""
 
     def __call__(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:
         task = self.cce_task
         if ask is None and not task.deferring():
             return super().__call__(*args, **kwargs)
-        gathered = _is_gathered(self)
-        check_hooks(self, gathered)
+        gathered = check_hooks(self)
         if gathered and ask is None:
             # Without the hooks, which would gather a weight that is not used yet.
             return task.defer(self, *args, **kwargs)
@@ -124,10 +118,7 @@ class Head(_Taken):
 
 
 class Watched(_Taken):
-    """Base class put before the class of a model whose forward computes the loss: it tells the task of every call.
-
-    ``forward`` has the model's own signature: ``watched`` makes it.
-    """
+    """Base class put before the class of a model whose forward computes the loss: it tells the task of every call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         task = vars(self).get("cce_task")
@@ -181,14 +172,14 @@ def _of_others(hooks: Any, ours: tuple[str, ...] = HOOKS_OF) -> list[str]:
     return found
 
 
-def _is_gathered(head: nn.Module) -> bool:
-    """Return whether FSDP, ZeRO or Megatron has hooks on a head."""
-    hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
-    return len(hooks) > len(_of_others(hooks))
+def check_hooks(head: nn.Module) -> bool:
+    """Return whether FSDP, ZeRO or Megatron has hooks on a head.
 
-
-def check_hooks(head: nn.Module, gathered: bool) -> None:
-    """Raise if a hook of another package would be given the loss, or its gradient, in place of logits."""
+    Raises:
+        ValueError: A hook of another package would be given the loss, or its gradient, in place of logits.
+    """
+    forward = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+    gathered = len(forward) > len(_of_others(forward))
     every = torch_module
     backward = (
         head._backward_hooks,
@@ -205,3 +196,4 @@ def check_hooks(head: nn.Module, gathered: bool) -> None:
             f"cce_dist: the head has the hook {name}, which would be given the loss in place of logits: remove the hook, or do "
             "its work in the model's forward"
         )
+    return gathered

@@ -13,7 +13,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +25,9 @@ from cce_dist.integrations import peft
 from cce_dist.integrations.deferred.find_head import check_weight
 from cce_dist.integrations.deferred.tensor import TensorLogits, for_later
 from cce_dist.integrations.on_demand import is_sharded
+from cce_dist.integrations.patching import log
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
-
-# A level below WARNING is dropped unless somebody configures logging, and the line is there to be seen.
-_log = logging.getLogger("cce_dist").warning
 
 
 @dataclasses.dataclass(eq=False)
@@ -185,15 +182,16 @@ class Task:
             label_smoothing = label_smoothing or options.label_smoothing
             call["z_loss_weight"] = options.z_loss_weight
         hidden, weight, bias = peft.operands(head, hidden)
-        compute = linear_cross_entropy
-        if self.rows is not None:
-            compute = self.rows.loss
-            weight, bias, added = self.rows.operands(hidden, weight, bias, added)
+        compute: Callable = linear_cross_entropy
+        if self.rows is None:
+            bias = peft.sum_of_biases(bias, added)
+        else:
+            compute = functools.partial(self.rows.loss, added=added)
         return compute(
             hidden,
             weight,
             target,
-            linear_bias=peft.sum_of_biases(bias, added),
+            linear_bias=bias,
             label_smoothing=label_smoothing,
             return_aux=self.aux() or False,
             **options.call("grad_filter", "reduce_dtype"),
@@ -215,7 +213,7 @@ class Task:
         """Say in one line where the loss comes from. One rank calls this."""
         shard = self.shard if self.rows is None else self.rows.shard
         rank, size = (0, 1) if shard.group is None else (shard.group.rank(), shard.group.size())
-        _log(
+        log(
             f"cce_dist: the loss comes from hidden states; head {name}, shard {rank} of {size}: rows [{shard.start}, "
             f"{shard.stop}) of {shard.vocab_size}; {self.options}"
         )

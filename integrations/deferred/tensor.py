@@ -1,15 +1,9 @@
 """Deferred logits that model code takes for a tensor [..., V], and that lead to ``F.cross_entropy``.
 
 In training every other use raises an error that names the use. In evaluation any other use computes the logits from the saved
-hidden states and weight. It raises an error instead if the logits are stale, because they would not fit the loss beside them:
-
-* ``Tensor._version`` of the hidden states, the head's weight or bias, or an adapter's weights has changed
-  (``on_demand.Versions``), or an adapter's weights were replaced.
-* PEFT uses other adapters than at the forward, for example inside ``disable_adapter()``.
-* A forward of the model in training has begun. An optimizer that writes through ``.data``, as DeepSpeed's do, changes no
-  version, and neither DTensors nor parameters of ZeRO-3 have a version to compare.
-
-Other changes through ``.data`` are not detected, for example an average of the weights that is copied in for an evaluation.
+hidden states and weight. It raises ``ChangedError`` instead if the logits are stale, because they would not fit the loss beside
+them; docs/huggingface.md lists when. A forward in training counts as a change, because an optimizer that writes through
+``.data``, as DeepSpeed's do, changes no version, and neither DTensors nor parameters of ZeRO-3 have a version to compare.
 
 Letters: D hidden size, N tokens, V the vocabulary.
 """
@@ -59,8 +53,7 @@ class TensorLogits(DeferredLogits):
     def __init__(self, head: Any, task: Any, hidden: Tensor, **given: Any) -> None:
         super().__init__(head, task, hidden, **given)
         self._cast: torch.dtype | None = None  # what the caller has cast the logits to
-        self._shard = task.shard
-        self._vocab_size = task.shard.vocab_size  # smaller once the caller has cut off padding columns
+        self._shard = task.shard  # of a smaller vocabulary once the caller has cut off padding columns
         self._added: Tensor | None = None  # a bias [V]
         # Logits that are derived from these share what follows.
         self._head_trains, self._adapters = head.training, peft.adapters(head)
@@ -72,14 +65,16 @@ class TensorLogits(DeferredLogits):
         self._ddp_follows = self._made_with_grad and _ddp_follows_outputs()
         kind = hidden.device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        _register_with_einops()
+        einops = sys.modules.get("einops._backends")
+        if einops is not None and not torch.compiler.is_compiling():  # einops treats these logits as torch's tensors
+            einops._type2backend.setdefault(TensorLogits, einops.get_backend(torch.empty(0)))
 
     def __repr__(self) -> str:
         return f"TensorLogits({list(self.shape)}, {self.dtype}, not computed)"
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self._hidden.shape[:-1], self._vocab_size))
+        return torch.Size((*self._hidden.shape[:-1], self._shard.vocab_size))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,7 +97,7 @@ class TensorLogits(DeferredLogits):
 
     def __add__(self, other: Any) -> Any:
         rows = self._shard.num_rows
-        bare = self._added is None and (self._factor, self._softcap, self._vocab_size) == (1, None, rows)
+        bare = self._added is None and (self._factor, self._softcap, self._shard.vocab_size) == (1, None, rows)
         is_bias = (
             isinstance(other, Tensor) and other.dim() <= self.ndim and other.shape[-1:].numel() == other.numel() == rows
         )
@@ -127,9 +122,9 @@ class TensorLogits(DeferredLogits):
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         *leading, last = sizes
         if last == -1 and -1 not in leading and torch.Size(leading).numel() == self.shape[:-1].numel():
-            last = self._vocab_size
-        if last != self._vocab_size:
-            return self._other_use(f"view{sizes} over the vocabulary of {self._vocab_size}", "reshape", sizes)
+            last = self._shard.vocab_size
+        if last != self._shard.vocab_size:
+            return self._other_use(f"view{sizes} over the vocabulary of {self._shard.vocab_size}", "reshape", sizes)
         return self._with(hidden=self._hidden.reshape(*leading, self._hidden.shape[-1]))
 
     reshape = view
@@ -142,9 +137,9 @@ class TensorLogits(DeferredLogits):
     def __getitem__(self, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) == 2 and parts[0] is Ellipsis and isinstance(parts[1], slice):
-            start, stop, step = parts[1].indices(self._vocab_size)
+            start, stop, step = parts[1].indices(self._shard.vocab_size)
             if (start, step) == (0, 1) and stop > 0:
-                return self._with(vocab_size=stop)
+                return self._with(shard=dataclasses.replace(self._shard, vocab_size=stop))
         sizes = [p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else 1 for p in parts if p is not Ellipsis]
         reaches_last = sum(sizes) >= self.ndim or any(p is Ellipsis for p in parts[:-1])
         if any(p is None for p in parts) or (
@@ -200,7 +195,7 @@ class TensorLogits(DeferredLogits):
         if "_value" not in vars(self):
             with torch.set_grad_enabled(self._made_with_grad), _mode(self._head, self._head_trains):
                 logits = self._ask(lambda head, hidden: dense(head, hidden, self._added))
-                logits = logits[..., : self._vocab_size] * self._factor
+                logits = logits[..., : self._shard.vocab_size] * self._factor
                 logits = logits if self._softcap is None else logits.tanh() * self._softcap
                 self._value = logits.to(self._cast or logits.dtype)
             self._looks.append(Versions(self._value))
@@ -269,13 +264,6 @@ class TensorLogits(DeferredLogits):
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self
         return OnDemand(self.shape, self.dtype, self.device, functools.partial(self._computed, "a look"))
-
-
-def _register_with_einops() -> None:
-    """Enter ``TensorLogits`` in einops' table of classes, so that einops treats them as torch's tensors."""
-    einops = sys.modules.get("einops._backends")
-    if einops is not None and not torch.compiler.is_compiling():
-        einops._type2backend.setdefault(TensorLogits, einops.get_backend(torch.empty(0)))
 
 
 def _ddp_follows_outputs() -> bool:
@@ -376,8 +364,6 @@ def _cross_entropy(
         training=input._training,
         **input._scaling(),
     )
-    if input._vocab_size != input._shard.vocab_size:
-        call["shard"] = dataclasses.replace(input._shard, vocab_size=input._vocab_size)
     if weight is not None:
         if task.rows is not None or getattr(task, "sequence_group", None) is not None:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
@@ -40,12 +41,12 @@ def install(options: Options | None = None, every_model: bool = False) -> None:
     language_module()
     from megatron.core.model_parallel_config import ModelParallelConfig
 
-    def setup_embeddings_and_output_layer(self: Any) -> None:
+    def setup_embeddings_and_output_layer(original: Callable, self: Any) -> None:
         original(self)
         if every_model or self.config.cross_entropy_fusion_impl == FLAG:
             convert(self, options or _options_of_the_command_line())
 
-    original = SETUP.put(setup_embeddings_and_output_layer)
+    SETUP.wrap(setup_embeddings_and_output_layer)
     field = ModelParallelConfig.__dataclass_fields__["cross_entropy_fusion_impl"]
     values = get_args(field.type)
     if values and FLAG not in values:

@@ -1,12 +1,4 @@
-"""Log-probabilities and their statistics from a model's own forward, in two ways.
-
-    score = log_probs_processor(entropy=True)  # GPTModel of megatron-core 0.18 and newer, converted or not
-    found = model(ids, positions, mask, labels=labels, output_processor=score)  # LogProbs, [b, s] each
-
-    with log_probs_of(model, entropy=True) as found:  # any converted model of any version, as HybridModel
-        model(ids, positions, mask, labels=labels)  # found[-1] has LogProbs
-
-    labels = next_ids(ids, cp_group, packed_seq_params)  # where nobody has shifted them
+"""Log-probabilities and their statistics from a model's own forward: ``log_probs_processor`` and ``log_probs_of``.
 
 ``GPTModel.forward`` calls its ``output_processor`` in place of the head and the loss, with hidden states as the head would get
 them: [s, b, h], or this rank's slice [s/tp, b, h] under sequence parallelism. The head knows which, and whether the gradient of
@@ -31,7 +23,7 @@ from cce_dist import LogProbs
 from cce_dist.integrations.deferred.subclass import Head
 from cce_dist.integrations.megatron.loss import Options, vocab_parallel_log_probs
 from cce_dist.integrations.megatron.swap import call_of, heads_of, reason_against
-from cce_dist.integrations.patching import say_once
+from cce_dist.integrations.patching import attributes, say_once
 
 ARGUMENTS = ("output_processor", "output_processor_context")
 
@@ -85,16 +77,11 @@ def log_probs_of(model: Any, *, temperature: float | Tensor = 1.0, **wanted: Any
     heads = [head for _, head in heads_of(model) if head is not None]
     if not all(isinstance(head, Head) for head in heads):
         raise ValueError("cce_dist: log_probs_of needs a model that is converted")
-    tasks = [head.cce_task for head in heads]
     compute = functools.partial(vocab_parallel_log_probs, temperature=temperature, **wanted)
-    before = [(task.score, task.scores) for task in tasks]
-    for task in tasks:
-        task.score, task.scores = compute, found
-    try:
+    with contextlib.ExitStack() as stack:
+        for head in heads:
+            stack.enter_context(attributes(head.cce_task, score=compute, scores=found))
         yield found
-    finally:
-        for task, values in zip(tasks, before, strict=True):
-            task.score, task.scores = values
 
 
 def next_ids(ids: Tensor, cp_group: dist.ProcessGroup | None = None, packed_seq_params: Any = None) -> Tensor:

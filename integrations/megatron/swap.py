@@ -19,6 +19,7 @@ from cce_dist.integrations.deferred.logits import DeferredLogits
 from cce_dist.integrations.deferred.subclass import Head, give_back, subclass, take
 from cce_dist.integrations.deferred.task import argument
 from cce_dist.integrations.megatron.loss import Options, shard_of, vocab_parallel_loss, vocab_parallel_max
+from cce_dist.integrations.patching import attributes
 
 FLAG = "cce"  # the value of cross_entropy_fusion_impl that converts a model
 
@@ -51,7 +52,7 @@ def convert(model: Any, options: Options | None = None) -> Any:
         task = Task(chosen, shard_of(head.output_size_per_partition, _tp_group(head), chosen.vocab_size))
         take(head, task)
         part.__class__ = _model_class(type(part))
-        if _speaks(task):
+        if task.shard.start == 0 and _is_first_replica():
             task.announce("output_layer")
     return model
 
@@ -184,12 +185,8 @@ class _Model:
         if self.config.cross_entropy_fusion_impl != FLAG:
             return compute(labels, logits)
         # These logits are computed, for example for reinforcement learning. Megatron has no fusion "cce".
-        fusion = self.config.cross_entropy_loss_fusion
-        self.config.cross_entropy_loss_fusion = False
-        try:
+        with attributes(self.config, cross_entropy_loss_fusion=False):
             return compute(labels, logits)
-        finally:
-            self.config.cross_entropy_loss_fusion = fusion
 
 
 @functools.cache
@@ -224,12 +221,9 @@ def _deferring(model_class: type, name: str, function: Callable) -> Callable:
         # prediction, which come before it, are still computed from hidden states.
         if kwargs.get("output_processor") is not None:
             kwargs["output_processor"] = task.call(deferring=False)(kwargs["output_processor"])
-        before, task.told = task.told, (labels, argument(function, "loss_mask", args, kwargs))
-        try:
-            with task.call(deferring=labels is not None and not wanted):
-                result = inherited(*args, **kwargs)
-        finally:
-            task.told = before
+        told = (labels, argument(function, "loss_mask", args, kwargs))
+        with attributes(task, told=told), task.call(deferring=labels is not None and not wanted):
+            result = inherited(*args, **kwargs)
         task.num_forwards += not task.calls and labels is not None and self.training and torch.is_grad_enabled()
         return result
 
@@ -319,10 +313,9 @@ def _tp_group(head: Any) -> dist.ProcessGroup:
     return group
 
 
-def _speaks(task: Task) -> bool:
+def _is_first_replica() -> bool:
     from megatron.core import parallel_state
 
-    first = task.shard.start == 0
     if not parallel_state.model_parallel_is_initialized():  # the model got its groups in a pg_collection
-        return first
-    return first and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return True
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
