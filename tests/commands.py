@@ -2,8 +2,6 @@
 process that has imported what they need; and other programs that start it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -10,8 +10,6 @@ they compile for the device, at the sizes that it gets, and what they spill. Whe
 far as its layout in shared memory, which takes a fifth of the time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

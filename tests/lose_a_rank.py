@@ -4,8 +4,6 @@ python tests/lose_a_rank.py --ranks 2 --then 1
 python tests/lose_a_rank.py --ranks 4 --then 2 --device cuda
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

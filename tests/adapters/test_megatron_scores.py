@@ -4,8 +4,6 @@ megatron-core before 0.18 has no such argument: there a stand-in calls the proce
 runs this file with newer ones. test_rl.py runs what needs ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

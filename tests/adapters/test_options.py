@@ -1,7 +1,5 @@
 """The options that adapters share, as keyword arguments, a section of ds_config and flags of a command line."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.refused import refused
 
 from cce_dist import GradFilter
 from cce_dist.integrations.deepspeed.loss import Options as Section
@@ -97,8 +96,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("section", "message"), WRONG.values(), ids=WRONG)
 def test_a_wrong_section_is_one_line_naming_the_key(section: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
+    with refused(message):
         Section.from_config({"cce_dist": section})
-    assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match='this call has no key "reduce_dtype"'):
         Options.read({"reduce_dtype": "float32"}, str)

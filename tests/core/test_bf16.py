@@ -3,8 +3,6 @@
 In bf16 alone exponentials are kept, gradients are made in forward group by group, and dC may hold 8 more bits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Groups that a process has lost, or does not have yet: no call uses another group in their place."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """A loss whose gradients are made in forward, a group of tokens at a time: the dense loss's numbers, in every layout."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -124,7 +122,7 @@ def per_token(
     ],
 )  # fmt: skip
 def test_a_loss_for_each_token(
-    request: pytest.FixtureRequest, expected: Tensor | bool, upstream: Tensor, fails: bool, options: dict[str, Any]
+    request, expected: Tensor | bool, upstream: Tensor, fails: bool, options: dict[str, Any]
 ) -> None:
     """Catches: an upstream gradient taken for that of all, dE without its token's own, a weight of 0 that leaves no gradient,
     dC of both what was expected and what came, gradients of a backward before this one."""
@@ -206,7 +204,7 @@ def test_under_torch_compile_no_upstream_gradients_are_expected() -> None:
         assert (ours - compiled).norm() <= (1e-2 if GPU else 1e-5) * compiled.norm()  # bf16 is rounded elsewhere
 
 
-def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_the_device(monkeypatch) -> None:
     """Catches: a comparison that the host reads."""
     monkeypatch.setattr(given, "_is_observed", lambda *_: False)  # a dispatch mode does
     monkeypatch.setattr(debug_ranks, "label_error", lambda *_: "")  # which reads labels on a CPU
@@ -414,9 +412,7 @@ def _there_and_back(number_ptr, rounded_ptr, low_ptr, found_ptr, count, BLOCK: t
     ],
     ids=["bias", "smoothing", "padding"],
 )
-def test_plain_torch_turns_exponentials_into_gradients(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_torch_turns_exponentials_into_gradients(options: dict[str, Any], monkeypatch) -> None:
     """Catches: a slope, term or maximum that is left out where logits are not computed again; NaN of ignored tokens."""
     options = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
     tensors, labels = operands(biased=False)
@@ -443,7 +439,7 @@ def test_plain_torch_turns_exponentials_into_gradients(
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_plain_torch_has_one_block_of_a_group(smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_has_one_block_of_a_group(smoothing: float, monkeypatch) -> None:
     """Catches: a copy of the exponentials or of d_weight."""
     monkeypatch.setattr(given, "_is_observed", lambda *_: False)  # Live does
     hidden, weight = torch.randn(1536, 512, requires_grad=True), torch.randn(4000, 512, requires_grad=True)
@@ -459,7 +455,7 @@ def test_plain_torch_has_one_block_of_a_group(smoothing: float, monkeypatch: pyt
 
 @pytest.mark.skipif(GPU, reason="a GPU's parts of the vocabulary outweigh so small a budget")
 @pytest.mark.parametrize("mib", [8, 16])
-def test_one_group_is_alive_at_a_time(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_group_is_alive_at_a_time(mib: int, monkeypatch) -> None:
     """Catches: the exponentials of a group that live on while those of the next are made, d_hidden in two places."""
     spec = Spec(ShardLogits(0, 3000), 3000, workspace_bytes=mib << 20, alone=True)
     said = dry_run.anew_peak(memory.Sizes(8192, 64, 3000, 2, alone=True), spec, None)
@@ -545,7 +541,7 @@ def _on_ranks(backend: str) -> None:
 
 
 @backends_of_ranks
-def test_on_two_ranks(ranks2: Callable[..., None], backend: str) -> None:
+def test_on_two_ranks(ranks2, backend: str) -> None:
     """Catches: statistics of a group that are merged with another's, a sum of dE that leaves a group out."""
     ranks2(_on_ranks, backend)
 

@@ -1,7 +1,5 @@
 """torch's two settings of how fp32 matrices are multiplied. Its older one raises once the newer one was used."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 One table has values of every argument of every public function. All disagreements that fail are reported together.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import random

@@ -1,7 +1,5 @@
 """Losses that a function of the caller makes of log-probabilities: the dense loss's numbers, in one pass and in two."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -366,7 +364,7 @@ def test_a_parameter_of_the_function_is_refused(rows: int | None) -> None:
 
 
 @pytest.mark.parametrize("rows", [ROWS, None])
-def test_debug_finds_a_function_that_is_not_elementwise(rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_finds_a_function_that_is_not_elementwise(rows: int | None, monkeypatch) -> None:
     """Catches: a baseline made of a group's tokens."""
     monkeypatch.setenv("CCE_DIST_DEBUG", "1")
     (hidden, weight), labels, inputs = with_inputs(biased=False)
@@ -397,7 +395,7 @@ def _on_ranks(backend: str) -> None:
 
 
 @backends_of_ranks
-def test_on_two_ranks(ranks2: Callable[..., None], backend: str) -> None:
+def test_on_two_ranks(ranks2, backend: str) -> None:
     """Catches: inputs that are cut for sequence parallelism, a function of one shard's log-probabilities."""
     ranks2(_on_ranks, backend)
 

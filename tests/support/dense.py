@@ -1,7 +1,5 @@
 """A head of four groups of tokens, the reference's loss and gradients, and comparisons of several tensors at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

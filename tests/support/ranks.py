@@ -1,7 +1,5 @@
 """Ranks that this process starts: they form one default process group, and run one body after another."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler
@@ -10,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -133,6 +131,16 @@ class Pool(contextlib.AbstractContextManager):
         self._ranks.clear()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """Give all ranks one temporary folder."""
+    with tempfile.TemporaryDirectory() as own:
+        name = [own]
+        dist.broadcast_object_list(name)
+        yield name[0]
+        dist.barrier()
 
 
 def _serve(pipe: Connection, store: str, rank: int, world: int, device: str, timeout: datetime.timedelta) -> None:

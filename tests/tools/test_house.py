@@ -1,7 +1,5 @@
 """The shape of the code: few arguments, functions of a screen, imports that point one way, a README that is read."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``cce-dist plan``: predictions against stored measurements, cuts against all cuts, layouts through the real parsers."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
