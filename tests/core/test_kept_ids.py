@@ -6,7 +6,7 @@ The lines "kept" of the matrix (test_verify.py: one to four ranks) and of the fu
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shards import DEVICE, GPU, nan_memory
-from support.refused import assert_changes_refused
+from support.refused import assert_changes_refused, refused
 from torch import Tensor
 
 from cce_dist import KeptIds, VocabShard, linear_log_probs, merge
@@ -26,6 +26,7 @@ from cce_dist.tools.verify.log_probs import LOG_PROBS
 
 N, D, V = 5, 8, 30
 CASES = {case.name: case for case in KEPT_CASES}
+SLOW = ("kept", "kept-gap-of-1e4", "kept-bf16")
 any_call: Any = linear_log_probs
 
 
@@ -53,12 +54,7 @@ def kept() -> Iterator[KeptIds]:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 @pytest.mark.parametrize(
-    "name",
-    [
-        "kept-everything",
-        "kept-whole",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("kept", "kept-gap-of-1e4", "kept-bf16")),
-    ],
+    "name", ["kept-everything", "kept-whole", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_kernels_match_dense(name: str) -> None:
     """In memory full of NaN. Catches an entry that is not written, a tail of a list, a row of zeros that is not."""
@@ -242,25 +238,19 @@ def test_from_lists_does_not_copy_and_checks_the_labels() -> None:
     with pytest.warns(UserWarning, match="2 of 4 labels were not in their lists, and were added"):
         kept = KeptIds.from_lists([mask, [], None], torch.tensor([2, 5, 3, 7]), missing="add")
     assert kept.offsets.tolist() == [0, 2, 5, 6, 6] and kept.ids.tolist() == [4, 2, 1, 4, 5, 3]
-    for wrong, error, message in (
+    for offsets in ([0, 1], [1, 3], np.array([0, 2, 1], np.uint32), []):
+        with refused("offsets in lists must rise from 0"):
+            KeptIds.from_lists([SimpleNamespace(token_ids=[1, 2], offsets=offsets)], torch.tensor([1]))
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         (dict(lists=[mask]), ValueError, "lists is for 2 tokens, labels has 1 other than ignore_index"),
-        *(
-            (
-                dict(lists=[SimpleNamespace(token_ids=[1, 2], offsets=o)]),
-                ValueError,
-                "offsets in lists must rise from 0",
-            )
-            for o in ([0, 1], [1, 3], np.array([0, 2, 1], np.uint32), [])
-        ),
         (dict(lists=[[1], [2**32 + 1]], labels=None), ValueError, "ids that fit in int32, got 4294967297"),
         (dict(lists=[{"meta_info": {}}]), ValueError, "lists has a request without a mask"),
         (dict(lists=[[[1, 2], None]]), TypeError, "a list of integer ids for each token"),
         (dict(labels=[1]), TypeError, "labels must be a tensor, got list"),
         (dict(lists=[[1.5]]), TypeError, "a list of integer ids for each token, got float64"),
         (dict(missing="drop"), ValueError, "missing must be"),
-    ):
-        with pytest.raises(error, match=message):
-            KeptIds.from_lists(**{"lists": [[1]], "labels": torch.tensor([1])} | cast(dict[str, Any], wrong))
+    ]
+    assert_changes_refused(KeptIds.from_lists, {"lists": [[1]], "labels": torch.tensor([1])}, rows)
     assert not len(KeptIds.from_lists([]).ids) and KeptIds.from_lists([None]).whole is not None
     with pytest.raises(TypeError, match=r"ids must be \[\.\.\., K\] int64 or int32"):
         KeptIds.from_padded(torch.zeros(3))
@@ -281,6 +271,7 @@ def test_one_sweep_for_tokens_of_the_whole_vocabulary() -> None:
     torch.testing.assert_close(mass[[1, 2, 4]], torch.tensor([0.0, 1.0, 0.0]))
 
 
+NO_TOKENS: dict[str, Any] = dict(input=torch.zeros(0, D), ids=torch.zeros(0).long())
 BAD = [
     (dict(kept=(KEPT.offsets, KEPT.ids)), TypeError, "kept must be a KeptIds"),
     (dict(kept=KEPT._replace(offsets=None)), TypeError, r"kept\.offsets must be a tensor, got NoneType"),
@@ -300,11 +291,7 @@ BAD = [
         r"kept\.whole has 6 tokens, the call has 5",
     ),
     (dict(kept=KEPT._replace(whole=torch.zeros(1))), TypeError, r"kept\.whole must be a plain tensor of one dimension"),
-    (
-        dict(input=torch.zeros(0, D), ids=torch.zeros(0).long(), kept=lists()._replace(ids=KEPT.ids)),
-        ValueError,
-        "no token",
-    ),
+    (NO_TOKENS | dict(kept=lists()._replace(ids=KEPT.ids)), ValueError, "no token"),
     (dict(ids=torch.full((N,), V)), IndexError, r"ids\[0\] \(flattened\) is 30"),
     (dict(ids=torch.zeros(N, 2).long()), ValueError, "ids must be one for each token with kept"),
     (dict(top_k=2), ValueError, "top_k is of the whole vocabulary"),
@@ -335,8 +322,7 @@ def test_differentiable_once() -> None:
 
 
 def _on_ranks() -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group: Any = dist.group.WORLD
     case = replace(CASES["kept-empty-shards"], problem=Gaussian(7, 20, 20))
     for error in run_case(LOG_PROBS, case, group, "cpu", "torch" if GPU else "triton"):  # interpreted where no GPU is
         assert error.ok, error

@@ -85,12 +85,8 @@ def _check_dtensors(vocab_size: int) -> None:
     bias = weight.detach().sum(1).requires_grad_()
     expected = linear_cross_entropy(hidden, weight, labels, linear_bias=bias)
     d_hidden, *d_rows = torch.autograd.grad(expected, (hidden, weight, bias))
-    for where, placements in (
-        (line, [Shard(0)]),
-        (line, [Replicate()]),
-        (mesh, [Replicate(), Shard(0)]),
-        (mesh, [Shard(0), Replicate()]),
-    ):
+    split, alike = Shard(0), Replicate()
+    for where, placements in ((line, [split]), (line, [alike]), (mesh, [alike, split]), (mesh, [split, alike])):
         rows, row_bias = (distribute_tensor(x.detach(), where, placements).requires_grad_() for x in (weight, bias))
         loss = linear_cross_entropy(hidden, rows, labels, linear_bias=row_bias)
         torch.testing.assert_close(loss, expected)

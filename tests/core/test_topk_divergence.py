@@ -25,11 +25,6 @@ def assert_near(got: Tensor, rough: Tensor, true: Tensor, quantity: str) -> None
     assert found.error <= found.bound + ROUNDED * true.abs().max(), found
 
 
-@pytest.fixture
-def data() -> tuple[Tensor, ...]:
-    return draw()
-
-
 def draw() -> tuple[Tensor, ...]:
     """Hidden states, weight, bias; the teacher's most likely ids and their log-probabilities; upstream gradients."""
     generator = torch.Generator().manual_seed(0)
@@ -39,6 +34,9 @@ def draw() -> tuple[Tensor, ...]:
     ids[3, 2:], ids[5] = -100, -100
     log_t[3, 2:] = torch.nan
     return hidden, weight, bias, ids, log_t, upstream
+
+
+data = pytest.fixture(draw, name="data")
 
 
 def dense(data: tuple[Tensor, ...], kind: str, outside: str, dtype: torch.dtype) -> list[Tensor]:
@@ -110,11 +108,8 @@ def test_a_teacher_rounded_to_16_bits_is_one(dtype: torch.dtype, k: int, outside
     ids = torch.arange(k).expand(2, -1)
     exact = torch.full((2, k), -float(k)).abs().log().neg()
     spread = torch.finfo(dtype).eps / 2.01 * exact.abs()  # the largest error that rounding may have
-    for log_t in (
-        exact.to(dtype),
-        exact.to(dtype).float(),
-        (exact + spread if dtype == torch.bfloat16 else exact).float(),
-    ):
+    largest = exact + spread if dtype == torch.bfloat16 else exact
+    for log_t in (exact.to(dtype), exact.to(dtype).float(), largest.float()):
         value = any_call(hidden, weight, ids, log_t, outside=outside)
         assert value.isfinite().all()
         if outside == "renormalise":
@@ -125,9 +120,7 @@ def test_a_teacher_rounded_to_16_bits_is_one(dtype: torch.dtype, k: int, outside
 
 
 def _on_ranks() -> None:
-    data, group = draw(), dist.group.WORLD
-    assert group is not None
-    shard = VocabShard.even(V, group)
+    data, shard = draw(), VocabShard.even(V, dist.group.WORLD)
     for kind, outside in (("forward", "tail"), ("reverse", "renormalise")):
         found, truth = ours(data, shard, kind=kind, outside=outside), dense(data, kind, outside, torch.float64)
         baseline, rows = dense(data, kind, outside, torch.float32), slice(shard.start, shard.stop)

@@ -98,9 +98,7 @@ def _four_ranks():
 
 
 def _check_shards():
-    world = dist.group.WORLD
-    rank = dist.get_rank()
-    assert world is not None
+    world, rank = dist.group.WORLD, dist.get_rank()
     shard = VocabShard.even(10, world)  # DTensor's split: 3, 3, 3, 1
     assert (shard.start, shard.stop) == [(0, 3), (3, 6), (6, 9), (9, 10)][rank]
     shard = VocabShard.even(5, world)  # 2, 2, 1, 0
