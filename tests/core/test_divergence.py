@@ -562,7 +562,8 @@ def _check_dtensors() -> None:
 
 
 def _check_refusals() -> None:
-    group: Any = dist.group.WORLD
+    group = dist.group.WORLD
+    assert group is not None
     shard, other = (VocabShard(*split(V, 4)[group.rank()], V, group) for split in (even, uneven))
     hidden, weight, teacher, teacher_weight = (x.cpu() for x in on_device(drawn_of()))
     rows = slice(shard.start, shard.stop)
