@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from preload import preload
 from support import ranks
 
 from cce_dist.tools import cli
@@ -103,7 +102,7 @@ class Command(Program):
     ) -> None:
         context: Any = multiprocessing.get_context(start)
         if start == "forkserver":
-            preload()
+            ranks.preload()
         self.output, self.family = output, set()
         how = (argv, output, "fork" if start == "forkserver" else start, environment or {}, main)
         self.process = context.Process(target=_run, args=how)

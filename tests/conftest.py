@@ -13,12 +13,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from interpreted import make_quick
-from preload import preload
 from support import ranks
 
 if not torch.cuda.is_available():  # CUDA does not survive a fork
     ranks.START_METHOD = "forkserver"
-    preload()
+    ranks.preload()
     make_quick()
 
 

@@ -193,10 +193,8 @@ def check_a_rank_without_tokens() -> None:
 def check_precision() -> None:
     """fp32 rows and bf16 products: embeddings to the bit, gradients no further from fp32's than FSDP2's, bytes as planned."""
     case = Case("Gemma2", tied=True, equal=True, precision=BF16, sizes={"hidden_size": 24})
-    truth, stock, ours = (
-        build(one, ours)
-        for one, ours in ((dataclasses.replace(case, precision=FP32), False), (case, False), (case, True))
-    )
+    truth = build(dataclasses.replace(case, precision=FP32), False)
+    stock, ours = build(case, False), build(case, True)
     found, embedded, received = [], [], [0]
     for model in (truth, stock, ours):
         model.model.embed_tokens.register_forward_hook(lambda *args: embedded.append(args[-1].detach()))

@@ -490,39 +490,27 @@ def test_training_with_our_head_is_training_with_megatrons(megatron_ranks, name:
     megatron_ranks(on_layout, case, compare)
 
 
-ON_RANKS: list[tuple[Case, list[Callable]]] = [
-    (Case(tp=2, pp=2, sequence_parallel=True, tied=True, ddp="ddp"), [sharded_entries_are_the_same]),
-    (Case(tp=2), [logits_without_labels]),
-    (Case(tp=2, sequence_parallel=True), [logits_without_labels]),
-    (
-        Case(tp=2, pp=2, sequence_parallel=True),
-        [one_rank_says_that_the_loss_is_in_use, evaluation_by_the_schedules],
-    ),
-    (Case(tp=2, ddp="ddp"), [a_filter_looks_at_each_microbatch]),
-    (Case(tp=2, sequence_parallel=True, ddp="ddp", main_grad=True), [a_filter_looks_at_each_microbatch]),
+ON_RANKS: list[tuple[Callable, Case]] = [
+    (sharded_entries_are_the_same, Case(tp=2, pp=2, sequence_parallel=True, tied=True, ddp="ddp")),
+    (logits_without_labels, Case(tp=2)),
+    (logits_without_labels, Case(tp=2, sequence_parallel=True)),
+    (one_rank_says_that_the_loss_is_in_use, Case(tp=2, pp=2, sequence_parallel=True)),
+    (evaluation_by_the_schedules, Case(tp=2, pp=2, sequence_parallel=True)),
+    (a_filter_looks_at_each_microbatch, Case(tp=2, ddp="ddp")),
+    (a_filter_looks_at_each_microbatch, Case(tp=2, sequence_parallel=True, ddp="ddp", main_grad=True)),
     # The oldest has no distributed optimizer, and its own head's gradients, too, are others with context parallelism.
-    (Case(tp=2, cp=2, own_tokens=True, per_token=True, ddp="ddp"), [slices_give_the_gradients_of_the_whole]),
-    (CASES["fp16-sp-distopt-main-grad"], [overflows_skip_the_step]),
+    (slices_give_the_gradients_of_the_whole, Case(tp=2, cp=2, own_tokens=True, per_token=True, ddp="ddp")),
+    (overflows_skip_the_step, CASES["fp16-sp-distopt-main-grad"]),
 ]
-
-
-def on_layouts() -> None:
-    for case, checks in ON_RANKS[: 6 if OLDEST else None]:
-        on_layout(case, check_all, checks)
-
-
-def check_all(case: Case, checks: list[Callable]) -> None:
-    for check in checks:
-        try:
-            check(case)
-        except Exception as error:
-            raise AssertionError(f"{check.__name__}, {case}: {error}") from error
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("megatron")
-def test_on_four_ranks(megatron_ranks) -> None:
-    megatron_ranks(on_layouts)
+@pytest.mark.parametrize(
+    ("check", "case"), ON_RANKS[: 7 if OLDEST else None], ids=lambda value: getattr(value, "__name__", None)
+)
+def test_on_four_ranks(megatron_ranks: Callable, check: Callable, case: Case) -> None:
+    megatron_ranks(on_layout, case, check)
 
 
 def batch(inside: bool = False) -> tuple[dict[str, Tensor], Tensor]:

@@ -289,9 +289,8 @@ def packed_by_verl(case: Any, replay: bool = False) -> None:
             verl().patch_fused_forward(model)
             given = batch if replay else {**batch, "sampling_mask": None}
             engine.MegatronEngineWithLMHead.prepare_model_inputs(SimpleNamespace(), given)
-            fused = registry.get_mcore_forward_fused_model_engine_fn(
-                SimpleNamespace(architectures=["LlamaForCausalLM"])
-            )
+            config = SimpleNamespace(architectures=["LlamaForCausalLM"])
+            fused = registry.get_mcore_forward_fused_model_engine_fn(config)
             how = {"temperature": 0.7, "calculate_entropy": True, "pad_token_id": 0, "multi_modal_inputs": {}}
             out = fused(model=model, input_ids=ids, labels=ids.clone(), **how)
         else:
@@ -365,10 +364,8 @@ def packed_by_nemo(group: Any, replay: bool = False) -> None:
     pieces = torch.arange(sum(lengths)).split(lengths)
     mine = torch.cat([of_this_rank(each, group.rank(), size) for each in pieces]) if size > 1 else torch.cat(pieces)
     mask, kept = nemos_mask(ids.split(lengths))
-    given = {
-        "sampling_params": SimpleNamespace(top_k=5 if replay else -1, top_p=1.0),
-        "use_fused_linear_logprobs": True,
-    }
+    given: dict[str, Any] = {"sampling_params": SimpleNamespace(top_k=5 if replay else -1, top_p=1.0)}
+    given["use_fused_linear_logprobs"] = True
     loss = SimpleNamespace(loss_fn=SimpleNamespace(reference_policy_kl_penalty=0.1))
 
     def summed(grad: Tensor) -> Tensor:
@@ -423,12 +420,8 @@ def test_packed_sequences_of_nemo_rl() -> None:
     for boundaries, message in (([0, 6, 4, 8], "rise from 0"), ([0.0, 8.0], "be a vector of integers")):
         packed.cu_seqlens_q = torch.tensor(boundaries)
         with pytest.raises(ValueError, match=f"cu_seqlens_q must {message}"):
-            nemo()._gpt_forward_with_linear_ce_fusion(
-                model,
-                hidden.view(-1, 1, hidden.shape[-1])[:8],
-                labels=torch.zeros(1, 8).long(),
-                packed_seq_params=packed,
-            )
+            how = {"labels": torch.zeros(1, 8).long(), "packed_seq_params": packed}
+            nemo()._gpt_forward_with_linear_ce_fusion(model, hidden.view(-1, 1, hidden.shape[-1])[:8], **how)
 
 
 def verl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> None:
@@ -461,14 +454,9 @@ def verl_over_two_ranks(sequence_parallel: bool, mine: slice, rows: slice) -> No
 def nemo_rl_over_two_ranks(mine: slice, rows: slice) -> None:
     """Catches hidden states that are gathered though they are whole, and a gradient that is summed twice or never."""
     hidden, weight, labels = operands(2)
-    compare(
-        lambda h, w: nemos(h, w, labels, dist.group.WORLD, dist.get_rank()),
-        lambda h, w: next_ids(h, w, labels),
-        hidden.transpose(0, 1),
-        weight,
-        mine,
-        rows,
-    )
+    how = labels, dist.group.WORLD, dist.get_rank()
+    given = hidden.transpose(0, 1), weight, mine, rows
+    compare(lambda h, w: nemos(h, w, *how), lambda h, w: next_ids(h, w, labels), *given)
     if not nemo_rl_is_here():  # test_nemo_rl.py has NeMo-RL's own forward
         packed_by_nemo(dist.group.WORLD)
         packed_by_nemo(dist.group.WORLD, replay=True)
@@ -580,10 +568,7 @@ NOT_SERVED: dict[str, tuple[Callable, str]] = {
     "rows": (lambda h, w, y: nemos(h, w, y, Alone(), rank=1), r"has the rows \[0, 64\], NeMo-RL says"),
     "length": (lambda h, w, y: nemos(h[1:], w, y, Alone()), "neither whole nor slices"),
     "order": (lambda h, w, y: verl().linear_cross_entropy(h, w, y), "one order of tokens"),
-    "mean": (
-        lambda h, w, y: verl().linear_cross_entropy(h, w, y, reduction="mean"),
-        "serves verl's reduction 'none', got 'mean'",
-    ),
+    "mean": (lambda h, w, y: verl().linear_cross_entropy(h, w, y, reduction="mean"), "reduction 'none', got 'mean'"),
 }
 
 

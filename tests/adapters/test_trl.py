@@ -164,9 +164,8 @@ def test_distillation_is_trls(how: dict[str, Any], dtype: torch.dtype) -> None:
     baseline, truth = run(dtype), run(torch.float64)
     cce_trl.install()
     assert distillation_trainer._chunked_divergence_loss.__module__ == "cce_dist.integrations.trl_distillation"
-    for name, ours, theirs, true in zip(
-        ("loss", "entropy", "dE", "dC", "dbias"), run(dtype), baseline, truth, strict=True
-    ):
+    names = ("loss", "entropy", "dE", "dC", "dbias")
+    for name, ours, theirs, true in zip(names, run(dtype), baseline, truth, strict=True):
         # An entropy of capped logits is a difference of numbers of 20 nats in fp32.
         assert_no_worse(ours, theirs, true, dtype if name[0] == "d" else torch.float32, name)
 
@@ -227,6 +226,7 @@ def distillation(model: Any, out: Path, **more: Any) -> Any:
     return trainer_of("Distillation", "prompt", teacher_model=teacher)(model, out, **more)
 
 
+GRPO = trainer_of("GRPO", "prompt", reward_funcs=reward)
 ROLLOUT: dict[str, Any] = dict(num_generations=2, max_completion_length=6, temperature=0.7, beta=0.1)
 TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
     "sft": (sft, "Llama", {}),
@@ -234,13 +234,9 @@ TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
     "dpo": (trainer_of("DPO", "pairs"), "Gemma2", {"use_weighting": True, "beta": 0.5}),
     "kto": (trainer_of("KTO", "rated"), "Cohere", {}),
     # With a reference model, and an entropy bonus, whose gradient goes through the entropy.
-    "grpo": (trainer_of("GRPO", "prompt", reward_funcs=reward), "Gemma2", {"entropy_coef": 0.1, **ROLLOUT}),
+    "grpo": (GRPO, "Gemma2", {"entropy_coef": 0.1, **ROLLOUT}),
     # The trainer replaces the head's forward.
-    "grpo-fp32-head": (
-        trainer_of("GRPO", "prompt", reward_funcs=reward),
-        "Llama",
-        {"cast_lm_head_to_fp32": True, **ROLLOUT},
-    ),
+    "grpo-fp32-head": (GRPO, "Llama", {"cast_lm_head_to_fp32": True, **ROLLOUT}),
     "distillation": (distillation, "Gemma2", {"temperature": 0.7, "max_completion_length": 6, "beta": 0.5}),
 }
 
@@ -344,11 +340,8 @@ def test_grpo_replays_what_a_sampler_kept() -> None:
     listed |= ~listed.any(-1, keepdim=True)
     mask = torch.ones(size, length).index_fill_(1, torch.tensor([length - 1]), 0.0)
     inputs: dict[str, Any] = {"prompt_ids": prompts, "completion_ids": completions, "num_items_in_batch": mask.sum()}
-    inputs |= {
-        "prompt_mask": torch.ones_like(prompts),
-        "completion_mask": mask,
-        "advantages": torch.tensor([1.5, -0.7, 0.2]),
-    }
+    inputs |= {"prompt_mask": torch.ones_like(prompts), "completion_mask": mask}
+    inputs["advantages"] = torch.tensor([1.5, -0.7, 0.2])
     old = -2 * torch.rand(size, length, generator=draw)
     inputs |= {"old_per_token_logps": old, "sampling_per_token_logps": old.clone(), "sampling_mask": sampling_mask}
 
@@ -384,7 +377,6 @@ def test_grpo_replays_what_a_sampler_kept() -> None:
 
 
 def test_dft_is_trls() -> None:
-    """SFTTrainer's own loss beside ours."""
     from trl import SFTTrainer
 
     hidden, weight, labels = operands(2)
@@ -602,9 +594,8 @@ def test_what_is_not_served_is_one_line() -> None:
     stock = SFTTrainer.__init__
     for trainer in (GKDTrainer, GOLDTrainer):
         cce_trl.install()
-        with pytest.raises(
-            ValueError, match=f"TRL's {trainer.__name__} computes its .* DistillationTrainer has the same"
-        ):
+        says = f"TRL's {trainer.__name__} computes its .* DistillationTrainer has the same"
+        with pytest.raises(ValueError, match=says):
             SFTTrainer.__init__(trainer.__new__(trainer), tiny_model())
     cce_trl.uninstall()
     assert SFTTrainer.__init__ is stock

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import faulthandler
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -17,6 +18,30 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 START_METHOD = "spawn"  # of a pool's processes
+# What a server has imported, from which processes are forked. A module that is not installed is passed over. The server does
+# not know the folder of the tests.
+MODULES = [
+    "cce_dist.tools.cli",
+    "cce_dist.tools.verify",
+    "cce_dist.tools.pretrain.launch",
+    "cce_dist.tools.pretrain.torchrun",
+    "cce_dist.tools.pretrain.engine",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.testing",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "deepspeed.pipe",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+]
+
+
+def preload() -> None:
+    """Name the modules to the server, which begins with the first process."""
+    multiprocessing.set_forkserver_preload(MODULES)
 
 
 def run_ranks(body: Callable, world: int, *args, device: str = "cpu", timeout_seconds: float = 120) -> None:

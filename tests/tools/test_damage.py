@@ -87,7 +87,6 @@ def no_file_beyond(num_bytes: int) -> Iterator[None]:
 
 
 def _lose_nothing(cache: Path, out: Path) -> None:
-    """The body of two ranks."""
     ranks = make_mesh(torch.device("cpu"), tp=2, dp=1, timeout=timedelta(seconds=120))
 
     def train(folder: str, *more: str) -> Path:
@@ -223,7 +222,6 @@ def test_no_resume_deletes_its_own_and_nothing_else(cache, run: Path) -> None:
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the line that was said."""
     [line] = capsys.readouterr().err.splitlines()
     return line
 
