@@ -452,7 +452,7 @@ def test_the_cut_of_a_wide_model_was_the_fastest(engine: str, loss: str, element
     shape = fastest["shape"]
     model = Model(*(shape[name] for name in ("hidden_size", "vocab_size", "num_layers", "num_heads", "num_ffn")))
     seq_len, rows = shape["seq_len"], fastest["batch_size"] // fastest["accumulate"]
-    layout = Layout(2, seq_len=seq_len, num_tokens=rows * seq_len, framework=engine, elementwise=elementwise)
+    layout = Layout(pp=2, seq_len=seq_len, num_tokens=rows * seq_len, framework=engine, elementwise=elementwise)
     name = "budget" if loss == "exact" else loss
     (cut,) = (each.cut.layers for each in plan(model, layout).losses if each.loss == name)
     assert cut == [int(count) for count in fastest["layers_per_stage"].split(",")]
