@@ -21,6 +21,11 @@ if not torch.cuda.is_available():  # CUDA does not survive a fork
     make_quick()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Numpy warns of infinities and NaN inside the interpreter."""
+    config.addinivalue_line("filterwarnings", r"ignore::RuntimeWarning:triton\.runtime\.interpreter")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests come first, so that no worker is left alone with one."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

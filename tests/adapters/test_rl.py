@@ -522,7 +522,6 @@ def test_nemo_rl_is_patched_in_whole_or_not_at_all(monkeypatch: pytest.MonkeyPat
     assert not hasattr(nemo().from_parallel_hidden_states_to_logprobs, "cce_original")
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 def test_batch_invariance_reaches_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an option that is dropped on its way. test_log_probs.py compares the bits of a token in several batches."""
     calls = mock.Mock(wraps=linear_log_probs)

@@ -68,24 +68,18 @@ def on_cpu() -> None:
     from torchtitan.distributed import fsdp, utils
     from torchtitan.models.common import attention
 
-    patches: Any = SimpleNamespace(
-        metrics=metrics,
-        fsdp=fsdp,
-        utils=utils,
-        attention=attention,
-        schedule=Schedule1F1B,
-        trainer=trainer,
-        context=context,
-    )
     # A CPU has no monitor of its memory, no barrier by device, no compiler here, and no backward of flex attention.
     stats = metrics.DeviceMemStats(*[0] * len(metrics.DeviceMemStats._fields))
     monitor = SimpleNamespace(device_name="cpu", reset_peak_stats=lambda: None, get_peak_stats=lambda: stats)
-    patches.metrics.build_device_memory_monitor = lambda: monitor
-    patches.utils.set_pg_timeouts = lambda **_: None
-    patches.attention.FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
-    patches.attention._compiled_create_block_mask = patches.context._compiled_create_block_mask = create_block_mask
-    # It sleeps for two seconds after each run.
-    patches.trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (metrics, "build_device_memory_monitor", lambda: monitor),
+        (utils, "set_pg_timeouts", lambda **_: None),
+        (attention.FlexAttention, "_compiled_flex_attn", staticmethod(dense_attention)),
+        (attention, "_compiled_create_block_mask", create_block_mask),
+        (context, "_compiled_create_block_mask", create_block_mask),
+        # It sleeps for two seconds after each run.
+        (trainer, "time", SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)),
+    ]
     # gloo cannot multiply while it sums.
     divide = fsdp.disable_fsdp_gradient_division
 
@@ -95,7 +89,7 @@ def on_cpu() -> None:
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
 
-    patches.fsdp.disable_fsdp_gradient_division = divide_not
+    stand_ins.append((fsdp, "disable_fsdp_gradient_division", divide_not))
 
     # Newer schedules take lists of microbatches.
     def step(self: PipelineScheduleSingle, **microbatches: Any) -> None:
@@ -104,7 +98,9 @@ def on_cpu() -> None:
         self._step_microbatches(**microbatches)
 
     if not IS_NEW:
-        patches.schedule.step = step
+        stand_ins.append((Schedule1F1B, "step", step))
+    for owner, name, stand_in in stand_ins:
+        setattr(owner, name, stand_in)
 
 
 def dense_attention(

@@ -114,7 +114,6 @@ def test_all_outputs_and_gradients_are_trls(name: str, temperature: float) -> No
     assert len(assert_gradients_no_worse(ours, stock, truth)) == len([*ours.parameters()])
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 def test_batch_invariance_reaches_the_head() -> None:
     """Catches an option that is dropped. test_log_probs.py compares the bits of a token in several batches."""
     cce_trl.install(backend="triton", batch_invariant=True)

@@ -16,7 +16,6 @@ from cce_dist.tools.verify.check import run_case
 from cce_dist.tools.verify.log_probs import LOG_PROBS
 from cce_dist.tools.verify.loss import LOSS
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 SMALL = Gaussian(37, 24, 100, bias=True)
 A_GROUP_WITHOUT_LABELS = Gaussian(37, 24, 100, bias=True, labels=ignore(slice(0, 16)))
 NO_BIAS = Gaussian(37, 24, 100)

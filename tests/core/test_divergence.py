@@ -44,7 +44,6 @@ from cce_dist.tools.verify.cases import (
 from cce_dist.tools.verify.check import run_case
 from cce_dist.tools.verify.divergence import DIVERGENCE
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 any_call: Any = linear_kl_divergence  # options by name, and some that a type checker would refuse
 N, D, V = 18, 24, 75
 BACKENDS = ("torch", "triton")

@@ -52,7 +52,6 @@ def kept() -> Iterator[KeptIds]:
         yield KEPT.to(DEVICE)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 @pytest.mark.parametrize(
     "name", ["kept-everything", "kept-whole", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
@@ -68,7 +67,6 @@ def test_kernels_match_dense(name: str) -> None:
     assert not wrong
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_edges(backend: str, dtype: torch.dtype, kept: KeptIds) -> None:
@@ -93,7 +91,6 @@ def test_edges(backend: str, dtype: torch.dtype, kept: KeptIds) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_what_is_not_read_may_be_nan(backend: str, kept: KeptIds) -> None:
     """Rows of no list, hidden states of tokens that do not count. Catches a sweep over the vocabulary, and 0 times NaN."""
     hidden, weight, ids = draw()
@@ -136,7 +133,6 @@ def test_the_biass_gradient_alone(backend: str, kept: KeptIds, monkeypatch: pyte
     assert d_bias[28] == 1
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_tokens_bits_do_not_depend_on_the_batch(kept: KeptIds) -> None:
     hidden, weight, ids = draw()
     whole = any_call(hidden, weight, ids, kept=kept, backend="triton", entropy=True, batch_invariant=True)
@@ -336,7 +332,6 @@ def _on_ranks() -> None:
         assert [call.args[1].nbytes for call in gather.call_args_list] == [4 * numbers * N]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_two_ranks(ranks2: Callable[..., None]) -> None:
     """test_verify.py has more ranks."""
     ranks2(_on_ranks)

@@ -47,7 +47,6 @@ from cce_dist.tools.verify.check import assert_no_worse
 
 KEPT_IN = torch.bfloat16 if GPU else torch.float32
 DTYPES = [torch.float32, *([torch.bfloat16] if GPU else [])]  # the interpreter misreads bf16
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 
 
 class Case(NamedTuple):

@@ -32,7 +32,6 @@ def test_torch():
     assert failures(Setting(seed=1, backend="torch"), 300) == ""
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 def test_triton():
     setting = Setting(seed=1, backend="triton", device="cuda" if GPU else "cpu")
     assert failures(setting, 300 if GPU else 30) == ""
@@ -58,7 +57,6 @@ def test_torch_of(function: str, capsys: pytest.CaptureFixture[str]):
     assert failures(Setting(31, backend="torch", function=function), 1, 442) == ""
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as above
 @pytest.mark.parametrize("function", OTHERS)
 @pytest.mark.slow
 def test_triton_of(function: str):
