@@ -48,10 +48,8 @@ def test_scores_and_megatrons_flag_choose_too() -> None:
         assert flags.options_from_args(parser.parse_args(argv)).workspace_bytes == budget
     with pytest.raises(ValueError, match="--cce-filter-eps has no effect: no filter"):
         flags.options_from_args(parser.parse_args(["--cce-filter-eps", "0.1"]))
-    assert (
-        flags.options_from_args(parser.parse_args(["--cce-filter", "off", "--cce-filter-eps", "0.1"])).grad_filter
-        is None
-    )
+    off = parser.parse_args(["--cce-filter", "off", "--cce-filter-eps", "0.1"])
+    assert flags.options_from_args(off).grad_filter is None
 
 
 def test_megatrons_largest_logits_need_no_budget() -> None:

@@ -52,9 +52,8 @@ def test_architectures_are_counted(monkeypatch, capsys, tmp_path) -> None:
     page.write_text("<!-- causal_lm -->\nold\n<!-- end of causal_lm -->\n")
     monkeypatch.setattr(count_architectures, "PAGE", page)
     results = {"LlamaForCausalLM": "equal", "BertLMHeadModel": "differs", "XForCausalLM": "not built"}
-    monkeypatch.setattr(
-        count_architectures, "run", lambda name, _: count_architectures.Result(name, results[name], "why")
-    )
+    result = count_architectures.Result
+    monkeypatch.setattr(count_architectures, "run", lambda name, _: result(name, results[name], "why"))
     monkeypatch.setattr(count_architectures, "quiet", lambda: None)
     assert count_architectures.main([*results, "--write"]) == 1
     assert "2 of 3 classes were built, **1 of these are equal**" in page.read_text()
@@ -65,9 +64,8 @@ def test_a_fingerprint_sees_what_moved(tmp_path, capsys) -> None:
     """Catches a bit of a gradient that moves unseen, and a case that is gone."""
     hashes = {"loss": "1", "gradient of input": "2"}
     files = [str(tmp_path / "old.json"), str(tmp_path / "new.json")]
-    for file, found in zip(
-        files, ({"a": hashes, "b": hashes}, {"a": hashes | {"gradient of input": "3"}}), strict=True
-    ):
+    results = {"a": hashes, "b": hashes}, {"a": hashes | {"gradient of input": "3"}}
+    for file, found in zip(files, results, strict=True):
         Path(file).write_text(json.dumps({"made with": {}, "torch T=1": found}))
     assert fingerprint.compare(files[0], files[0]) == 0
     assert fingerprint.compare(*files) == 1

@@ -199,9 +199,8 @@ def test_labels_outside_the_vocabulary_up_to_the_ends_of_int64(data):
         labels = data["target"].clone()
         labels[::2] = ignored
         ours = linear_cross_entropy(**(data | {"target": labels}), ignore_index=ignored)
-        torch.testing.assert_close(
-            ours, linear_cross_entropy(**(data | {"target": labels.masked_fill(labels == ignored, -100)}))
-        )
+        usual = labels.masked_fill(labels == ignored, -100)
+        torch.testing.assert_close(ours, linear_cross_entropy(**(data | {"target": usual})))
 
 
 def test_ignore_index_none_is_torchs(data):
@@ -219,9 +218,8 @@ def test_a_weight_that_is_not_finite_is_nothing_to_ignored_tokens(data, number, 
     """Where all labels are ignored the gradients are 0. Catches 0 times infinity in dE, dC and dbias."""
     data["target"].fill_(-100)
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    hidden, weight, bias = (
-        x.detach().to(device) for x in (data["input"], data["linear_weight"].clone(), torch.zeros(V))
-    )
+    given = data["input"], data["linear_weight"].clone(), torch.zeros(V)
+    hidden, weight, bias = (x.detach().to(device) for x in given)
     weight[3, 2] = bias[1] = number
     operands = tuple(x.requires_grad_() for x in (hidden, weight, bias))
     labels = data["target"].to(device)

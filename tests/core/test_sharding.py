@@ -152,11 +152,11 @@ def _check_what_is_refused() -> None:
         linear_cross_entropy(hidden, split, labels, shard=VocabShard.even(33, line.get_group()))
     with pytest.raises(ValueError, match="make the head with mesh="):
         plain.state_dict()
-    split = distribute_tensor(weight.detach(), line, [Shard(0)])
+    split, bias = (
+        distribute_tensor(x.detach(), line, [how]) for x, how in ((weight, Shard(0)), (weight[:, 0], Replicate()))
+    )
     with pytest.raises(ValueError, match=r"linear_bias is a DTensor .*Replicate.*split them alike"):
-        linear_cross_entropy(
-            hidden, split, labels, linear_bias=distribute_tensor(weight[:, 0].detach(), line, [Replicate()])
-        )
+        linear_cross_entropy(hidden, split, labels, linear_bias=bias)
     with pytest.raises(TypeError, match="input is a DTensor"):
         linear_cross_entropy(distribute_tensor(hidden.detach(), line, [Replicate()]), split, labels)
 
@@ -269,9 +269,8 @@ def _check_the_slice_that_is_here() -> None:
     assert torch.equal(first, mine) and event == "wait"
     rank = dist.get_rank()
     whole_hidden = hidden.detach()
-    assert torch.equal(before, whole_hidden[: rank * N // 4]) and torch.equal(
-        after, whole_hidden[(rank + 1) * N // 4 :]
-    )
+    assert torch.equal(before, whole_hidden[: rank * N // 4])
+    assert torch.equal(after, whole_hidden[(rank + 1) * N // 4 :])
     assert torch.Size((N // 4, D)) in kept and torch.Size((N, D)) not in kept
     torch.testing.assert_close(loss, linear_cross_entropy(hidden, weight, labels))
 

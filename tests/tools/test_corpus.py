@@ -21,6 +21,8 @@ from toy_runs import pretrain
 from cce_dist.tools.pretrain import corpus, data
 from cce_dist.tools.pretrain.data import Corpus, CorpusError, prepare
 
+ODD_NAME = os.fsdecode(b"odd\xff.txt")
+
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
@@ -65,12 +67,10 @@ def test_memory_does_not_grow_with_a_file(tmp_path) -> None:
     """A file of 4 MiB took 1.1 GB, one of 2 MiB half as much."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "large.txt").write_text("words of a line, one after another\n" * (2 << 20 >> 5))
-    code = (
-        "import resource, sys; from pathlib import Path; from cce_dist.tools.pretrain import corpus; import tokenizers\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "corpus.prepare(Path(sys.argv[1]), '*.txt', 384, Path(sys.argv[2]))\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
+    code = """import resource, sys; from pathlib import Path; from cce_dist.tools.pretrain import corpus; import tokenizers
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+corpus.prepare(Path(sys.argv[1]), '*.txt', 384, Path(sys.argv[2]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
     argv = [sys.executable, "-c", code, tmp_path / "texts", tmp_path / "cache"]
     taken = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     assert int(taken) < 200 << 10  # KiB
@@ -158,11 +158,7 @@ def test_a_cache_serves_all_users(tmp_path, texts: Path) -> None:
         pytest.param(lambda path: path.symlink_to("/dev/zero"), "odd.txt is no regular file", id="endless"),
         pytest.param(lambda path: path.symlink_to("nowhere"), "odd.txt: No such file", id="dangling-link"),
         pytest.param(lambda path: path.write_bytes(b"x" * 300_000 + b"\xe2\x82"), "unexpected end", id="cut-character"),
-        pytest.param(
-            lambda path: path.with_name(os.fsdecode(b"odd\xff.txt")).write_bytes(b"\xff"),
-            "not UTF-8",
-            id="name-and-text",
-        ),
+        pytest.param(lambda path: path.with_name(ODD_NAME).write_bytes(b"\xff"), "not UTF-8", id="name-and-text"),
     ],
 )
 def test_an_odd_file_is_one_line(tmp_path, texts: Path, capfd, spoil: Callable[[Path], None], reason: str) -> None:
@@ -174,7 +170,7 @@ def test_an_odd_file_is_one_line(tmp_path, texts: Path, capfd, spoil: Callable[[
 
 
 def test_a_name_need_not_be_utf8(tmp_path, texts: Path) -> None:
-    (texts / os.fsdecode(b"odd\xff.txt")).write_text("good text")
+    (texts / ODD_NAME).write_text("good text")
     folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
     assert "good text" in decode(folder, ids(folder))
 

@@ -108,9 +108,8 @@ def test_the_table_of_the_paper_stands_beside_what_its_command_prints(capsys) ->
     "before" has slack for the vocabularies of the paper, which are the sizes of tokenizers, and "after" for buffers among its
     parameters.
     """
-    found = re.search(
-        r"<!-- columns of: cce-dist plan (.+) -->\n\n((?:\|.*\n)*)", (RESULTS / "largest-batch.md").read_text()
-    )
+    page = (RESULTS / "largest-batch.md").read_text()
+    found = re.search(r"<!-- columns of: cce-dist plan (.+) -->\n\n((?:\|.*\n)*)", page)
     assert found
     page, shown = (rows_of(text) for text in (found[2], printed(found[1].split(), capsys)))
     assert [row["model"] for row in page] == [row["model"] for row in shown] and len(page) == 15
