@@ -534,9 +534,9 @@ def with_processor(model: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
 
     class WithProcessor(GPTModel):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
             self.processor = kwargs.pop("output_processor", None), kwargs.pop("output_processor_context", None)
-            return super().forward(*args, **kwargs)
+            return super().forward(*args, labels=labels, **kwargs)
 
         def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
             processor, context = self.processor
