@@ -2,8 +2,6 @@
 process that has imported what they need; and other programs that start it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from preload import preload
 from support import ranks
 
 from cce_dist.tools import cli
@@ -105,7 +102,7 @@ class Command(Program):
     ) -> None:
         context: Any = multiprocessing.get_context(start)
         if start == "forkserver":
-            preload()
+            ranks.preload()
         self.output, self.family = output, set()
         how = (argv, output, "fork" if start == "forkserver" else start, environment or {}, main)
         self.process = context.Process(target=_run, args=how)

@@ -6,8 +6,6 @@ Each argument gets a process of its own: 0 does not compile ahead, and kernels n
 Compiling is left out: a kernel of Triton is a name here, under the key that Triton gives it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -10,8 +10,6 @@ they compile for the device, at the sizes that it gets, and what they spill. Whe
 far as its layout in shared memory, which takes a fifth of the time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -144,6 +142,12 @@ def begin(name: str) -> bool:
     return wanted
 
 
+def head(size: int = 640, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden states and a weight that require gradients."""
+    hidden, weight = (torch.randn(rows, size).to(dtype).requires_grad_() for rows in (600, 5000))
+    return hidden, weight
+
+
 def step(
     name: str, workspace_bytes: int = 64 << 20, bias: bool = False, size: int = 640, dtype: torch.dtype = torch.bfloat16,
     **options: Any,
@@ -152,8 +156,7 @@ def step(
 
     if not begin(name):
         return
-    hidden = torch.randn(600, size).to(dtype).requires_grad_()
-    weight = torch.randn(5000, size).to(dtype).requires_grad_()
+    hidden, weight = head(size, dtype)
     linear_bias = torch.zeros(5000).bfloat16().requires_grad_() if bias else None
     out = linear_cross_entropy(
         hidden, weight, torch.arange(600), linear_bias=linear_bias, backend="triton", workspace_bytes=workspace_bytes,
@@ -167,8 +170,7 @@ def divergence(kind: Any, kept: bool = False, bias: bool = False, **options: Any
 
     if not begin(f"{kind} divergence{' with options' if bias else ''}{', kept' if kept else ''}"):
         return
-    hidden, teacher = torch.randn(600, 640).bfloat16().requires_grad_(), torch.randn(600, 896).bfloat16()
-    weight, teacher_weight = torch.randn(5000, 640).bfloat16().requires_grad_(), torch.randn(5000, 896).bfloat16()
+    (hidden, weight), (teacher, teacher_weight) = head(), (x.detach() for x in head(896))
     if bias:
         options |= {name: torch.zeros(5000).bfloat16() for name in ("linear_bias", "teacher_bias")}
     linear_kl_divergence(
@@ -182,8 +184,7 @@ def log_probs(name: str, num_ids: int = 1, workspace_bytes: int = 64 << 20, own:
 
     if not begin(name):
         return
-    hidden = torch.randn(600, 640).bfloat16().requires_grad_()
-    weight = torch.randn(5000, 640).bfloat16().requires_grad_()
+    hidden, weight = head()
     if own:
         options["temperature"] = torch.ones(600)
     out = linear_log_probs(
@@ -199,8 +200,7 @@ def kept(name: str, softcap: float | None = None, bias: bool = False) -> None:
 
     if not begin(name):
         return
-    hidden = torch.randn(600, 640).bfloat16().requires_grad_()
-    weight = torch.randn(5000, 640).bfloat16().requires_grad_()
+    hidden, weight = head()
     lists = KeptIds(torch.arange(601) * 3, torch.arange(1800))
     if bias:  # the last tokens take the whole vocabulary
         lists = KeptIds(lists.offsets.clamp(max=900), lists.ids[:900], torch.arange(300, 600))

@@ -13,13 +13,17 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from interpreted import make_quick
-from preload import preload
 from support import ranks
 
 if not torch.cuda.is_available():  # CUDA does not survive a fork
     ranks.START_METHOD = "forkserver"
-    preload()
+    ranks.preload()
     make_quick()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Numpy warns of infinities and NaN inside the interpreter."""
+    config.addinivalue_line("filterwarnings", r"ignore::RuntimeWarning:triton\.runtime\.interpreter")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

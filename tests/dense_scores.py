@@ -1,7 +1,5 @@
 """What the adapters for reinforcement learning are compared with: log-probabilities and entropies from logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Triton's interpreter, quicker by half, and with the bf16 of a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

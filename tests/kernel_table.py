@@ -3,8 +3,6 @@
 With a launch left out a test of that file fails (or its process ends) in the interpreter.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

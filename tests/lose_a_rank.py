@@ -4,14 +4,11 @@ python tests/lose_a_rank.py --ranks 2 --then 1
 python tests/lose_a_rank.py --ranks 4 --then 2 --device cuda
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,57 +21,40 @@ STEPS, EVERY = 30, 4
 ROUNDING = 1e-3  # nats; another number of ranks adds in another order
 
 
-class Job:
-    """Runs of the real command in one folder; each is started, disturbed if asked, and waited for."""
-
-    def __init__(self, device: str, ranks: int, folder: Path) -> None:
-        self.device, self.ranks, self.folder = device, ranks, folder
-        self.log = folder / "log"
-
-    def run(self, out: Path, *more: str, act: Callable[[Command], None] | None = None) -> int:
-        """Start the command, let ``act`` happen to it, wait, and return its exit code; nobody is left behind."""
-        sizes = ["--preset", "toy", "--batch-size", "8", "--warmup", "4", "--steps", str(STEPS), "--eval-every", "10"]
-        keep = ["--eval-batches", "2", "--checkpoint-every", str(EVERY), "--timeout", "60"]
-        where = ["--tp", str(self.ranks), "--device", self.device, "--cache", str(self.folder / "cache")]
-        self.log.unlink(missing_ok=True)
-        start = "spawn" if self.device == "cuda" else "forkserver"
-        with Command(
-            ["pretrain", *TEXT, *sizes, *keep, *where, "--out", str(out), *more], self.log, start=start
-        ) as command:
-            if act is not None:
-                act(command)
-            return command.wait(200)
-
-    def tail(self) -> str:
-        """Return what the last command said."""
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-
-def lose_a_rank(job: Job, then: int) -> None:
+def lose_a_rank(device: str, ranks: int, then: int, folder: Path) -> None:
     """Lose the last rank of a run that is started again, and of one that goes on with ``then`` ranks."""
-    whole, restarted, fewer = (job.folder / name for name in ("whole", "restarted", "fewer"))
+    whole, restarted, fewer = (folder / name for name in ("whole", "restarted", "fewer"))
+    sizes = ["--preset", "toy", "--batch-size", "8", "--warmup", "4", "--steps", str(STEPS), "--eval-every", "10"]
+    sizes += ["--eval-batches", "2", "--checkpoint-every", str(EVERY), "--timeout", "60"]
+    where = ["--device", device, "--cache", str(folder / "cache")]
 
-    def lose(out: Path) -> Callable[[Command], None]:
-        def act(command: Command) -> None:
-            command.wait_until(has_taken(out, EVERY + 2), 120)
-            kill(command.ranks()[-1], signal.SIGKILL)
-
-        return act
+    def run(out: Path, num_ranks: int, *more: str, lose: bool = False) -> tuple[int, str]:
+        """Run the command, without its last rank from some step on, and return its exit code and what it said."""
+        argv = ["pretrain", *TEXT, *sizes, *where, "--tp", str(num_ranks), "--out", str(out), *more]
+        log = folder / "log"
+        log.unlink(missing_ok=True)
+        with Command(argv, log, start="spawn" if device == "cuda" else "forkserver") as command:
+            if lose:
+                command.wait_until(has_taken(out, EVERY + 2), 120)
+                kill(command.ranks()[-1], signal.SIGKILL)
+            return command.wait(200), command.text
 
     began = time.monotonic()
-    assert job.run(whole) == 0, job.tail()
-    assert job.run(restarted, "--max-restarts", "1", act=lose(restarted)) == 0, job.tail()
-    assert "resumed after step" in job.tail() and history(restarted) == history(whole), job.tail()
+    code, said = run(whole, ranks)
+    assert code == 0, said
+    code, said = run(restarted, ranks, "--max-restarts", "1", lose=True)
+    assert code == 0 and "resumed after step" in said and history(restarted) == history(whole), said
     name = f"checkpoints/step-{STEPS:08d}"
     assert_equal(restarted / name, whole / name)
-    assert job.run(fewer, act=lose(fewer)) != 0, job.tail()
-    job.ranks, former = then, job.ranks
-    assert job.run(fewer) == 0 and "resumed after step" in job.tail(), job.tail()
+    code, said = run(fewer, ranks, lose=True)
+    assert code != 0, said
+    code, said = run(fewer, then)
+    assert code == 0 and "resumed after step" in said, said
     pairs = list(zip(history(fewer), history(whole), strict=True))
     apart = max(abs(ours[2] - theirs[2]) for ours, theirs in pairs)
     assert all(ours[:2] == theirs[:2] for ours, theirs in pairs) and apart < ROUNDING, pairs
     ends = f"started again in the same bits; with {then} ranks, losses {apart:.1e} apart at most"
-    print(f"a rank of {former} killed: {ends}; {time.monotonic() - began:.0f} s")
+    print(f"a rank of {ranks} killed: {ends}; {time.monotonic() - began:.0f} s")
 
 
 def assert_equal(one: Path, other: Path) -> None:
@@ -102,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--then", type=int, default=1, help="ranks to go on with")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="lose-a-rank-") as folder:
-        lose_a_rank(Job(options.device, options.ranks, Path(folder)), options.then)
+        lose_a_rank(options.device, options.ranks, options.then, Path(folder))
     return 0
 
 

@@ -1,7 +1,5 @@
 """megatron-core on CPU and gloo: places that name a GPU are led to the CPU, and nothing else is changed."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -3,8 +3,6 @@
 Its modules import those for types and for work that no loss does. Here such a module has any name, each an empty class.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import sys

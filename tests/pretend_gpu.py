@@ -3,8 +3,6 @@
 Its tensors are those of the CPU, and hold zeros where a GPU's would be uninitialised.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Tiny models and data of Hugging Face, and a run of the real Trainer that returns all that it logged and saved."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -17,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cce_dist import GradFilter, groups, linear_cross_entropy
+from cce_dist.tools.verify.check import assert_no_worse
 
 VOCAB, LENGTH, STEPS = 67, 12, 4
 
@@ -94,20 +93,9 @@ def compared() -> Iterator[list[bool]]:
         yield differed
 
 
-@contextlib.contextmanager
-def counted(module: Any, name: str = "linear_cross_entropy") -> Iterator[list[int]]:
+def counted(module: Any, name: str = "linear_cross_entropy") -> Any:
     """Count the calls of a function that a module has by this name, so that no test passes on another's loss."""
-    function, calls = getattr(module, name), [0]
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return function(*args, **kwargs)
-
-    setattr(module, name, counting)
-    try:
-        yield calls
-    finally:
-        setattr(module, name, function)
+    return mock.patch.object(module, name, wraps=getattr(module, name))
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -211,10 +199,9 @@ def forget() -> None:
     GradientState._reset_state()
     PartialState._reset_state()
     unset_hf_deepspeed_config()
-    for name in [
-        name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_")) and name != "ACCELERATE_USE_CPU"
-    ]:
-        del os.environ[name]
+    for name in [*os.environ]:
+        if name.startswith(("FSDP_", "ACCELERATE_")) and name != "ACCELERATE_USE_CPU":
+            del os.environ[name]
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # read where the ranks say that they have GPUs
     if "deepspeed" in sys.modules:
         from deepspeed.utils import groups
@@ -259,24 +246,28 @@ def metrics(prediction: Any) -> dict[str, float]:
 
 def logged(trainer: Any) -> list[dict[str, float]]:
     """Return what a trainer logged, but for times."""
+    times = ("second", "runtime", "flos", "step_time")
     return [
-        {
-            key: value
-            for key, value in entry.items()
-            if not any(word in key for word in ("second", "runtime", "flos", "step_time"))
-        }
+        {key: value for key, value in entry.items() if not any(word in key for word in times)}
         for entry in trainer.state.log_history
     ]
 
 
-def assert_same_log(ours: list[dict[str, float]], stock: list[dict[str, float]], tolerance: float) -> None:
-    assert len(ours) == len(stock) > 0
-    for mine, theirs in zip(ours, stock, strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in theirs.items():
-            torch.testing.assert_close(
-                mine[key], value, rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{k}: {m}"
-            )
+def assert_same(ours: Any, stock: Any, tolerance: float) -> None:
+    """Compare what two runs logged, or their parameters by name."""
+    assert len(ours) > 0
+    torch.testing.assert_close(ours, stock, rtol=tolerance, atol=tolerance)
+
+
+def assert_gradients_no_worse(ours: Any, stock: Any, truth: Any, dtype: torch.dtype | None = None) -> list[str]:
+    """Return which parameters of a model have gradients: those that train."""
+    names = []
+    for (name, mine), theirs, true in zip(ours.named_parameters(), stock.parameters(), truth.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None) == (not mine.requires_grad), name
+        if mine.grad is not None:
+            names.append(name)
+            assert_no_worse(mine.grad, theirs.grad, true.grad, dtype, name)
+    return names
 
 
 def saved(folder: Path) -> dict[str, Tensor]:
@@ -286,9 +277,3 @@ def saved(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     assert files, f"nothing was saved in {folder}"
     return {name: value for file in files for name, value in load_file(file).items()}
-
-
-def assert_same_parameters(ours: dict[str, Tensor], stock: dict[str, Tensor], tolerance: float) -> None:
-    assert ours.keys() == stock.keys()
-    for name, value in stock.items():
-        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")

@@ -4,8 +4,6 @@ megatron-core before 0.18 has no such argument: there a stand-in calls the proce
 runs this file with newer ones. test_rl.py runs what needs ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("megatron.core")
 
 from dense_scores import compare_models, dense_scores, policy_loss
+from support.refused import refused
 from test_megatron import (
     BATCH,
     IGNORED,
@@ -185,21 +184,14 @@ def next_ids_in_slices(case: Case) -> None:
 def what_is_not_served(case: Case) -> None:
     model = with_processor(build(case)[0])
     inputs, labels = batch()
-    for given, message in (
-        ({}, "the call has no labels"),
-        (
-            {"labels": labels, "output_processor_context": {"top_p": 0.9}},
-            "has temperature, top_p, and only temperature",
-        ),
-    ):
+    of_top_p = {"labels": labels, "output_processor_context": {"top_p": 0.9}}
+    for given, message in (({}, "the call has no labels"), (of_top_p, "has temperature, top_p, and only temperature")):
         with pytest.raises(ValueError, match=message):
             model(**inputs, **given, output_processor=processor())
     with pytest.raises(ValueError, match="needs a model that is converted"), cce.log_probs_of(build(case)[0]):
         pass
-    with (
-        pytest.raises(TypeError, match="log_probs_of got an unexpected argument 'top_p'"),
-        cce.log_probs_of(model, top_p=1),
-    ):
+    says = "log_probs_of got an unexpected argument 'top_p'"
+    with pytest.raises(TypeError, match=says), cce.log_probs_of(model, top_p=1):
         pass
     model.output_layer.bias = torch.nn.Parameter(torch.zeros(VOCAB // 2))
     with pytest.raises(ValueError, match="of this model: its output_layer has a bias"):
@@ -215,11 +207,9 @@ def test_a_megatron_without_the_hook_is_refused(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(TypeError, match="unexpected argument 'entropies'"):
             cce.log_probs_processor(entropies=True)
         monkeypatch.setattr(GPTModel, "forward", lambda self, input_ids: None)
-    with pytest.raises(
-        RuntimeError, match=r"needs megatron-core >= 0.18, .* output_processor; \d+\.\d+\.\d+ has none"
-    ) as error:
+    version = megatron.core.__version__
+    with refused(f"needs megatron-core >= 0.18, .* output_processor; {version} has none", RuntimeError):
         cce.log_probs_processor()
-    assert megatron.core.__version__ in str(error.value) and "\n" not in str(error.value)
 
 
 def test_boundaries_of_packed_sequences() -> None:
@@ -240,11 +230,7 @@ def test_boundaries_of_packed_sequences() -> None:
     integers = "must be a vector of integers, got "
     for wrong, message in (
         ([0, 6, 4, 10], r"must rise from 0, got \[0, 6, 4, 10\]"),
-        ([0, -3, 10], "must rise from 0"),
-        ([2, 10], "must rise from 0"),
-        ([-1, 10], "must rise from 0"),
-        ([10], "must rise from 0"),
-        ([0, 12, 10], "must rise from 0"),
+        *((wrong, "must rise from 0") for wrong in ([0, -3, 10], [2, 10], [-1, 10], [10], [0, 12, 10])),
         ([0, 12], r"packed sequences of 12 tokens \(cu_seqlens_q\), ids of 10 on each of 1 "),
         ([0, 9], "packed sequences of 9 tokens"),
         ([0], "packed sequences of 0 tokens"),
@@ -254,9 +240,8 @@ def test_boundaries_of_packed_sequences() -> None:
         (10, integers),
         ([], integers),
     ):
-        with pytest.raises(ValueError, match=message) as error:
+        with refused(f"(?=.*cu_seqlens_q).*{message}"):
             labels(torch.tensor(wrong))
-        assert "cu_seqlens_q" in str(error.value) and "\n" not in str(error.value)
     for wrong in (None, "0, 10", torch.tensor([0, 10], device="meta")):
         with pytest.raises(ValueError, match="cu_seqlens_q must be a vector of integers"):
             labels(wrong)

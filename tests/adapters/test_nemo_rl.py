@@ -3,8 +3,6 @@
 Its forward, packing and losses are its own, on a GPTModel of megatron-core on CPUs: ``NEMO_RL=~/RL launch/rl_packages.sh``.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager

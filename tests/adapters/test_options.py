@@ -1,7 +1,5 @@
 """The options that adapters share, as keyword arguments, a section of ds_config and flags of a command line."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.refused import refused
 
 from cce_dist import GradFilter
 from cce_dist.integrations.deepspeed.loss import Options as Section
@@ -49,10 +48,8 @@ def test_scores_and_megatrons_flag_choose_too() -> None:
         assert flags.options_from_args(parser.parse_args(argv)).workspace_bytes == budget
     with pytest.raises(ValueError, match="--cce-filter-eps has no effect: no filter"):
         flags.options_from_args(parser.parse_args(["--cce-filter-eps", "0.1"]))
-    assert (
-        flags.options_from_args(parser.parse_args(["--cce-filter", "off", "--cce-filter-eps", "0.1"])).grad_filter
-        is None
-    )
+    off = parser.parse_args(["--cce-filter", "off", "--cce-filter-eps", "0.1"])
+    assert flags.options_from_args(off).grad_filter is None
 
 
 def test_megatrons_largest_logits_need_no_budget() -> None:
@@ -97,8 +94,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("section", "message"), WRONG.values(), ids=WRONG)
 def test_a_wrong_section_is_one_line_naming_the_key(section: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
+    with refused(message):
         Section.from_config({"cce_dist": section})
-    assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match='this call has no key "reduce_dtype"'):
         Options.read({"reduce_dtype": "float32"}, str)

@@ -3,8 +3,6 @@
 NeMo-RL's and verl's own code is in test_nemo_rl.py and test_rl.py, TRL's in test_trl.py.
 """
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -118,7 +116,7 @@ def skyrl(policy: Policy, drawn: Rollout) -> Tensor:
 class Batch(dict):
     """As much of verl's TensorDict as its engines read."""
 
-    def clone(self, recurse: bool) -> Batch:
+    def clone(self, recurse: bool) -> Any:
         return Batch(self)
 
 
@@ -136,9 +134,10 @@ class MegatronEngineWithLMHead:
 
 
 def get_mcore_forward_fused_model_engine_fn(hf_config):
-    return lambda model, labels: model(
-        torch.cat([nn.functional.pad(row.roll(-1), (0, 2)) for row in labels.unbind()])[None]
-    )
+    def forward(model, labels):
+        return model(torch.cat([nn.functional.pad(row.roll(-1), (0, 2)) for row in labels.unbind()])[None])
+
+    return forward
 
 
 def verls_batch(drawn: Rollout) -> Batch:
@@ -153,9 +152,8 @@ def verls_batch(drawn: Rollout) -> Batch:
 def verl_fsdp(policy: Policy, drawn: Rollout) -> Tensor:
     """Three tokens of padding come behind the batch."""
     kernel = test_rl.verl()
-    kind = test_rl.stand_in(
-        cce_verl.REPLAY["fsdp"][0].module, FSDPEngineWithLMHead=FSDPEngineWithLMHead
-    ).FSDPEngineWithLMHead
+    module = cce_verl.REPLAY["fsdp"][0].module
+    kind = test_rl.stand_in(module, FSDPEngineWithLMHead=FSDPEngineWithLMHead).FSDPEngineWithLMHead
     cce_verl.install(sampling_mask="fsdp")
     engine = SimpleNamespace(pad_to_length=False, use_ulysses_sp=False, _get_packed_pad_size=lambda n: 3)
     inputs, _ = kind.prepare_model_inputs(engine, verls_batch(drawn))

@@ -1,7 +1,5 @@
 """The other scripts, on a CPU and at small sizes; and each script as a program."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys
@@ -19,7 +17,7 @@ SCRIPTS = [path for path in ROOT.glob("benchmarks/*.py") if "if __name__" in pat
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_is_a_program(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_script_is_a_program(script: Path, monkeypatch, capsys) -> None:
     """Catches a script that cannot be started, and one whose --help does not show how."""
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     with pytest.raises(SystemExit, match=r"^0$"):
@@ -27,9 +25,7 @@ def test_a_script_is_a_program(script: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert f"python benchmarks/{script.name}" in capsys.readouterr().out or script.stem == "fingerprint"
 
 
-def test_the_kernels_of_a_loss_are_told_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_of_a_loss_are_told_apart(tmp_path, capsys, monkeypatch) -> None:
     """Catches the matmuls of backward counted in forward, a warm-up round that is counted, and times of a wrong gradient."""
     out = tmp_path / "times.json"
     argv = ["24x2048", "--tokens", "16", "--methods", "torch", "quack", "trl", "--repeats", "2", "--out", str(out)]
@@ -51,31 +47,27 @@ def test_the_kernels_of_a_loss_are_told_apart(
     assert "quack" in refusals and "wrong loss: relative error 1.0e+00" in refusals
 
 
-def test_architectures_are_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_architectures_are_counted(monkeypatch, capsys, tmp_path) -> None:
     """Catches a class that is not counted, and a page that keeps its old table."""
     pytest.importorskip("transformers")
     page = tmp_path / "page.md"
     page.write_text("<!-- causal_lm -->\nold\n<!-- end of causal_lm -->\n")
     monkeypatch.setattr(count_architectures, "PAGE", page)
     results = {"LlamaForCausalLM": "equal", "BertLMHeadModel": "differs", "XForCausalLM": "not built"}
-    monkeypatch.setattr(
-        count_architectures, "run", lambda name, _: count_architectures.Result(name, results[name], "why")
-    )
+    result = count_architectures.Result
+    monkeypatch.setattr(count_architectures, "run", lambda name, _: result(name, results[name], "why"))
     monkeypatch.setattr(count_architectures, "quiet", lambda: None)
     assert count_architectures.main([*results, "--write"]) == 1
     assert "2 of 3 classes were built, **1 of these are equal**" in page.read_text()
     assert "| BertLMHeadModel | differs | why |" in page.read_text() and "old" not in page.read_text()
 
 
-def test_a_fingerprint_sees_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_fingerprint_sees_what_moved(tmp_path, capsys) -> None:
     """Catches a bit of a gradient that moves unseen, and a case that is gone."""
     hashes = {"loss": "1", "gradient of input": "2"}
     files = [str(tmp_path / "old.json"), str(tmp_path / "new.json")]
-    for file, found in zip(
-        files, ({"a": hashes, "b": hashes}, {"a": hashes | {"gradient of input": "3"}}), strict=True
-    ):
+    results = {"a": hashes, "b": hashes}, {"a": hashes | {"gradient of input": "3"}}
+    for file, found in zip(files, results, strict=True):
         Path(file).write_text(json.dumps({"made with": {}, "torch T=1": found}))
     assert fingerprint.compare(files[0], files[0]) == 0
     assert fingerprint.compare(*files) == 1

@@ -1,11 +1,8 @@
 """Whole steps of models: real sizes, ways over the same parameters, and no time for what is wrong."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -61,9 +58,7 @@ def test_sizes_are_those_of_the_published_models(name: str) -> None:
     assert sizes.MODELS[name].params == pytest.approx(PUBLISHED[name], rel=1e-3)
 
 
-def test_whole_steps_from_the_command_line(
-    quick: None, corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_steps_from_the_command_line(quick, corpus, tmp_path, capsys, monkeypatch) -> None:
     """Text is learned, all ways have stock's loss and gradients, rounds are stored, and ``--show`` prints them again."""
     compiled = []
 
@@ -124,9 +119,7 @@ class Wrong(nn.Module):
         return {"loss": loss}
 
 
-def test_nothing_wrong_is_timed(
-    quick: None, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_wrong_is_timed(quick, corpus, tmp_path, monkeypatch) -> None:
     """A wrong row has no time and says why, the others go on, and the exit code tells."""
     wrong = {kind: Method(partial(Wrong, kind=kind), ours=kind == "fails") for kind in ("loss", "gradient", "fails")}
     monkeypatch.setattr(models, "ways", lambda *compiles: wrong | {"cce-dist-default": STOCK, "stock": STOCK})
@@ -140,7 +133,7 @@ def test_nothing_wrong_is_timed(
         assert row.problem.startswith(reason) and not row.total.seconds
 
 
-def test_ways_share_parameters_and_nothing_else(tiny: None) -> None:
+def test_ways_share_parameters_and_nothing_else(tiny) -> None:
     """A copy steps the model's own weights; what is done to a copy reaches neither the model nor its class."""
     model = build("gemma-3-270m", 1, torch.float32, torch.device("cpu"))
     first, second = twin(model), twin(model)
@@ -150,7 +143,7 @@ def test_ways_share_parameters_and_nothing_else(tiny: None) -> None:
     assert first.lm_head.weight is model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_memory_of_a_step_has_weights_and_optimizer(tiny: None) -> None:
+def test_memory_of_a_step_has_weights_and_optimizer(tiny) -> None:
     """Catches a peak without AdamW's two moments, and a tied weight that counts twice."""
     model = build("gemma-3-270m", 1, torch.float32, torch.device("cpu"))
     run, ids = whole_steps.at_rest(model), torch.ones(1, 4, dtype=torch.int64)
@@ -161,7 +154,7 @@ def test_memory_of_a_step_has_weights_and_optimizer(tiny: None) -> None:
     assert run.resident_bytes() - before == 2 * weights + 4 * len(run.parameters)  # AdamW counts steps, too
 
 
-def test_other_losses_see_the_softcap(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_losses_see_the_softcap(tiny, monkeypatch) -> None:
     """Catches a loss from hidden states without the softcap, and labels that are shifted otherwise."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = build("gemma-2-2b", 1, torch.float64, torch.device("cpu"))
@@ -174,7 +167,7 @@ def test_other_losses_see_the_softcap(tiny: None, monkeypatch: pytest.MonkeyPatc
     assert abs(FromHidden(twin(model), peers.dense)(ids, ids)["loss"] / stock - 1) > 1e-2
 
 
-def test_liger_changes_one_model(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_changes_one_model(tiny, monkeypatch) -> None:
     """A release that patches the class, and not the model that it was given, does not reach the other ways."""
     model = build("llama-3.2-1b", 1, torch.float32, torch.device("cpu"))
     asked = []
@@ -194,7 +187,7 @@ def test_liger_changes_one_model(tiny: None, monkeypatch: pytest.MonkeyPatch) ->
     assert type(model).forward is before and model(input_ids=ids, labels=ids)["loss"].ndim == 0
 
 
-def test_ids_are_spread_over_all_rows(corpus: list[str]) -> None:
+def test_ids_are_spread_over_all_rows(corpus) -> None:
     """A tokenizer with fewer ids than rows: order is kept, no two ids meet, and the last row is near."""
     parser = argparse.ArgumentParser()
     whole_steps.add_text(parser)
@@ -223,7 +216,7 @@ def steps_of_a_toy(argv: list[str]) -> int:
 
 
 @pytest.mark.slow
-def test_whole_steps_under_fsdp(tmp_path: Path) -> None:
+def test_whole_steps_under_fsdp(tmp_path) -> None:
     """Two ranks: bytes are those of the arithmetic in bf16, gradients the stock model's in fp32, with layers compiled, too."""
     run = [
         "--models", "gemma-3-270m", "--fsdp", "--tokens", "64", "--length", "32", "--device", "cpu", "--repeats", "2",

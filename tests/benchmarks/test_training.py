@@ -1,11 +1,8 @@
 """Trainings of a model with each gradient: what each method is known to do, and whole commands on toy sizes."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,9 +35,7 @@ def own_mode(tiny: None) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def test_models_train_with_each_gradient(
-    corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_train_with_each_gradient(corpus, tmp_path, capsys, monkeypatch) -> None:
     """Catches a run from other weights or batches, a way that is another's, a wrong dE, seeds that do not merge."""
     # The threshold is above a uniform softmax.
     monkeypatch.setitem(models.OURS["cce-dist-filtered"], "filter_eps", 4e-3)
@@ -76,7 +71,7 @@ def test_models_train_with_each_gradient(
     assert f"{sum(excess) / 2:+.4f} ({abs(excess[0] - excess[1]) / 2:.4f})" in rows[WAYS.index("filtered")]
 
 
-def test_captures_give_the_losses_of_their_steps(corpus: list[str], tmp_path: Path) -> None:
+def test_captures_give_the_losses_of_their_steps(corpus, tmp_path) -> None:
     """Catches a capture of another step or after its update, and labels that belong to other tokens."""
     options = ["--dtype", "float32", "--seeds", "1", "--methods", "default", "--measure-every", "1", *corpus]
     assert training.main([*RUN, *options, "--capture", "1", "4", "--out", str(tmp_path)]) == 0
@@ -90,9 +85,7 @@ def test_captures_give_the_losses_of_their_steps(corpus: list[str], tmp_path: Pa
         assert read_workload(path, dtype=torch.float32).loss == pytest.approx(loss)
 
 
-def test_a_converted_model_trains_under_autocast(
-    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_converted_model_trains_under_autocast(corpus, tmp_path, monkeypatch) -> None:
     """fp32 parameters and bf16 matmuls, as Trainer's ``bf16=True``: ours is stock to the rounding of bf16."""
     dtypes = set()
 
@@ -115,7 +108,7 @@ def learner(corpus: list[str], *options: str) -> training.Learner:
     return training.Learner(training.parser().parse_args([*RUN, *corpus, "--steps", "1", "--length", "16", *options]))
 
 
-def test_compiled_layers_are_not_deterministic(corpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_are_not_deterministic(corpus, monkeypatch) -> None:
     """Catches --compile without compilation, and both together, for which torch 2.11 computes wrong gradients."""
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda layer, **options: compiled.append(layer))
@@ -125,7 +118,7 @@ def test_compiled_layers_are_not_deterministic(corpus: list[str], monkeypatch: p
     assert compiled == [*found.model.model.layers] and not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_softcap_is_in_every_loss_and_gradient(corpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_softcap_is_in_every_loss_and_gradient(corpus, monkeypatch) -> None:
     """Catches a held-out loss or a dense gradient of other logits than the model's own."""
     monkeypatch.setitem(models._GEMMA_2, "final_logit_softcapping", 0.1)
     stock = learner(corpus, "--model", "gemma-2-2b", "--layers", "1", "--dtype", "float32")
@@ -151,7 +144,7 @@ def test_rare_rows_and_the_mean_show_what_a_plain_filter_drops() -> None:
     assert 1 - found["cosine"]["mean dE"] > 4 * (1 - found["cosine"]["dE"]) > 0
 
 
-def test_files_that_do_not_belong_together_are_one_line(tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together_are_one_line(tmp_path) -> None:
     """Catches a run that counts twice, and runs of another training. A file of another program says so."""
     environment = {"device": "CPU", "torch": "2", "date": "2026-12-01T00:00:00"}
     runs = [training_report.Run("stock", 0, [training_report.Measurement(0, math.nan)])]
@@ -180,7 +173,7 @@ def test_a_run_that_learns_nothing_says_so(last: float, learned: bool) -> None:
     assert ("nothing was learned" in run.problem) == (not learned)
 
 
-def test_a_wrong_option_is_one_line(corpus: list[str], tmp_path: Path) -> None:
+def test_a_wrong_option_is_one_line(corpus, tmp_path) -> None:
     for argv, says in (
         ([], "--model names one of gemma-3-270m"),
         ([*RUN, "--gradients-every", "4"], "--gradients-every must be a multiple of --measure-every"),

@@ -1,7 +1,5 @@
 """D13. Arguments that make no sense are one line and exit code 2, whatever the command, before anything starts."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

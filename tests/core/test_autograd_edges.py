@@ -3,17 +3,17 @@
 And what a module must survive beside autograd: torch.compile with changing numbers, a default dtype, copies, pickles.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.dense import assert_all_no_worse, dense
+from support.refused import refused
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.swa_utils import AveragedModel
@@ -28,7 +28,9 @@ from cce_dist import (
     linear_kl_divergence,
     linear_log_probs,
     reference,
+    topk_kl_divergence,
 )
+from cce_dist.kernels.divergence.heads import KINDS
 
 N, D, V = 7, 8, 20
 any_call: Any = linear_cross_entropy  # options by name, and some that a type checker would refuse
@@ -72,27 +74,20 @@ DERIVATIVES: dict[str, Callable[[Any, Tensor], Any]] = {
 OF_DIVERGENCE = ("func-grad", "vmap", "hessian", "autograd-jvp", "jvp")
 
 
-@pytest.mark.parametrize("rows", [None, 3])
-def test_a_derivative_that_is_not_there_is_refused(data, rows):
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_a_derivative_that_is_not_there_is_refused(data, name):
     """Catches zeros or None where the documentation promises an error, and a text of torch's that does not name us."""
     hidden, weight, target = data
+    ask = DERIVATIVES[name]
 
     def loss(x: Tensor, **options: Any) -> Tensor:
         return linear_cross_entropy(x, weight, target, **options)
 
-    for name, ask in DERIVATIVES.items():
-        assert_refused(name, ask, loss, hidden, "linear_cross_entropy")
-        if rows is None and name in OF_DIVERGENCE:
-            assert_refused(name, ask, lambda x: _divergence(x, weight, target).sum(), hidden, "linear_kl_divergence")
-
-
-def assert_refused(name: str, ask: Callable, loss: Callable[..., Tensor], hidden: Tensor, says: str) -> None:
-    try:
+    with refused("linear_cross_entropy", RuntimeError):
         ask(loss, hidden)
-    except RuntimeError as error:
-        assert says in str(error) and "\n" not in str(error), f"{name}: {error}"
-    else:
-        raise AssertionError(f"{name} of {says} is not refused")
+    if name in OF_DIVERGENCE:
+        with refused("linear_kl_divergence", RuntimeError):
+            ask(lambda x: _divergence(x, weight, target).sum(), hidden)
 
 
 def test_first_derivatives_with_create_graph(data):
@@ -172,21 +167,41 @@ def test_the_default_dtype_changes_no_initial_weight():
     assert torch.equal(got, expected)
 
 
-def _divergence(x: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
-    return linear_kl_divergence(x, w, x.detach() + 1, w.detach().flip(0), kind="jsd", **options)
+def _divergence(x: Tensor, w: Tensor, t: Tensor, kind: str = "jsd", **options: Any) -> Tensor:
+    return linear_kl_divergence(x, w, x.detach() + 1, w.detach().flip(0), kind=cast(Any, kind), **options)
 
 
-CHANGING: dict[str, tuple[int | None, Callable[..., Any], Callable[[float], dict[str, Any]]]] = {
+def _measures(x: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
+    ids = torch.stack((t, t.flip(0), t), 1)
+    out = linear_log_probs(x, w, ids, entropy=True, sum_p_squared=True, argmax=True, top_k=3, **options)
+    return torch.cat([values.float().flatten() for values in out if values is not None])
+
+
+def _of_lists(x: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
+    return linear_log_probs(x, w, t, kept=KEPT, entropy=True, **options).log_probs
+
+
+def _of_teachers_ids(x: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
+    return topk_kl_divergence(x, w, t[:, None], torch.full((N, 1), -2.0), outside="tail", **options)
+
+
+OWN, BIAS, SOME = torch.linspace(0.5, 1.5, N), torch.linspace(-1, 1, V), torch.arange(N) > 1
+KEPT = KeptIds(3 * torch.tensor([0, 1, 1, 2, 3, 4, 5, 6]), torch.arange(18) % V, torch.tensor([1]))
+CHANGING: dict[str, Any] = {  # tokens of a group, a call, its options
     "z-loss, scale and softcap": (None, any_call, lambda v: dict(z_loss_weight=v, logit_scale=v, softcap=80.0 * v)),
     "class weights": (None, any_call, lambda v: dict(weight=torch.arange(1.0, V + 1), label_smoothing=v / 2, logit_scale=v)),
     "for each token": (None, any_call, lambda v: dict(reduction="none", label_smoothing=v / 2, softcap=v)),
     "z-loss from 0, in groups": (3, any_call, lambda v: dict(z_loss_weight=v)),
     "all in groups": (3, any_call, lambda v: dict(label_smoothing=v / 2, logit_scale=v, softcap=80.0 * v, z_loss_weight=v)),
     "entropy": (None, lambda *x, **y: linear_log_probs(*x, entropy=True, **y)[2], lambda v: dict(temperature=v, softcap=3.0)),
-    "kept": (None, lambda *x, **y: linear_log_probs(*x, kept=KEPT, **y).log_probs, lambda v: dict(temperature=v, softcap=v)),
+    "measures": (None, _measures, lambda v: dict(temperature=OWN, softcap=4.0 * v)),
+    "kept": (None, _of_lists, lambda v: dict(temperature=v, softcap=v)),
+    "teacher's ids": (None, _of_teachers_ids, lambda v: dict(temperature=v)),
     "divergence": (None, _divergence, lambda v: dict(beta=v / 2, logit_scale=v, softcap=80.0 * v, teacher_logit_scale=1 / v)),
+} | {
+    kind: (None, partial(_divergence, kind=kind), lambda v: dict(linear_bias=BIAS, mask=SOME, logit_scale=v, softcap=3.0))
+    for kind in KINDS
 }  # fmt: skip
-KEPT = KeptIds(3 * torch.arange(N + 1), torch.arange(3 * N) % V)
 
 
 @pytest.mark.parametrize("name", CHANGING)
@@ -269,8 +284,7 @@ def test_copies_with_a_group(ranks2):
 
 def _copies_with_a_group() -> None:
     """A copy in memory keeps the group; a file keeps the numbers, and says so when it is used without a group."""
-    group = dist.group.WORLD
-    assert group is not None
+    group: Any = dist.group.WORLD
     torch.manual_seed(0)
     head = VocabParallelHead(D, V, group=group)
     hidden, labels = torch.randn(N, D), torch.randint(V, (N,))
@@ -303,11 +317,8 @@ def test_a_buffer_gets_what_backward_was_asked_for(
         return linear_cross_entropy(hidden, weight, labels, grad_weight_out=buffer)
 
     with groups.of_rows(rows):
-        loss = (
-            checkpoint(loss_of, hidden, weight, use_reentrant=False)
-            if saved == "checkpointed"
-            else loss_of(hidden, weight)
-        )
+        how = partial(checkpoint, loss_of, use_reentrant=False) if saved == "checkpointed" else loss_of
+        loss = how(hidden, weight)
         (d_hidden,) = torch.autograd.grad(loss, hidden, retain_graph=True)
         loss.backward(inputs=[hidden], retain_graph=True)
         assert not buffer.any()

@@ -1,7 +1,5 @@
 """Groups that a process has lost, or does not have yet: no call uses another group in their place."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +51,7 @@ def _destroyed() -> None:
     shard, mesh = VocabShard.even(V, dist.group.WORLD), init_device_mesh("cpu", (2,))
     own = weight[shard.start : shard.stop].clone().requires_grad_()
     split = distribute_tensor(weight, mesh, [Shard(0)])
+    of_teacher = labels[:, None], torch.zeros(N, 1)
     kept = KeptIds(torch.arange(N + 1), torch.arange(N))
     plain, over = VocabParallelHead(D, V, group=dist.group.WORLD), VocabParallelHead(D, V, shard_over=mesh)
     tied = cce_dist.convert(Small(), shard_over=mesh)
@@ -64,9 +63,7 @@ def _destroyed() -> None:
         "log_probs": lambda: linear_log_probs(hidden, own, labels, shard=shard),
         "kept": lambda: linear_log_probs(hidden, own, labels, shard=shard, kept=kept),
         "divergence": lambda: linear_kl_divergence(hidden, own, hidden, own, shard=shard),
-        "top-k": lambda: topk_kl_divergence(
-            hidden, own, labels[:, None], torch.zeros(N, 1), shard=shard, outside="drop"
-        ),
+        "top-k": lambda: topk_kl_divergence(hidden, own, *of_teacher, shard=shard, outside="drop"),
         "DTensor": lambda: linear_cross_entropy(hidden, split, labels),
         "head": lambda: plain(hidden, labels),
         "head's logits": lambda: plain(hidden),
@@ -90,9 +87,8 @@ def _destroyed() -> None:
                 assert "destroyed" in str(found), f"{name}, again {again}, debug {debug}: {found!r}"
     assert "destroyed" in str(_error(before.backward))
     new = VocabShard.even(V, dist.group.WORLD)
-    torch.testing.assert_close(
-        linear_cross_entropy(hidden, weight, labels, shard=new), linear_cross_entropy(hidden, weight, labels)
-    )
+    whole = linear_cross_entropy(hidden, weight, labels)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, shard=new), whole)
     assert len(over.state_dict()) == 1
 
 
@@ -109,10 +105,7 @@ def test_no_group_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     for num_ranks, refused in (("2", True), ("1", False), ("", False)):
         monkeypatch.setenv("WORLD_SIZE", num_ranks)
-        for make in (
-            lambda: VocabShard.even(V, None),
-            lambda: VocabParallelHead(D, V, group=None).shard,
-        ):
+        for make in (lambda: VocabShard.even(V, None), lambda: VocabParallelHead(D, V, group=None).shard):
             if not refused:
                 assert make().num_rows == V
                 continue

@@ -219,21 +219,13 @@ def test_explain_on_a_cpu() -> None:
 
 def test_bf16_on_a_cpu_takes_one_pass_if_one_group_holds_all_tokens() -> None:
     """Catches: dC that is rounded to bf16 after each of several groups, and a default budget that is too small for one."""
-    hidden, weight, labels = (
-        torch.randn(4096, 8).bfloat16().requires_grad_(),
-        torch.randn(32_000, 8).bfloat16(),
-        4096 * [0],
-    )
-    labels = torch.tensor(labels)
+    hidden, weight = (torch.randn(rows, 8).bfloat16().requires_grad_() for rows in (4096, 32_000))
+    labels = torch.zeros(4096).long()
     assert explain(hidden, weight, labels) == "plain torch, one pass, 751 MiB"  # 6 bytes a logit
-    assert explain(hidden[:2048], weight, labels[:2048], label_smoothing=0.1).startswith(
-        "plain torch, one pass, 626 MiB"
-    )
-    two: list[Any] = [
-        {"workspace_bytes": 749 << 20},
-        {"grad_weight_out": torch.zeros(32_000, 8)},
-        {"reduction": "none"},
-    ]
+    smoothed = explain(hidden[:2048], weight, labels[:2048], label_smoothing=0.1)
+    assert smoothed.startswith("plain torch, one pass, 626 MiB")
+    buffer = torch.zeros(32_000, 8)
+    two: list[Any] = [{"workspace_bytes": 749 << 20}, {"grad_weight_out": buffer}, {"reduction": "none"}]
     for options in two:
         assert explain(hidden, weight, labels, **options).startswith("plain torch, two passes")
     assert explain(*meta(8192, 64, 65_536), backend="torch") == "plain torch, two passes, 256 MiB"

@@ -1,7 +1,5 @@
 """A head in ``torch.cuda.make_graphed_callables``, as docs/api.md describes it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

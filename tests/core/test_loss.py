@@ -40,26 +40,18 @@ def test_names_of_aux_are_the_outputs():
 def test_compiles_as_one_graph(data):
     """Catches a graph break. ``opcheck`` below compares the fakes with the operators, so nothing has to be generated here."""
     hidden, _, target = data
+    options = {"softcap": 8.0, "label_smoothing": 0.1, "return_aux": True}
+    body, head = torch.nn.Linear(D, D), VocabParallelHead(D, V, grad_filter=GradFilter(always=True), **options)
+    parameters = [*body.parameters(), *head.parameters()]
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = torch.nn.Linear(D, D)
-            self.head = VocabParallelHead(
-                D, V, grad_filter=GradFilter(always=True), softcap=8.0, label_smoothing=0.1, return_aux=True
-            )
+    def loss(x, y):
+        return head(body(x), y)
 
-        def forward(self, x, y):
-            return self.head(self.body(x), y)
-
-    model = Model()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for count in (N, N - 5):  # another number of tokens, too
-        eager = model(hidden[:count], target[:count])
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(hidden[:count], target[:count])
-        for a, b in ((eager.loss, compiled.loss), (eager.entropy, compiled.entropy)):
-            torch.testing.assert_close(a, b)
-        grads = [torch.autograd.grad(out.loss, list(model.parameters())) for out in (eager, compiled)]
-        torch.testing.assert_close(*grads)
+        found, right = (function(hidden[:count], target[:count]) for function in (compiled, loss))
+        torch.testing.assert_close((found.loss, found.entropy), (right.loss, right.entropy))
+        torch.testing.assert_close(*(torch.autograd.grad(out.loss, parameters) for out in (found, right)))
 
 
 @pytest.mark.parametrize("tensors", ["", "bias"])

@@ -1,7 +1,5 @@
 """torch's two settings of how fp32 matrices are multiplied. Its older one raises once the newer one was used."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +24,7 @@ def _settings_stay() -> Iterator[None]:
 
 
 @pytest.mark.skipif(not hasattr(MATMUL, "fp32_precision"), reason="this torch has the older setting alone")
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.filterwarnings("ignore"))])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_the_newer_setting_is_asked(backend: Any) -> None:
     """Catches: a call that asks the older setting, which raises."""
     if backend == "triton":

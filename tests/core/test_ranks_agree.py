@@ -3,8 +3,6 @@
 One table has values of every argument of every public function. All disagreements that fail are reported together.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import random
@@ -203,9 +201,8 @@ def test_every_argument_is_in_the_tables() -> None:
     """Catches a new argument that nobody compared, and a page that lists other arguments than the check."""
     page = (Path(__file__).resolve().parents[2] / "docs/api.md").read_text()
     documented = {}
-    for names, parts in re.findall(
-        r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \|$", page.split("### Ranks that disagree")[1], re.M
-    ):
+    table = page.split("### Ranks that disagree")[1]
+    for names, parts in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \|$", table, re.M):
         documented |= dict.fromkeys(re.findall(r"\w+", names), tuple(parts.split(", ")))
     assert documented == {name: parts for name, parts in SHARED.items() if parts}
     names = {name for function in FUNCTIONS for name in inspect.signature(function).parameters}

@@ -4,10 +4,8 @@ import functools
 import itertools
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,10 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.dense import dense as dense_loss
+from support.ranks import shared_folder
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from cce_dist import GradFilter, VocabParallelHead, VocabShard, decide, given, linear_cross_entropy, merge
@@ -85,12 +85,8 @@ def _check_dtensors(vocab_size: int) -> None:
     bias = weight.detach().sum(1).requires_grad_()
     expected = linear_cross_entropy(hidden, weight, labels, linear_bias=bias)
     d_hidden, *d_rows = torch.autograd.grad(expected, (hidden, weight, bias))
-    for where, placements in (
-        (line, [Shard(0)]),
-        (line, [Replicate()]),
-        (mesh, [Replicate(), Shard(0)]),
-        (mesh, [Shard(0), Replicate()]),
-    ):
+    split, alike = Shard(0), Replicate()
+    for where, placements in ((line, [split]), (line, [alike]), (mesh, [alike, split]), (mesh, [split, alike])):
         rows, row_bias = (distribute_tensor(x.detach(), where, placements).requires_grad_() for x in (weight, bias))
         loss = linear_cross_entropy(hidden, rows, labels, linear_bias=row_bias)
         torch.testing.assert_close(loss, expected)
@@ -99,20 +95,6 @@ def _check_dtensors(vocab_size: int) -> None:
         for gradient, whole_gradient in zip(gradients[1:], d_rows, strict=True):
             assert isinstance(gradient, DTensor) and gradient.placements == tuple(placements)
             torch.testing.assert_close(whole(gradient), whole_gradient)
-
-
-@contextmanager
-def weights_seen(function: str):
-    """Collect the weights that reach the arithmetic of a shard."""
-    seen: list[Tensor] = []
-    original = getattr(dense, function)
-
-    def spy(x: Operands, *args: Any) -> Any:
-        seen.append(x.weight)
-        return original(x, *args)
-
-    with mock.patch.object(dense, function, spy):
-        yield seen
 
 
 def _check_fsdp(vocab_size: int, with_tp: bool) -> None:
@@ -128,13 +110,13 @@ def _check_fsdp(vocab_size: int, with_tp: bool) -> None:
     losses = [linear_cross_entropy(hidden, weight, labels, linear_bias=bias) for hidden, _, labels in batches]
     expected = torch.autograd.grad(torch.stack(losses).mean(), (weight, bias, mine))  # FSDP2 averages
 
-    with weights_seen("statistics") as seen, gathers() as forward:
+    with mock.patch.object(dense, "statistics", wraps=dense.statistics) as seen, gathers() as forward:
         loss = head(mine, my_labels)
-    [gathered] = seen
-    assert gathered.untyped_storage().size() == 0, "the weight outlives forward"
-    with weights_seen("gradients") as seen, gathers() as backward:
+    [call] = seen.call_args_list
+    assert call.args[0].weight.untyped_storage().size() == 0, "the weight outlives forward"
+    with mock.patch.object(dense, "gradients", wraps=dense.gradients) as seen, gathers() as backward:
         loss.backward()
-    assert len(seen) == 1 and (forward.count, backward.count) == (1, 1)
+    assert seen.call_count == forward.call_count == backward.call_count == 1
     torch.testing.assert_close(loss, losses[dp.get_local_rank()])
     for parameter, gradient in zip(head.parameters(), expected, strict=False):
         assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
@@ -143,20 +125,9 @@ def _check_fsdp(vocab_size: int, with_tp: bool) -> None:
     torch.testing.assert_close(mine.grad, expected[2] * dp.size())
 
 
-@contextmanager
 def gathers():
     """Count FSDP2's all-gathers of weights."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-    counted = SimpleNamespace(count=0)
-    original = _fsdp_param_group.foreach_all_gather
-
-    def spy(*args: Any, **options: Any) -> Any:
-        counted.count += 1
-        return original(*args, **options)
-
-    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", spy):
-        yield counted
+    return mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=_fsdp_param_group.foreach_all_gather)
 
 
 def _check_what_is_refused() -> None:
@@ -181,11 +152,11 @@ def _check_what_is_refused() -> None:
         linear_cross_entropy(hidden, split, labels, shard=VocabShard.even(33, line.get_group()))
     with pytest.raises(ValueError, match="make the head with mesh="):
         plain.state_dict()
-    split = distribute_tensor(weight.detach(), line, [Shard(0)])
+    split, bias = (
+        distribute_tensor(x.detach(), line, [how]) for x, how in ((weight, Shard(0)), (weight[:, 0], Replicate()))
+    )
     with pytest.raises(ValueError, match=r"linear_bias is a DTensor .*Replicate.*split them alike"):
-        linear_cross_entropy(
-            hidden, split, labels, linear_bias=distribute_tensor(weight[:, 0].detach(), line, [Replicate()])
-        )
+        linear_cross_entropy(hidden, split, labels, linear_bias=bias)
     with pytest.raises(TypeError, match="input is a DTensor"):
         linear_cross_entropy(distribute_tensor(hidden.detach(), line, [Replicate()]), split, labels)
 
@@ -225,18 +196,17 @@ def _check_checkpoints() -> None:
         heads[name] = head = VocabParallelHead(D, 33, mesh=tp, bias=True)
         if dp is not None:
             fully_shard(head, mesh=dp)
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    for saved, loaded in itertools.permutations(heads, 2):
-        for key in ("weight", "bias"):
-            nn.init.normal_(getattr(heads[saved], key))
-        path = f"{folder[0]}/{saved}-{loaded}"
-        dcp.save(get_model_state_dict(heads[saved]), checkpoint_id=path)
-        state = get_model_state_dict(heads[loaded])
-        dcp.load(state, checkpoint_id=path)
-        set_model_state_dict(heads[loaded], state)
-        for key in ("weight", "bias"):
-            assert torch.equal(whole(getattr(heads[loaded], key)), whole(getattr(heads[saved], key))), (saved, loaded)
+    with shared_folder() as folder:
+        for saved, loaded in itertools.permutations(heads, 2):
+            for parameter in heads[saved].parameters():
+                nn.init.normal_(parameter)
+            path = f"{folder}/{saved}-{loaded}"
+            dcp.save(get_model_state_dict(heads[saved]), checkpoint_id=path)
+            state = get_model_state_dict(heads[loaded])
+            dcp.load(state, checkpoint_id=path)
+            set_model_state_dict(heads[loaded], state)
+            for ours, right in zip(heads[loaded].parameters(), heads[saved].parameters(), strict=True):
+                assert torch.equal(whole(ours), whole(right)), (saved, loaded)
 
 
 def _check_one_collective_a_pass() -> None:
@@ -299,9 +269,8 @@ def _check_the_slice_that_is_here() -> None:
     assert torch.equal(first, mine) and event == "wait"
     rank = dist.get_rank()
     whole_hidden = hidden.detach()
-    assert torch.equal(before, whole_hidden[: rank * N // 4]) and torch.equal(
-        after, whole_hidden[(rank + 1) * N // 4 :]
-    )
+    assert torch.equal(before, whole_hidden[: rank * N // 4])
+    assert torch.equal(after, whole_hidden[(rank + 1) * N // 4 :])
     assert torch.Size((N // 4, D)) in kept and torch.Size((N, D)) not in kept
     torch.testing.assert_close(loss, linear_cross_entropy(hidden, weight, labels))
 
@@ -311,22 +280,18 @@ def sums():
     """Collect name and bytes of what is summed over ranks; done as soon as started, so that what comes too late is missing."""
     started: list[tuple[str, int]] = []
 
-    def spied(owner: Any, function: str, name: str, which: int) -> Any:
-        original = getattr(owner, function)
-
+    def spied(function: Callable, name: str, which: int) -> Callable:
         def spy(*tensors: Tensor, **options: Any) -> Any:
             started.append((name, tensors[which].nbytes))
-            work = original(*tensors, **options)
+            work = function(*tensors, **options)
             work.wait()
             return work
 
-        return mock.patch.object(owner, function, spy)
+        return spy
 
-    with (
-        spied(dist, "all_reduce", "all_reduce", 0),
-        spied(dist, "reduce", "reduce", 0),
-        spied(merge, "_reduce_scatter_into", "reduce_scatter", 1),
-    ):
+    of_dist: Any = {name: spied(getattr(dist, name), name, 0) for name in ("all_reduce", "reduce")}
+    scatter = spied(merge._reduce_scatter_into, "reduce_scatter", 1)
+    with mock.patch.multiple(dist, **of_dist), mock.patch.object(merge, "_reduce_scatter_into", scatter):
         yield started
 
 

@@ -1,7 +1,5 @@
 """A few architectures of transformers, whose loss and gradients ``convert`` leaves equal."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

@@ -13,19 +13,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-EXACT = {
-    "_scale_kernel",
-    "_lse_kernel",
-    "_gather_targets_kernel",
-    "_dlogits_kernel",
-    "_grad_hidden_kernel",
-    "_grad_weight_kernel",
-}
+PRODUCTS = {"_lse_kernel", "_dlogits_kernel", "_grad_hidden_kernel", "_grad_weight_kernel", "_logits_kernel"}
+EXACT = PRODUCTS | {"_scale_kernel", "_gather_targets_kernel"}
 FILTERED = {"_list_columns_kernel", "_dropped_columns_kernel", "_hidden_products_kernel", "_filtered_weight_kernel"}
 LOG_PROBS = {"_cells_kernel", "_logits_kernel"}
 OF_LISTS = {"_list_logits_kernel", "_list_hidden_kernel", "_column_rows_kernel"}
 OF_TWO_HEADS = {"_pair_sums_kernel", "_pair_gradients_kernel"}
-PRODUCTS = EXACT - {"_gather_targets_kernel", "_scale_kernel"} | {"_logits_kernel"}
 # Bytes that kernels may spill on capability 9.0, by Triton's version.
 SPILLS = {"3.6": {("_lse_kernel", "28"), ("_lse_kernel", "4")}, "3.7": {("_lse_kernel", "28")}}
 SHARED = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB that a program of a device can have

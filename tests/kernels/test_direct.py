@@ -1,7 +1,5 @@
 """Launches past Triton's own path: a key that is at least as fine as Triton's, and arguments that are Triton's own."""
 
-from __future__ import annotations
-
 import random
 import time
 import weakref
@@ -74,9 +72,7 @@ def _bare(launch: Any) -> Any:
     return launch.data_ptr() if isinstance(launch, torch.Tensor) else launch
 
 
-def test_a_kind_that_came_before_passes_triton_by(
-    launcher_and_seen: tuple[Any, list], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kind_that_came_before_passes_triton_by(launcher_and_seen: tuple[Any, list], monkeypatch) -> None:
     """Catches: keywords in another order, a kind taken for another, also inside a tuple, a hook that is passed by."""
     launcher, seen = launcher_and_seen
     kernel: Any = Kernel(launcher, a=False, b=False, c=False, d=False, e=False, f=True)
@@ -133,7 +129,7 @@ def test_launchers_in_c_are_loaded_one_at_a_time() -> None:
     assert most == [1]
 
 
-def test_launches_share_descriptors_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_share_descriptors_of_memory(monkeypatch) -> None:
     """Catches: a descriptor that holds a tensor's memory, one of another block, address or shape."""
     monkeypatch.setattr(direct, "_is_wanted", lambda: True)
     matrices = [torch.zeros(48, 16, device=DEVICE) for _ in range(2)]
@@ -151,7 +147,7 @@ def test_launches_share_descriptors_of_memory(monkeypatch: pytest.MonkeyPatch) -
 
 @needs_gpu
 @pytest.mark.parametrize("how", [None, GradFilter(always=True)], ids=["exact", "filtered"])
-def test_same_bits_as_by_triton(how: GradFilter | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_bits_as_by_triton(how: GradFilter | None, monkeypatch) -> None:
     """Sizes vary from call to call, as packed batches do. Catches: a kernel compiled for an alignment that is not there."""
     weight = (0.1 * torch.randn(4099, 256, device="cuda")).bfloat16().requires_grad_()
     for num_tokens in (64, 65, 96, 1, 128, 65, 64):
@@ -165,7 +161,7 @@ def test_same_bits_as_by_triton(how: GradFilter | None, monkeypatch: pytest.Monk
         assert all(torch.equal(ours, triton) for one in found[::2] for ours, triton in zip(one, found[1], strict=True))
 
 
-def test_an_unknown_launcher_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_launcher_is_left_alone(monkeypatch, caplog) -> None:
     """Catches: a Triton whose launcher takes other arguments; a switch that does nothing."""
     import triton
     from triton import knobs
@@ -259,7 +255,7 @@ def test_the_launcher_in_c_gets_what_triton_gives_it(launcher_and_seen: tuple[An
         assert seen[-1] == seen[-2]
 
 
-def test_a_launcher_of_another_form_costs_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_launcher_of_another_form_costs_a_line(caplog) -> None:
     """Catches: a Triton whose launcher is taken for one that is known, and a short way that is off without a word."""
 
     class Other(Launcher):

@@ -4,11 +4,10 @@ Uninitialised memory is NaN here, so a cell that a kernel forgot to write, or re
 Each test names the mutation of the kernels that it catches.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -48,7 +47,6 @@ from cce_dist.tools.verify.check import assert_no_worse
 
 KEPT_IN = torch.bfloat16 if GPU else torch.float32
 DTYPES = [torch.float32, *([torch.bfloat16] if GPU else [])]  # the interpreter misreads bf16
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on infinities inside the interpreter
 
 
 class Case(NamedTuple):
@@ -109,9 +107,8 @@ IN_FP16 = (
     "bias-scale-softcap",
     "smoothing-entropy",
     "all-at-1e4",
-    "chunks-of-the-vocabulary",
-    "groups-with-bias",
 )
+IN_FP16 += ("chunks-of-the-vocabulary", "groups-with-bias")
 CACHED = [
     pytest.param(sized(cached=128), id="all"),
     pytest.param(sized(cached=64, budget=12000, bias=True), id="a-part"),
@@ -327,22 +324,21 @@ def test_second_backward_has_the_same_bits(cached: int, entropy: bool) -> None:
         pytest.param({"start": 50, "num_valid": 77, "ids": 300, "logit_scale": 0.5, "softcap": 3.0}, id="padded-shard"),
     ],
 )
-def test_exponentials_of_groups_have_the_same_bits(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exponentials_of_groups_have_the_same_bits(options: dict[str, Any], monkeypatch) -> None:
     """A budget that has room for the hidden states of some tokens alone. Catches: exponentials or references of a group that
     are written where another's are, a group left out, or made anew in others than forward's."""
     monkeypatch.setattr(memory, "SAVED_ROWS", 512 if GPU else 64)
     whole = sized(num_tokens=100, cached=128, **options)
     p, groups = problem(whole, KEPT_IN), whole._replace(budget=1)
-    seen = set()
-    made = exact._keep_exponentials
-    monkeypatch.setattr(
-        exact, "_keep_exponentials", lambda x, rows, *rest: (seen.add(len(rows.index)), made(x, rows, *rest))[1]
-    )
+    made = mock.Mock(wraps=exact._keep_exponentials)
+    monkeypatch.setattr(exact, "_keep_exponentials", made)
     merged, results = dense(p, whole, torch.float64).merged, []
     for case in (whole, groups):
         stats, *cache = local_stats(p, case)
         results.append([stats, *(grad for _ in range(2) for grad in gradients(p, case, merged, cache)[:2])])
-    assert len(seen) == 3, "all tokens, whole groups and a last one"
+    assert len({len(call.args[1].index) for call in made.call_args_list}) == 3, (
+        "all tokens, whole groups and a last one"
+    )
     assert same_bits(*results)
 
 
@@ -393,9 +389,8 @@ def test_ignored_tokens_do_not_matter(cached: int) -> None:
     p.hidden[p.labels < 0] = torch.nan
     kept = p.labels >= 0
     order = torch.cat((kept.nonzero()[:, 0], (~kept).nonzero()[:, 0]))
-    last = p._replace(
-        hidden=p.hidden[order].nan_to_num(1.0), labels=p.labels[order], coef=p.coef[:, order].contiguous()
-    )
+    hidden, coef = p.hidden[order].nan_to_num(1.0), p.coef[:, order].contiguous()
+    last = p._replace(hidden=hidden, labels=p.labels[order], coef=coef)
     results = [both(q, case, dense(q, case, torch.float64).merged) for q in (p, last)]
     stats, d_hidden, d_weight = results[0]
     assert same_bits((stats[:, order], d_hidden[order], d_weight), results[1])
@@ -550,23 +545,23 @@ class Seen(NamedTuple):
     forward: int  # at most, what is saved not counted
     backward: int  # likewise, at most in any of the backwards
 
-    @staticmethod
-    def of(spec: Spec, num_tokens: int, needs: tuple[bool, bool], into: bool = False, backwards: int = 1) -> Seen:
-        hidden = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16, device=DEVICE)
-        weight, labels = hidden[:3000].clone(), torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
-        buffer = torch.zeros_like(weight, dtype=torch.float32) if into else None
-        call, peaks = (*flat(Call(spec, backend="triton")), None), []
-        with Live() as live:
-            losses = op._forward(hidden, weight, [], labels, buffer, *call)
-            kept = sum(x.nbytes for x in tree_leaves(losses))
-            forward, saved = live.peak - kept, losses[-1]
-            for _ in range(backwards):
-                live.peak = 0
-                upstream = [losses[0], None, None, None, losses[4] if spec.want.entropy else None, None]
-                grads = op._backward(upstream, hidden, weight, [], saved, buffer, [*needs], *call)
-                peaks.append(live.peak - kept - sum(x.nbytes for x in grads))
-                del grads
-        return Seen(saved, forward, max(peaks))
+
+def seen_of(spec: Spec, num_tokens: int, needs: tuple[bool, bool], into: bool = False, backwards: int = 1) -> Seen:
+    hidden = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16, device=DEVICE)
+    weight, labels = hidden[:3000].clone(), torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
+    buffer = torch.zeros_like(weight, dtype=torch.float32) if into else None
+    call, peaks = (*flat(Call(spec, backend="triton")), None), []
+    with Live() as live:
+        losses = op._forward(hidden, weight, [], labels, buffer, *call)
+        kept = sum(x.nbytes for x in tree_leaves(losses))
+        forward, saved = live.peak - kept, losses[-1]
+        for _ in range(backwards):
+            live.peak = 0
+            upstream = [losses[0], None, None, None, losses[4] if spec.want.entropy else None, None]
+            grads = op._backward(upstream, hidden, weight, [], saved, buffer, [*needs], *call)
+            peaks.append(live.peak - kept - sum(x.nbytes for x in grads))
+            del grads
+    return Seen(saved, forward, max(peaks))
 
 
 @pytest.mark.parametrize("grad_filter", [Filter(), Filter(GradFilter().eps, always=True)], ids=["exact", "filtered"])
@@ -574,16 +569,14 @@ class Seen(NamedTuple):
     ("mib", "num_tokens"),
     [(32, 65536), (256, 65536), (448, 65536), (64, 4096), (128, 2048)],
 )
-def test_what_is_alive_keeps_the_budget(
-    mib: int, num_tokens: int, grad_filter: Filter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, grad_filter: Filter, monkeypatch) -> None:
     """Catches: rows of one group of tokens that live on while those of the next are gathered, a cache that leaves no room to
     recompute the rest, and a dry run that goes another way than the call."""
     spec = Spec(ShardLogits(0, 3000), 3000, filter=grad_filter, workspace_bytes=mib << 20)
     sizes = memory.Sizes(num_tokens, 2048, 3000, 2, alone=True)
     said = dry_run.peak("filter" if grad_filter.eps else "exact", sizes, spec._replace(alone=True), None)
     launch_nothing(monkeypatch)
-    seen, workspace = Seen.of(spec, num_tokens, (True, True)), mib << 20
+    seen, workspace = seen_of(spec, num_tokens, (True, True)), mib << 20
     kept = sum(x.nbytes for x in tree_leaves(seen.saved))
     for name, ours, true in (("forward", said.forward, seen.forward), ("backward", said.backward, seen.backward)):
         assert abs(ours - true - kept) <= 2 << 20, f"{name}: said {ours >> 20} MiB, seen {true + kept >> 20}"
@@ -596,16 +589,12 @@ def test_what_is_alive_keeps_the_budget(
 @pytest.mark.parametrize(
     ("what", "needs"),
     [
-        ("plain", (True, True)),
-        ("plain", (False, True)),
-        ("entropy", (True, False)),
-        ("entropy", (True, True)),
-        ("main_grad", (True, True)),
-        ("main_grad", (False, True)),
+        *product(("plain", "main_grad"), ((True, True), (False, True))),
+        *product(["entropy"], ((True, False), (True, True))),
     ],
     ids=str,
 )
-def test_all_kept_in_the_least_budget(what: str, needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_kept_in_the_least_budget(what: str, needs: tuple[bool, bool], monkeypatch) -> None:
     """Exponentials of all columns, in the least budget that keeps them; a second backward too. Catches: hidden states of all
     tokens in forward, in backward or where exponentials are made anew. Where d_hidden is not asked for, hidden states take the
     room that it would have had."""
@@ -613,7 +602,7 @@ def test_all_kept_in_the_least_budget(what: str, needs: tuple[bool, bool], monke
     num_tokens, hidden_bytes = 32768, 32768 * 2048 * 2
     least = memory.bytes_of_all(memory.Sizes(num_tokens, 2048, 3000, 2, alone=True))
     spec = Spec(ShardLogits(0, 3000), 3000, want=Want(entropy=what == "entropy"), workspace_bytes=least)
-    seen = Seen.of(spec, num_tokens, needs, what == "main_grad", backwards=2)
+    seen = seen_of(spec, num_tokens, needs, what == "main_grad", backwards=2)
     exponentials = max(x.nbytes for x in seen.saved)
     assert exponentials == 2 * num_tokens * 3072
     room, few = least - exponentials, 12 << 20  # a few numbers for each token and each column
@@ -634,7 +623,7 @@ def test_all_kept_in_the_least_budget(what: str, needs: tuple[bool, bool], monke
     ],
 )
 @pytest.mark.parametrize("further", [False, True])
-def test_one_rank_finishes_in_one_launch(case: Case, further: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_finishes_in_one_launch(case: Case, further: bool, monkeypatch) -> None:
     """The bits of the statistics and of the losses that are merged from them. Catches: a label's logit that is read where
     it was not written, parts of a group's mean that overwrite another group's, rows that are not levelled."""
     monkeypatch.setattr(memory, "SAVED_ROWS", memory.SAVED_ROWS if GPU else 48)
@@ -654,8 +643,8 @@ def test_one_rank_finishes_in_one_launch(case: Case, further: bool, monkeypatch:
             if stats_TKN is not None:
                 rows = [row for row in range(spec.num_rows) if row != 2]
                 assert torch.equal(stats_TKN[0, rows], stats[rows])
-            for a, b in zip([*ours[:5], *ours_softmax, *ours_saved], [*expected[:5], *softmax, *saved], strict=True):
-                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+            found, right = [*ours[:5], *ours_softmax, *ours_saved], [*expected[:5], *softmax, *saved]
+            torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
             count = (ids != IGNORED).sum().clamp(min=1)
             torch.testing.assert_close((ours.mean, ours.count), ((ours.nll.double().sum() / count).float(), count))
 
@@ -696,8 +685,8 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
         got = [losses.token_losses(given, x, spec) for _ in range(2)]  # the counter of arrivals starts anew
         want = dense_backend.token_losses(given, x, spec)
         for ours, theirs in ((got[0], want), (got[1], got[0])):
-            for a, b in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-6, atol=2e-6, equal_nan=True)
+            found, right = ([*values, *softmax] for values, softmax in (ours, theirs))
+            torch.testing.assert_close(found, right, rtol=1e-6, atol=2e-6, equal_nan=True)
         assert want[0].mean is not None and want[0].mean.isnan() == (some is ids)
         lse = torch.where(some >= 0, losses.merged_lse(given), 0)
         torch.testing.assert_close(lse, torch.where(some >= 0, want[0].lse, 0), equal_nan=True)
@@ -711,7 +700,7 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
         assert (ours[:, ids < 0] == 0).all()
 
 
-def test_one_chunk_and_several_run_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_chunk_and_several_run_the_same_kernels(monkeypatch) -> None:
     """Launches are left out. Catches: a constexpr, or a tensor given or not, that follows the number of chunks, so of tokens,
     and an integer inside a tuple, which Triton always specializes on: the kernel would compile in the middle of training."""
     launch_nothing(monkeypatch)
@@ -777,7 +766,7 @@ def test_cuda_graph(cached: int) -> None:
 
 
 @needs_gpu
-def test_other_token_counts_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_token_counts_compile_nothing(monkeypatch) -> None:
     """Catches: a size or an address that a kernel is specialised on."""
     from triton import knobs
 
@@ -817,7 +806,7 @@ def test_more_than_2_to_31_elements(cached: bool) -> None:
     assert_no_worse(d_weight[-300:], grad.bfloat16() @ p.hidden, grad @ p.hidden.double())
 
 
-def test_the_host_calls_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_calls_few_operators(monkeypatch) -> None:
     """A loss with saved exponentials, and its gradients. An operator of torch takes the host 2 us. Catches: an allocation of
     its own for what only kernels read, views, and arithmetic in torch."""
     monkeypatch.undo()

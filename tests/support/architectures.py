@@ -4,8 +4,6 @@ The model is built from its class's own default configuration, made small. The l
 compared. A child process may run it, so that a model that hangs or dies is a result, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import logging

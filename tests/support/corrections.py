@@ -1,7 +1,5 @@
 """How a filter samples, and the factors on its corrections, in plain torch; ``kernels/filter/compensation.py`` derives them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

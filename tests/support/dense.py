@@ -1,7 +1,5 @@
 """A head of four groups of tokens, the reference's loss and gradients, and comparisons of several tensors at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +7,7 @@ import torch
 from shards import DEVICE, GPU
 from torch import Tensor
 
-from cce_dist import reference
+from cce_dist import linear_cross_entropy, reference
 from cce_dist.tools.verify.check import assert_no_worse
 
 N, D, V, ROWS = 22, 16, 75, 6  # four groups, the last of four tokens
@@ -29,6 +27,34 @@ def large_operands() -> tuple[list[Tensor], Tensor]:
     hidden = torch.randn(5000, 512, device="cuda").bfloat16()
     weight = (0.1 * torch.randn(32000, 512, device="cuda")).bfloat16()
     return [hidden.requires_grad_(), weight.requires_grad_()], torch.randint(32000, (5000,), device="cuda")
+
+
+def loss_of(tensors: Iterable[Tensor], labels: Tensor, **options: Any) -> Any:
+    """Return our loss of hidden states and weight, and the bias if there is one."""
+    hidden, weight, *bias = tensors
+    return linear_cross_entropy(hidden, weight, labels, linear_bias=bias[0] if bias else None, **options)
+
+
+def assert_groups_are_as_right(made_in_groups: Any, how: dict[str, Any]) -> None:
+    """The default path on a GPU: three products, in the budget's bytes, and no less exact than the gradients of one group.
+
+    ``made_in_groups`` is called where gradients are made in forward; ``how`` has options of the loss.
+    """
+    tensors, labels = large_operands()
+    labels[::3] = -100
+    found, peaks = [], []
+    for mib in (1 << 14, 160):
+        made_in_groups.reset_mock()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = loss_of(tensors, labels, workspace_bytes=mib << 20, **how)
+        found.append((loss, *torch.autograd.grad(loss, tensors)))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert made_in_groups.call_count == (mib == 160)
+    outputs = sum(grad.nbytes for grad in found[1][1:])
+    assert "token_loss" in how or peaks[1] <= outputs + (164 << 20) < peaks[0]
+    for ours, whole, true in zip(found[1], found[0], dense(tensors, labels, torch.float64, **how), strict=True):
+        assert (ours - true).norm() <= 1.3 * (whole - true).norm() + 1e-6 * true.norm()
 
 
 def dense(

@@ -3,8 +3,6 @@
 A row's name says its budget: "@64MiB", "-default" for the one that the loss chooses, and the benchmark's own if it has none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

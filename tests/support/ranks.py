@@ -1,16 +1,15 @@
 """Ranks that this process starts: they form one default process group, and run one body after another."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler
+import multiprocessing
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -19,6 +18,30 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 START_METHOD = "spawn"  # of a pool's processes
+# What a server has imported, from which processes are forked. A module that is not installed is passed over. The server does
+# not know the folder of the tests.
+MODULES = [
+    "cce_dist.tools.cli",
+    "cce_dist.tools.verify",
+    "cce_dist.tools.pretrain.launch",
+    "cce_dist.tools.pretrain.torchrun",
+    "cce_dist.tools.pretrain.engine",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.testing",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "deepspeed.pipe",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+]
+
+
+def preload() -> None:
+    """Name the modules to the server, which begins with the first process."""
+    multiprocessing.set_forkserver_preload(MODULES)
 
 
 def run_ranks(body: Callable, world: int, *args, device: str = "cpu", timeout_seconds: float = 120) -> None:
@@ -133,6 +156,16 @@ class Pool(contextlib.AbstractContextManager):
         self._ranks.clear()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """Give all ranks one temporary folder."""
+    with tempfile.TemporaryDirectory() as own:
+        name = [own]
+        dist.broadcast_object_list(name)
+        yield name[0]
+        dist.barrier()
 
 
 def _serve(pipe: Connection, store: str, rank: int, world: int, device: str, timeout: datetime.timedelta) -> None:

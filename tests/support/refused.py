@@ -1,12 +1,11 @@
 """Wrong arguments, which a function names in one line before any kernel or collective."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
+import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -18,38 +17,29 @@ class NoOperator(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Bad(NamedTuple):
-    """A call with wrong arguments, the error that it raises, and what the error's one line says."""
-
-    name: str
-    call: Callable[[], Any]
-    error: type[Exception]
-    says: str
-
-
-def assert_refused(rows: Iterable[Bad], inside: Callable[[], AbstractContextManager[Any]] = NoOperator) -> None:
-    """Raise unless each row is refused by its error, in one line; name all rows that are not."""
-    wrong = []
-    for row in rows:
-        try:
-            with inside():
-                row.call()
-        except Exception as raised:
-            if isinstance(raised, row.error) and re.search(row.says, str(raised)) and "\n" not in str(raised):
-                continue
-            wrong.append(f"{row.name}: {type(raised).__name__}: {raised}")
-        else:
-            wrong.append(f"{row.name}: no error")
-    assert not wrong, "\n".join(wrong)
+@contextmanager
+def refused(says: str, kind: Any = ValueError) -> Iterator[None]:
+    """Raise unless what is inside ends in such an error, whose one line matches ``says``."""
+    with pytest.raises(kind, match=says) as error:
+        yield
+    assert "\n" not in str(error.value)
 
 
 def assert_changes_refused(
     function: Callable[..., Any],
     arguments: dict[str, Any],
     rows: Iterable[tuple[dict[str, Any], type[Exception], str]],
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Raise unless a call is refused with each of these changes of its arguments. Operators may run: they read values."""
-    calls = (
-        Bad(says, lambda change=change: function(**(arguments | change)), error, says) for change, error, says in rows
-    )
-    assert_refused(calls, nullcontext)
+    """Raise unless a call with each of these changes of its arguments ends in the error; name all rows that do not."""
+    wrong = []
+    for change, error, says in rows:
+        try:
+            with inside():
+                function(**(arguments | change))
+        except Exception as raised:
+            if not (isinstance(raised, error) and re.search(says, str(raised)) and "\n" not in str(raised)):
+                wrong.append(f"{says}: {raised!r}")
+        else:
+            wrong.append(f"{says}: no error")
+    assert not wrong, "\n".join(wrong)

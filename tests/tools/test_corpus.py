@@ -1,7 +1,5 @@
 """From a folder of files to ids: linear time, bounded memory, a cache that is checked and shared, and odd files in one line."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat
@@ -22,6 +20,8 @@ from toy_runs import pretrain
 
 from cce_dist.tools.pretrain import corpus, data
 from cce_dist.tools.pretrain.data import Corpus, CorpusError, prepare
+
+ODD_NAME = os.fsdecode(b"odd\xff.txt")
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def decode(folder: Path, tokens: list[int]) -> str:
     return tokenizer_of(folder).decode(tokens, skip_special_tokens=False)
 
 
-def test_a_line_without_spaces_takes_linear_time(tmp_path: Path, texts: Path) -> None:
+def test_a_line_without_spaces_takes_linear_time(tmp_path, texts: Path) -> None:
     """Took a minute for 400 KB."""
     rng = np.random.default_rng(0)
     line = rng.choice(np.frombuffer(b"abcdefgh", dtype=np.uint8), 400_000).tobytes()
@@ -63,22 +63,20 @@ def test_a_line_without_spaces_takes_linear_time(tmp_path: Path, texts: Path) ->
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_a_file(tmp_path) -> None:
     """A file of 4 MiB took 1.1 GB, one of 2 MiB half as much."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "large.txt").write_text("words of a line, one after another\n" * (2 << 20 >> 5))
-    code = (
-        "import resource, sys; from pathlib import Path; from cce_dist.tools.pretrain import corpus; import tokenizers\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "corpus.prepare(Path(sys.argv[1]), '*.txt', 384, Path(sys.argv[2]))\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
+    code = """import resource, sys; from pathlib import Path; from cce_dist.tools.pretrain import corpus; import tokenizers
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+corpus.prepare(Path(sys.argv[1]), '*.txt', 384, Path(sys.argv[2]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
     argv = [sys.executable, "-c", code, tmp_path / "texts", tmp_path / "cache"]
     taken = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     assert int(taken) < 200 << 10  # KiB
 
 
-def test_pieces_are_encoded_as_the_whole_is(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_encoded_as_the_whole_is(tmp_path, texts: Path, monkeypatch) -> None:
     """Catches a cut inside a word or a run of spaces, and a newline that Python reads otherwise."""
     (texts / "code.txt").write_text("def f(x):\n\n    return x  \n\n\n# done\r\nnext = 'é'\n" * 200)
     whole = prepare(texts, "*.txt", 300, tmp_path / "whole")
@@ -89,7 +87,7 @@ def test_pieces_are_encoded_as_the_whole_is(tmp_path: Path, texts: Path, monkeyp
     assert "\r" not in decode(whole, ids(whole))
 
 
-def test_tokenizing_can_be_stopped(tmp_path: Path) -> None:
+def test_tokenizing_can_be_stopped(tmp_path) -> None:
     (tmp_path / "texts").mkdir()
     rng = np.random.default_rng(0)
     words = [bytes(rng.integers(97, 123, 8, dtype=np.uint8)).decode() for _ in range(60_000)]
@@ -107,7 +105,7 @@ def test_tokenizing_can_be_stopped(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*/meta.json"))  # the next start deletes what is half written
 
 
-def test_a_touch_changes_no_key_and_a_change_does(tmp_path: Path, texts: Path) -> None:
+def test_a_touch_changes_no_key_and_a_change_does(tmp_path, texts: Path) -> None:
     cache = tmp_path / "cache"
     first = prepare(texts, "*.txt", 300, cache)
     os.utime(texts / "a.txt", (1, 1))
@@ -124,9 +122,7 @@ def test_a_touch_changes_no_key_and_a_change_does(tmp_path: Path, texts: Path) -
         pytest.param(lambda ids: ids.with_name("meta.json").write_text("{}"), id="meta"),
     ],
 )
-def test_a_damaged_cache_is_made_anew(
-    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None]
-) -> None:
+def test_a_damaged_cache_is_made_anew(tmp_path, texts: Path, capsys, spoil: Callable[[Path], None]) -> None:
     folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
     before = ids(folder)
     spoil(folder / "ids.bin")
@@ -134,7 +130,7 @@ def test_a_damaged_cache_is_made_anew(
     assert "is damaged, and made anew" in capsys.readouterr().err
 
 
-def test_a_cache_serves_all_users(tmp_path: Path, texts: Path) -> None:
+def test_a_cache_serves_all_users(tmp_path, texts: Path) -> None:
     """Made by one user, read by another: folders that mkdtemp closes, and locks that only their maker may take."""
     cache = tmp_path / "cache"
     folder = prepare(texts, "*.txt", 300, cache)
@@ -162,16 +158,10 @@ def test_a_cache_serves_all_users(tmp_path: Path, texts: Path) -> None:
         pytest.param(lambda path: path.symlink_to("/dev/zero"), "odd.txt is no regular file", id="endless"),
         pytest.param(lambda path: path.symlink_to("nowhere"), "odd.txt: No such file", id="dangling-link"),
         pytest.param(lambda path: path.write_bytes(b"x" * 300_000 + b"\xe2\x82"), "unexpected end", id="cut-character"),
-        pytest.param(
-            lambda path: path.with_name(os.fsdecode(b"odd\xff.txt")).write_bytes(b"\xff"),
-            "not UTF-8",
-            id="name-and-text",
-        ),
+        pytest.param(lambda path: path.with_name(ODD_NAME).write_bytes(b"\xff"), "not UTF-8", id="name-and-text"),
     ],
 )
-def test_an_odd_file_is_one_line(
-    tmp_path: Path, texts: Path, capfd: pytest.CaptureFixture[str], spoil: Callable[[Path], None], reason: str
-) -> None:
+def test_an_odd_file_is_one_line(tmp_path, texts: Path, capfd, spoil: Callable[[Path], None], reason: str) -> None:
     spoil(texts / "odd.txt")
     assert pretrain(tmp_path / "cache", tmp_path / "out", "--corpus", str(texts), "--pattern", "*.txt") == 1
     [line] = capfd.readouterr().err.splitlines()
@@ -179,13 +169,13 @@ def test_an_odd_file_is_one_line(
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock"]
 
 
-def test_a_name_need_not_be_utf8(tmp_path: Path, texts: Path) -> None:
-    (texts / os.fsdecode(b"odd\xff.txt")).write_text("good text")
+def test_a_name_need_not_be_utf8(tmp_path, texts: Path) -> None:
+    (texts / ODD_NAME).write_text("good text")
     folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
     assert "good text" in decode(folder, ids(folder))
 
 
-def test_an_unreadable_folder_is_told(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_folder_is_told(texts: Path, tmp_path, monkeypatch) -> None:
     """Root reads everything, so the system's refusal is played."""
     (texts / "closed").mkdir()
     scandir = os.scandir
@@ -200,7 +190,7 @@ def test_an_unreadable_folder_is_told(texts: Path, tmp_path: Path, monkeypatch: 
         prepare(texts, "*.txt", 300, tmp_path / "cache")
 
 
-def test_the_text_of_the_special_token_is_text(tmp_path: Path, texts: Path) -> None:
+def test_the_text_of_the_special_token_is_text(tmp_path, texts: Path) -> None:
     """Catches documents that end where somebody wrote <eos>."""
     (texts / "a.txt").write_text("before<eos>after")
     folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
@@ -209,7 +199,7 @@ def test_the_text_of_the_special_token_is_text(tmp_path: Path, texts: Path) -> N
 
 
 @pytest.mark.parametrize("change", [4, -4], ids=["grows", "shrinks"])
-def test_a_file_that_changes_is_told(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, change: int) -> None:
+def test_a_file_that_changes_is_told(tmp_path, texts: Path, monkeypatch, change: int) -> None:
     found = corpus._find(texts, "*.txt", None)
     os.truncate(texts / "a.txt", (texts / "a.txt").stat().st_size + change)
     monkeypatch.setattr(corpus, "_find", lambda *_: found)
@@ -217,7 +207,7 @@ def test_a_file_that_changes_is_told(tmp_path: Path, texts: Path, monkeypatch: p
         prepare(texts, "*.txt", 300, tmp_path / "cache")
 
 
-def test_scratch_folders_of_a_killed_process_go(tmp_path: Path, texts: Path) -> None:
+def test_scratch_folders_of_a_killed_process_go(tmp_path, texts: Path) -> None:
     folder = prepare(texts, "*.txt", 300, tmp_path / "elsewhere")
     left = tmp_path / "cache" / f"{folder.name}.123"
     left.mkdir(parents=True)

@@ -1,7 +1,5 @@
 """What is stored is whole, finite and safe to read: NaN, full disks, damage, other people's files."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -89,7 +87,6 @@ def no_file_beyond(num_bytes: int) -> Iterator[None]:
 
 
 def _lose_nothing(cache: Path, out: Path) -> None:
-    """The body of two ranks."""
     ranks = make_mesh(torch.device("cpu"), tp=2, dp=1, timeout=timedelta(seconds=120))
 
     def train(folder: str, *more: str) -> Path:
@@ -125,11 +122,11 @@ def _lose_nothing(cache: Path, out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_lose_nothing(ranks2: Callable[..., None], tmp_path: Path, cache: Path) -> None:
+def test_two_ranks_lose_nothing(ranks2, tmp_path, cache) -> None:
     ranks2(_lose_nothing, cache, tmp_path)
 
 
-def test_no_checkpoint_of_weights_that_are_not_finite(cache: Path, tmp_path: Path) -> None:
+def test_no_checkpoint_of_weights_that_are_not_finite(cache, tmp_path) -> None:
     """Loss and gradient of the fourth step are finite; its update is not."""
 
     def spoil(engine: Any, done: Step) -> Step:
@@ -143,7 +140,7 @@ def test_no_checkpoint_of_weights_that_are_not_finite(cache: Path, tmp_path: Pat
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-def test_a_stop_stores_no_step_that_was_not_finite(cache: Path, tmp_path: Path) -> None:
+def test_a_stop_stores_no_step_that_was_not_finite(cache, tmp_path) -> None:
     """The third step is not finite, and a signal asks to stop before anybody has looked."""
     spoiled = step_that(3, lambda: os.kill(os.getpid(), signal.SIGTERM), not_finite)
     with spoiled, pytest.raises(UsageError, match=r"not finite at step 3: .*no checkpoint"):
@@ -166,7 +163,7 @@ def _flip(path: Path) -> None:
     ],
 )
 def test_damage_is_one_line_and_the_older_checkpoint_is_taken(
-    cache: Path, run: Path, trained: Path, capsys: pytest.CaptureFixture[str], name: str, spoil: Callable[[Path], Any]
+    cache, run: Path, trained, capsys, name: str, spoil: Callable[[Path], Any]
 ) -> None:
     spoil(run / "checkpoints" / EIGHT / name)
     go_on(cache, run)
@@ -199,15 +196,13 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("spoil", HARMLESS.values(), ids=list(HARMLESS))
-def test_what_does_no_harm_is_no_new_run(
-    cache: Path, run: Path, trained: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], Any]
-) -> None:
+def test_what_does_no_harm_is_no_new_run(cache, run: Path, trained, capsys, spoil: Callable[[Path], Any]) -> None:
     spoil(run)
     go_on(cache, run)
     assert "resumed after step 8" in capsys.readouterr().out and losses(run) == losses(trained)
 
 
-def test_if_none_is_whole_nothing_begins_anew(cache: Path, run: Path) -> None:
+def test_if_none_is_whole_nothing_begins_anew(cache, run: Path) -> None:
     for step in (4, 8):
         _flip(run / "checkpoints" / f"step-{step:08d}" / "__0_0.distcp")
     with pytest.raises(UsageError, match=r"no checkpoint in .* is whole: --no-resume starts anew"):
@@ -215,7 +210,7 @@ def test_if_none_is_whole_nothing_begins_anew(cache: Path, run: Path) -> None:
     assert len(records(run)) == 8
 
 
-def test_no_resume_deletes_its_own_and_nothing_else(cache: Path, run: Path) -> None:
+def test_no_resume_deletes_its_own_and_nothing_else(cache, run: Path) -> None:
     folder = run / "checkpoints"
     others = ["step-by-step.txt", "step-00000099/notes.txt", "step-1/weights.bin", "step-00000004.kept/state.pt"]
     for name in others:
@@ -227,14 +222,11 @@ def test_no_resume_deletes_its_own_and_nothing_else(cache: Path, run: Path) -> N
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the line that was said."""
     [line] = capsys.readouterr().err.splitlines()
     return line
 
 
-def test_a_checkpoint_that_finds_the_disk_full_loses_nothing(
-    cache: Path, run: Path, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_finds_the_disk_full_loses_nothing(cache, run: Path, trained, capsys) -> None:
     go_back(run)
     with no_file_beyond(16 << 10):  # metrics fit, a checkpoint does not
         assert pretrain(cache, run) == exits.HOPELESS
@@ -245,9 +237,7 @@ def test_a_checkpoint_that_finds_the_disk_full_loses_nothing(
     assert losses(run) == losses(trained)
 
 
-def test_metrics_that_find_the_disk_full_are_one_line(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_that_find_the_disk_full_are_one_line(cache, tmp_path, capsys) -> None:
     prepared(cache)
     with no_file_beyond(420):
         assert pretrain(cache, tmp_path) == exits.HOPELESS
@@ -255,9 +245,7 @@ def test_metrics_that_find_the_disk_full_are_one_line(
     assert [record["step"] for record in log.read(tmp_path / "metrics.jsonl")] == [1, 2]  # 160 to 185 bytes each
 
 
-def test_a_reader_that_has_ended_stops_no_training(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_has_ended_stops_no_training(cache, tmp_path, monkeypatch) -> None:
     """As in ``cce-dist pretrain | head -1``. Catches: a closed pipe that is taken for metrics that cannot be written."""
     prepared(cache)
     reader, writer = os.pipe()
@@ -268,7 +256,7 @@ def test_a_reader_that_has_ended_stops_no_training(
     assert len(log.read(tmp_path / "metrics.jsonl")) > 8
 
 
-def test_a_corpus_that_finds_the_disk_full_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corpus_that_finds_the_disk_full_is_one_line(tmp_path, capsys) -> None:
     with no_file_beyond(16 << 10):
         assert pretrain(tmp_path / "cache", tmp_path / "out") == exits.HOPELESS
     line = one_line(capsys)
@@ -286,7 +274,7 @@ class _Spy:
         return os.system, (f"touch {self.path}",)
 
 
-def test_a_state_runs_no_code(cache: Path, run: Path, tmp_path: Path) -> None:
+def test_a_state_runs_no_code(cache, run: Path, tmp_path) -> None:
     """A folder whose manifest is that of the evil file: only torch's loader can refuse it."""
     folder = run / "checkpoints" / EIGHT
     (folder / "state.pt").write_bytes(pickle.dumps(_Spy(tmp_path / "ran")))
@@ -298,7 +286,7 @@ def test_a_state_runs_no_code(cache: Path, run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_latest_that_names_nothing_is_one_line(cache: Path, run: Path) -> None:
+def test_a_latest_that_names_nothing_is_one_line(cache, run: Path) -> None:
     """Catches a run that begins anew, and cuts its metrics, because its checkpoints were moved away."""
     for step in (run / "checkpoints").glob("step-*"):
         shutil.rmtree(step)
@@ -307,9 +295,7 @@ def test_a_latest_that_names_nothing_is_one_line(cache: Path, run: Path) -> None
     assert len(records(run)) == 8
 
 
-def test_records_tell_the_share_of_the_peak_and_the_end_says_where_all_is(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_tell_the_share_of_the_peak_and_the_end_says_where_all_is(cache, tmp_path, capsys) -> None:
     go_on(cache, tmp_path, "--peak-tflops", "0.001", "--steps", "4")
     [record] = records(tmp_path)[-1:]
     # Weights of the toy's matrices: two layers of 4 x 32 x 32 and 3 x 32 x 96, and a head of 32 x 384.
@@ -320,15 +306,13 @@ def test_records_tell_the_share_of_the_peak_and_the_end_says_where_all_is(
 
 
 @pytest.mark.parametrize("writer", [["--tensorboard"], ["--wandb", "project"]], ids=lambda writer: writer[0])
-def test_writers_that_are_missing_are_said(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, writer: list[str]
-) -> None:
+def test_writers_that_are_missing_are_said(cache, tmp_path, capsys, monkeypatch, writer: list[str]) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     assert pretrain(cache, tmp_path / "run", *writer) == 1
     assert "which is not installed: pip install" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-def test_weights_and_biases_get_every_record(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_get_every_record(cache, tmp_path, monkeypatch) -> None:
     """A stand-in for the package, which notes what it is given."""
     board = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=lambda **said: board, Error=OSError))
@@ -338,7 +322,7 @@ def test_weights_and_biases_get_every_record(cache: Path, tmp_path: Path, monkey
     board.finish.assert_called_once()
 
 
-def test_tensorboard_reads_one_clean_history(cache: Path, run: Path) -> None:
+def test_tensorboard_reads_one_clean_history(cache, run: Path) -> None:
     """The real package. Catches records past the checkpoint, of a run that was killed, that stand beside those that follow."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     go_back(run)
@@ -354,9 +338,7 @@ def test_tensorboard_reads_one_clean_history(cache: Path, run: Path) -> None:
     assert history == [(step, 100.0 + step) for step in range(1, 5)] + ours[4:]
 
 
-def test_a_refusal_of_weights_and_biases_is_one_line(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_of_weights_and_biases_is_one_line(cache, tmp_path, monkeypatch, capsys) -> None:
     """The real package, without a key."""
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -369,7 +351,7 @@ def test_a_refusal_of_weights_and_biases_is_one_line(
 
 
 @pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/*"])
-def test_a_run_whose_checkpoints_are_gone_keeps_its_records(cache: Path, run: Path, gone: str) -> None:
+def test_a_run_whose_checkpoints_are_gone_keeps_its_records(cache, run: Path, gone: str) -> None:
     """Catches a run that begins at step 0 and overwrites its metrics. A run that had stored nothing begins anew."""
     before = (run / "metrics.jsonl").read_bytes()
     for path in run.glob(gone):

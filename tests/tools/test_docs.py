@@ -22,6 +22,7 @@ README = (ROOT / "README.md").read_text()
 FILES = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md"))
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 CODE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+FOLDERS = "cce_dist|kernels|integrations|benchmarks|launch|tests|docs"
 MOST_LINES, MOST_WORDS = 150, 900
 
 
@@ -65,9 +66,7 @@ def test_files_that_pages_name_are_there() -> None:
     """Catches a source file that moved."""
     wrong = []
     for page in PAGES.keys() - {"CHANGELOG.md"}:
-        for name in re.findall(
-            r"`((?:cce_dist|kernels|integrations|benchmarks|launch|tests|docs)/[\w./]*)`", PAGES[page]
-        ):
+        for name in re.findall(rf"`((?:{FOLDERS})/[\w./]*)`", PAGES[page]):
             if not (ROOT / name).exists():
                 wrong.append(f"{page}: {name}")
     assert not wrong, "\n".join(wrong)

@@ -1,7 +1,5 @@
 """The shape of the code: few arguments, functions of a screen, imports that point one way, a README that is read."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -13,13 +11,9 @@ FOLDERS = {
     "cce_dist.kernels": ROOT / "kernels",
     "cce_dist.integrations": ROOT / "integrations",
 }
-PUBLIC = {
-    "linear_cross_entropy",
-    "linear_kl_divergence",
-    "linear_log_probs",
-    "topk_kl_divergence",
-    "VocabParallelHead.__init__",
-}  # the first three stand in the reference, too
+# Most of these stand in the reference, too.
+PUBLIC = {"linear_cross_entropy", "linear_kl_divergence", "linear_log_probs", "topk_kl_divergence"}
+PUBLIC.add("VocabParallelHead.__init__")
 MOST_ARGUMENTS, MOST_LINES = 10, 70
 
 

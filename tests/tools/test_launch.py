@@ -26,6 +26,14 @@ def test_scripts_are_sound(script: Path) -> None:
     assert found.returncode == 0, found.stdout
 
 
+def pod_of(jobset: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the specification of a manifest's job, of its pods, and their container."""
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    [container] = pod["containers"]
+    return job, pod, container
+
+
 def documents() -> list[dict[str, Any]]:
     yaml = pytest.importorskip("yaml")
     return list(yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text()))
@@ -36,9 +44,7 @@ def test_the_manifest_names_one_meeting_place_and_a_command_that_fits() -> None:
     claim, policy, jobset = documents()
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     name, [job] = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
-    spec = job["template"]["spec"]
-    pod = spec["template"]["spec"]
-    [container] = pod["containers"]
+    spec, pod, container = pod_of(jobset)
     environment = {variable["name"]: variable["value"] for variable in container["env"]}
     assert (job["replicas"], spec["completionMode"], pod["restartPolicy"]) == (1, "Indexed", "Never")
     assert policy["spec"]["podSelector"]["matchLabels"] == {"jobset.sigs.k8s.io/jobset-name": name}
@@ -60,13 +66,10 @@ def test_the_manifest_names_one_meeting_place_and_a_command_that_fits() -> None:
 def test_image_and_folder_are_those_that_the_dockerfile_makes(tmp_path: Path) -> None:
     """Catches a name of the image or a path inside it that one of three files has alone, and a folder that it lacks."""
     dockerfile = (ROOT / "launch" / "Dockerfile").read_text()
-    [image], [folder] = (
-        re.findall(r"docker build .* -t (\S+)", dockerfile),
-        re.findall(r"^WORKDIR (.*)", dockerfile, re.M),
-    )
-    *_, jobset = documents()
-    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    assert pod["containers"][0]["image"] == image
+    [image] = re.findall(r"docker build .* -t (\S+)", dockerfile)
+    [folder] = re.findall(r"^WORKDIR (.*)", dockerfile, re.M)
+    _, pod, container = pod_of(documents()[-1])
+    assert container["image"] == image
     user = pod["securityContext"]
     assert f"USER {user['runAsUser']}:{user['runAsGroup']}\n" in dockerfile
     [of_slurm] = re.findall(r"IMAGE=(\S+) sbatch", (ROOT / "launch" / "slurm.sbatch").read_text())
@@ -81,9 +84,7 @@ def test_image_and_folder_are_those_that_the_dockerfile_makes(tmp_path: Path) ->
 def test_kubernetes_gives_time_and_no_rights() -> None:
     """Catches a grace period that ends a checkpoint, a hopeless run that is restarted, and root."""
     *_, jobset = documents()
-    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-    pod = job["template"]["spec"]
-    [container] = pod["containers"]
+    job, pod, container = pod_of(jobset)
     assert pod["terminationGracePeriodSeconds"] >= 300
     assert pod["securityContext"]["runAsNonRoot"] and pod["automountServiceAccountToken"] is False
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

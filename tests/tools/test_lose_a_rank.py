@@ -1,7 +1,5 @@
 """What ``launch/measure_group.sh kill`` does on GPUs. test_preemption.py and test_damage.py have each disturbance alone."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

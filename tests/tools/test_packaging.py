@@ -36,14 +36,16 @@ def test_every_folder_with_an_init_is_packaged():
     assert (ROOT / "cce_dist" / "py.typed").exists()
 
 
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.parametrize("link", LINKS)
 def test_git_keeps_the_link_as_a_link(link):
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    entry = subprocess.run(
-        ["git", "ls-files", "--stage", f"cce_dist/{link}"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert entry.startswith("120000 ") and (ROOT / "cce_dist" / link).resolve() == ROOT / link
+    assert git("ls-files", "--stage", f"cce_dist/{link}").startswith("120000 ")
+    assert (ROOT / "cce_dist" / link).resolve() == ROOT / link
 
 
 def run_python(code: str) -> subprocess.CompletedProcess:
@@ -61,9 +63,8 @@ def test_the_version_is_said_without_torch():
     code = "import sys; sys.modules['torch'] = None; import cce_dist; from cce_dist.tools.cli import main; main(['--version'])"
     result = run_python(code)
     assert result.returncode == 0, result.stderr
-    assert re.match(
-        rf"cce-dist {re.escape(cce_dist.__version__)}( \(commit \w{{10,}}(-dirty)?\))?, python 3\.", result.stdout
-    )
+    version = re.escape(cce_dist.__version__)
+    assert re.match(rf"cce-dist {version}( \(commit \w{{10,}}(-dirty)?\))?, python 3\.", result.stdout)
 
 
 def test_the_version_has_the_commit(monkeypatch, tmp_path, capsys):
@@ -75,8 +76,7 @@ def test_the_version_has_the_commit(monkeypatch, tmp_path, capsys):
         return capsys.readouterr().out.split(", ")[0].removeprefix(f"cce-dist {cce_dist.__version__}")
 
     if (ROOT / ".git").exists():
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-        assert commit.startswith(said().removeprefix(" (commit ").split("-dirty")[0].rstrip(")"))
+        assert git("rev-parse", "HEAD").startswith(said().removeprefix(" (commit ").split("-dirty")[0].rstrip(")"))
     monkeypatch.setattr(cce_dist, "__file__", str(tmp_path / "cce_dist" / "__init__.py"))
     for record, told in (
         ('{"vcs_info": {"commit_id": "0123456789abcdef"}}', " (commit 0123456789)"),

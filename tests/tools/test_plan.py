@@ -1,7 +1,5 @@
 """``cce-dist plan``: predictions against stored measurements, cuts against all cuts, layouts through the real parsers."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
@@ -12,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -109,9 +108,8 @@ def test_the_table_of_the_paper_stands_beside_what_its_command_prints(capsys) ->
     "before" has slack for the vocabularies of the paper, which are the sizes of tokenizers, and "after" for buffers among its
     parameters.
     """
-    found = re.search(
-        r"<!-- columns of: cce-dist plan (.+) -->\n\n((?:\|.*\n)*)", (RESULTS / "largest-batch.md").read_text()
-    )
+    page = (RESULTS / "largest-batch.md").read_text()
+    found = re.search(r"<!-- columns of: cce-dist plan (.+) -->\n\n((?:\|.*\n)*)", page)
     assert found
     page, shown = (rows_of(text) for text in (found[2], printed(found[1].split(), capsys)))
     assert [row["model"] for row in page] == [row["model"] for row in shown] and len(page) == 15
@@ -452,13 +450,8 @@ def test_the_cut_of_a_wide_model_was_the_fastest(engine: str, loss: str, element
     fastest = min(runs, key=lambda run: statistics.median(run["seconds"]))
     shape = fastest["shape"]
     model = Model(*(shape[name] for name in ("hidden_size", "vocab_size", "num_layers", "num_heads", "num_ffn")))
-    layout = Layout(
-        pp=2,
-        seq_len=shape["seq_len"],
-        num_tokens=fastest["batch_size"] // fastest["accumulate"] * shape["seq_len"],
-        framework=engine,
-        elementwise=elementwise,
-    )
+    seq_len, rows = shape["seq_len"], fastest["batch_size"] // fastest["accumulate"]
+    layout = Layout(pp=2, seq_len=seq_len, num_tokens=rows * seq_len, framework=engine, elementwise=elementwise)
     name = "budget" if loss == "exact" else loss
     (cut,) = (each.cut.layers for each in plan(model, layout).losses if each.loss == name)
     assert cut == [int(count) for count in fastest["layers_per_stage"].split(",")]
@@ -479,32 +472,26 @@ def test_measuring(hip: str | None, major: int, monkeypatch: pytest.MonkeyPatch)
         def elapsed_time(self, end: Any) -> float:
             return sum({"product": 1.0, "copy": 2.0}[call] for call in done[self.at : end.at])
 
-    class Tensor:
-        def copy_(self, source: Any) -> None:
-            done.append("copy")
-
+    tensor = SimpleNamespace(copy_=lambda source: done.append("copy"))
     found = SimpleNamespace(name="NVIDIA H20", major=9, multi_processor_count=78, total_memory=96 * GIB)
-    for name, value in (("randn", Tensor()), ("randn_like", Tensor()), ("empty", Tensor()), ("empty_like", Tensor())):
-        monkeypatch.setattr(torch, name, lambda *_, value=value, **__: value)
+    for name in ("randn", "randn_like", "empty", "empty_like"):
+        monkeypatch.setattr(torch, name, lambda *_, **__: tensor)
     monkeypatch.setattr(torch, "mm", lambda *_, out: done.append("product"))
     monkeypatch.setattr(torch.version, "hip", hip)
-    cuda = {
-        "is_available": lambda: True,
-        "current_device": int,
-        "get_device_properties": lambda _: found,
-        "Event": Event,
-    }
-    for name, value in (cuda | {"synchronize": lambda: None}).items():
-        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for name, value in {
+        "is_available": True,
+        "current_device": 0,
+        "get_device_properties": found,
+        "synchronize": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     device = devices.measure()
     assert device.flops == pytest.approx(2 * 8192**3 / 1e-3) and device.bandwidth == pytest.approx(2 * GIB / 2e-3)
     assert (device.name, device.major, device.memory) == ("NVIDIA H20", major, 96 * GIB)
     assert done.index("copy") >= 64  # as many products before the timed ones
 
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(torch, "randn", full)
+    monkeypatch.setattr(torch, "randn", mock.Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(ValueError, match="GiB of free memory"):
         devices.measure()
 

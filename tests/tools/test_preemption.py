@@ -1,7 +1,5 @@
 """Two ranks that are asked to stop, killed, hung, started twice or unlike: nothing is lost, nobody is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -68,7 +66,7 @@ def go_on(run: list[str], out: Path) -> None:
     ],
 )
 def test_a_signal_stores_the_step_and_costs_no_bit(
-    tmp_path: Path, run: list[str], whole: list[tuple], number: signal.Signals, whom: str
+    tmp_path, run: list[str], whole: list[tuple], number: signal.Signals, whom: str
 ) -> None:
     """Catches ranks that stop after different steps, a checkpoint that is not written, and two signals where one was meant."""
     with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
@@ -86,7 +84,7 @@ def test_a_signal_stores_the_step_and_costs_no_bit(
         assert history(tmp_path) == whole
 
 
-def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path, run: list[str], whole: list[tuple]) -> None:
     with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(lambda: len(command.ranks()) == 2)
         kill(command.pid, signal.SIGTERM)
@@ -97,7 +95,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path, run: list[s
     assert not (tmp_path / "checkpoints" / "latest").exists()
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path, run: list[str]) -> None:
+def test_a_second_signal_ends_at_once(tmp_path, run: list[str]) -> None:
     """A rank that hangs keeps the others from agreeing: the second signal does not wait for it."""
     with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 2))
@@ -110,7 +108,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, run: list[str]) -> None:
         assert command.wait(20) == 128 + signal.SIGTERM and time.monotonic() - start < 10
 
 
-def test_a_second_signal_ends_a_rank_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_ends_a_rank_without_an_agent(monkeypatch) -> None:
     monkeypatch.setattr(stop, "SAME_SECONDS", 0.2)
 
     def rank() -> None:
@@ -139,7 +137,7 @@ def test_a_signal_that_was_heard_inside_is_ignored_outside() -> None:
     assert in_child(rank) == AGAIN
 
 
-def test_a_signal_ends_a_rank_that_waits_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_a_rank_that_waits_in_cpp(monkeypatch) -> None:
     """Before the first step a rank may wait for one that has left already, where no Python code runs."""
 
     def wait(recipe: object) -> int:
@@ -154,9 +152,7 @@ def test_a_signal_ends_a_rank_that_waits_in_cpp(monkeypatch: pytest.MonkeyPatch)
     assert code == -signal.SIGTERM and time.monotonic() - start < 20
 
 
-def test_a_signal_ends_a_run_of_one_rank_before_its_first_step(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_signal_ends_a_run_of_one_rank_before_its_first_step(monkeypatch, capfd) -> None:
     """Catches a code that a scheduler takes for a failure."""
     monkeypatch.setattr(launch, "join", lambda recipe: os.kill(os.getpid(), signal.SIGUSR1))
     assert in_child(lambda: os._exit(launch.run_rank(None))) == AGAIN  # pyright: ignore[reportArgumentType]
@@ -164,7 +160,7 @@ def test_a_signal_ends_a_run_of_one_rank_before_its_first_step(
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_second_signal_within_a_second_is_the_first_one(tmp_path: Path, run: list[str], ranks: str) -> None:
+def test_a_second_signal_within_a_second_is_the_first_one(tmp_path, run: list[str], ranks: str) -> None:
     """Catches a process that says what happened and meanwhile dies of the same wish, which schedulers pass on twice."""
     with Command([*run, "--tp", ranks, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 3))
@@ -178,7 +174,7 @@ def test_a_second_signal_within_a_second_is_the_first_one(tmp_path: Path, run: l
     assert newest(tmp_path) == history(tmp_path)[-1][0] >= 3
 
 
-def test_a_rank_whose_agent_has_ended_meanwhile_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_agent_has_ended_meanwhile_does_not_begin(monkeypatch) -> None:
     """Catches an agent that dies before its rank has asked the system to die with it."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     monkeypatch.setenv(exits.AGENT, str(os.getpid()))
@@ -187,7 +183,7 @@ def test_a_rank_whose_agent_has_ended_meanwhile_does_not_begin(monkeypatch: pyte
     assert in_child(launch._end_with_agent) == exits.LOST
 
 
-def test_ranks_start_with_signals_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_start_with_signals_blocked(monkeypatch) -> None:
     """Catches multiprocessing's tracker, which unblocks SIGINT as it starts: Ctrl-C would interrupt the imports of ranks."""
     tracker = resource_tracker.ResourceTracker()
     monkeypatch.setattr(resource_tracker, "ensure_running", tracker.ensure_running)
@@ -220,7 +216,7 @@ def in_child(act: Callable[[], None]) -> int:
 
 
 @pytest.mark.timeout(200)
-def test_torchrun_too_lets_the_ranks_store_their_step(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+def test_torchrun_too_lets_the_ranks_store_their_step(tmp_path, run: list[str], whole: list[tuple]) -> None:
     with Program([*TORCHRUN, *run, "--out", str(tmp_path)], tmp_path / "log") as program:
         program.wait_until(has_taken(tmp_path, 3))
         kill(program.pid, signal.SIGTERM)
@@ -230,7 +226,7 @@ def test_torchrun_too_lets_the_ranks_store_their_step(tmp_path: Path, run: list[
 
 
 @pytest.mark.timeout(120)
-def test_torchrun_too_does_not_restart_what_cannot_be_mended(tmp_path: Path, run: list[str]) -> None:
+def test_torchrun_too_does_not_restart_what_cannot_be_mended(tmp_path, run: list[str]) -> None:
     argv = [*TORCHRUN, *run, "--out", str(tmp_path), "--batch-size", "9", "--accumulate", "2"]
     with Program(argv, tmp_path / "log") as program:
         assert program.wait(100) != 0
@@ -238,7 +234,7 @@ def test_torchrun_too_does_not_restart_what_cannot_be_mended(tmp_path: Path, run
 
 
 @pytest.mark.timeout(280)
-def test_a_killed_node_that_comes_back_costs_no_bit(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+def test_a_killed_node_that_comes_back_costs_no_bit(tmp_path, run: list[str], whole: list[tuple]) -> None:
     """Two nodes of one rank each, started as launch/pretrain.sh does; they meet on the loopback interface."""
     port = free_port()
     settings = "keep_alive_interval=1,keep_alive_max_attempt=8"  # seconds until a silent node is given up
@@ -288,7 +284,7 @@ def test_a_node_leaves_with_its_last_sign_of_life() -> None:
     assert not sender.is_alive()
 
 
-def test_a_hung_rank_ends_in_a_time_out(tmp_path: Path, run: list[str]) -> None:
+def test_a_hung_rank_ends_in_a_time_out(tmp_path, run: list[str]) -> None:
     with Command([*run, "--timeout", "8", "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 2))
         kill(hung := command.ranks()[1], signal.SIGSTOP)
@@ -299,7 +295,7 @@ def test_a_hung_rank_ends_in_a_time_out(tmp_path: Path, run: list[str]) -> None:
     assert line.startswith("cce-dist pretrain: rank 0: time-out in a collective: ")
 
 
-def test_a_folder_has_one_run_and_a_lost_rank_is_restarted(tmp_path: Path, run: list[str], whole: list[tuple]) -> None:
+def test_a_folder_has_one_run_and_a_lost_rank_is_restarted(tmp_path, run: list[str], whole: list[tuple]) -> None:
     """Catches also the rendezvous of torch, which listens on every address, and gloo on the address of the host's name."""
     argv = [*run, "--out", str(tmp_path), "--max-restarts", "1"]
     with ExitStack() as stack:
@@ -320,7 +316,7 @@ def test_a_folder_has_one_run_and_a_lost_rank_is_restarted(tmp_path: Path, run: 
     assert "resumed after step 5" in first.text and history(tmp_path) == whole
 
 
-def test_ranks_die_with_their_agent(tmp_path: Path, run: list[str]) -> None:
+def test_ranks_die_with_their_agent(tmp_path, run: list[str]) -> None:
     with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
         command.wait_until(has_taken(tmp_path, 6))
         for rank in command.ranks():
@@ -329,7 +325,7 @@ def test_ranks_die_with_their_agent(tmp_path: Path, run: list[str]) -> None:
         command.wait()  # which looks for anybody left behind
 
 
-def test_ranks_that_were_started_unlike_say_how(tmp_path: Path, run: list[str]) -> None:
+def test_ranks_that_were_started_unlike_say_how(tmp_path, run: list[str]) -> None:
     """Two ranks of a launcher of another make; no step is taken."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ExitStack() as stack:
@@ -346,7 +342,7 @@ def test_ranks_that_were_started_unlike_say_how(tmp_path: Path, run: list[str]) 
     assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("step-*"))
 
 
-def test_what_a_restart_cannot_mend_is_not_restarted(tmp_path: Path, run: list[str]) -> None:
+def test_what_a_restart_cannot_mend_is_not_restarted(tmp_path, run: list[str]) -> None:
     argv = [*run, "--out", str(tmp_path / "out"), "--max-restarts", "5", "--lr", "1e38"]
     with Command(argv, tmp_path / "log") as command:
         assert command.wait() == HOPELESS, command.text
@@ -363,9 +359,7 @@ REQUEUED = {  # environment of the first run and of the second, and whether the 
 
 
 @pytest.mark.parametrize("case", REQUEUED)
-def test_a_requeued_run_goes_on_in_spite_of_no_resume(
-    tmp_path: Path, run: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, case: str
-) -> None:
+def test_a_requeued_run_goes_on_in_spite_of_no_resume(tmp_path, run: list[str], monkeypatch, capsys, case: str) -> None:
     argv = [*run, "--tp", "1", "--batch-size", "2", "--out", str(tmp_path), "--no-resume", "--steps"]
     first, second, goes_on = REQUEUED[case]
     for steps, environment in (("5", first), ("6", second)):
@@ -377,9 +371,7 @@ def test_a_requeued_run_goes_on_in_spite_of_no_resume(
     assert ("resumed after step 5" in capsys.readouterr().out) is goes_on
 
 
-def test_ranks_of_one_machine_talk_over_loopback(
-    tmp_path: Path, run: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_one_machine_talk_over_loopback(tmp_path, run: list[str], monkeypatch) -> None:
     """Catches gloo and NCCL at the address of the host's name, on a machine whose name is none of loopback too."""
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
     monkeypatch.setattr(os, "environ", environment)

@@ -5,7 +5,6 @@ import datetime
 import functools
 import math
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from cce_dist.tools.pretrain.recipe import PRESETS
 pytestmark = pytest.mark.xdist_group("pretrain")
 
 
-def test_a_run_leaves_falling_losses_a_figure_and_a_checkpoint(trained: Path) -> None:
+def test_a_run_leaves_falling_losses_a_figure_and_a_checkpoint(trained) -> None:
     train_losses = [record["loss"] for record in records(trained)]
     assert [record["step"] for record in records(trained)] == list(range(1, 9))
     assert [record["step"] for record in records(trained, "val")] == [4, 8]
@@ -53,15 +52,13 @@ def test_a_run_leaves_falling_losses_a_figure_and_a_checkpoint(trained: Path) ->
     [("dense", True), ("filtered --filter-eps 1e-30", True), ("filtered --filter-eps 0.01", False)],
     ids=["dense", "no-op-filter", "filter"],
 )
-def test_losses_that_are_exact_differ_in_rounding_alone(
-    cache: Path, tmp_path: Path, trained: Path, loss: str, exact: bool
-) -> None:
+def test_losses_that_are_exact_differ_in_rounding_alone(cache, tmp_path, trained, loss: str, exact: bool) -> None:
     """All logits, and a filter that drops nothing. Catches a filter that is lost on its way to the head."""
     train_on(options(cache, tmp_path, "--checkpoint-every", "0", "--loss", *loss.split()), ALONE, prepared(cache))
     assert (largest_difference(trained, tmp_path) < 1e-5) == exact
 
 
-def test_a_resumed_run_repeats_the_bits(cache: Path, tmp_path: Path, trained: Path) -> None:
+def test_a_resumed_run_repeats_the_bits(cache, tmp_path, trained) -> None:
     recipe = options(cache, tmp_path)
     train_on(recipe, ALONE, prepared(cache))
     # As if the run had been cut after step 6: two steps past a checkpoint, and a record half written.
@@ -74,27 +71,21 @@ def test_a_resumed_run_repeats_the_bits(cache: Path, tmp_path: Path, trained: Pa
     assert losses(tmp_path) == losses(trained)
 
 
-def test_a_longer_run_says_what_its_learning_rate_does(
-    cache: Path, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_longer_run_says_what_its_learning_rate_does(cache, tmp_path, trained, capsys) -> None:
     """Catches a schedule that changes unsaid, and a line about one that does not change."""
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     assert pretrain(cache, run, "--steps", "12", "--checkpoint-every", "2") == 0
     rates = [f"{record['lr']:.2e}" for record in records(run)]
-    line = (
-        f"--steps was 8 and is 12: the learning rate's cosine now ends at step 12, so that step 9 has {rates[8]} after"
-    )
-    assert f"{line} {rates[7]}\n" in capsys.readouterr().out and float(rates[8]) > 2 * float(rates[7])
+    line = "--steps was 8 and is 12: the learning rate's cosine now ends at step 12, so that step 9 has"
+    assert f"{line} {rates[8]} after {rates[7]}\n" in capsys.readouterr().out and float(rates[8]) > 2 * float(rates[7])
     go_back(run, 10)
     assert pretrain(cache, run, "--steps", "12") == 0
     said = capsys.readouterr().out
     assert "resumed after step 10" in said and "--steps was" not in said
 
 
-def test_a_checkpoint_of_another_model_is_refused(
-    cache: Path, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused(cache, tmp_path, trained, capsys) -> None:
     shutil.copytree(trained, tmp_path / "run")
     assert pretrain(cache, tmp_path / "run", "--num-layers", "1") == 1
     assert "num_layers 2 there, 1 here" in capsys.readouterr().err
@@ -119,16 +110,12 @@ def _train_on_two_ranks(tp: int, cache: Path, out: Path, *more: str) -> None:
         pytest.param(1, ["--accumulate", "2"], id="dp"),
     ],
 )
-def test_two_ranks_repeat_one(
-    ranks2: Callable[..., None], cache: Path, tmp_path: Path, trained: Path, tp: int, more: list[str]
-) -> None:
+def test_two_ranks_repeat_one(ranks2, cache, tmp_path, trained, tp: int, more: list[str]) -> None:
     ranks2(_train_on_two_ranks, tp, cache, tmp_path, *more)
     assert largest_difference(trained, tmp_path) < 1e-5
 
 
-def test_two_ranks_go_on_from_a_checkpoint_of_one(
-    ranks2: Callable[..., None], cache: Path, tmp_path: Path, trained: Path
-) -> None:
+def test_two_ranks_go_on_from_a_checkpoint_of_one(ranks2, cache, tmp_path, trained) -> None:
     shutil.copytree(trained, tmp_path / "run")
     go_back(tmp_path / "run")
     ranks2(_train_on_two_ranks, 2, cache, tmp_path / "run")
@@ -136,7 +123,7 @@ def test_two_ranks_go_on_from_a_checkpoint_of_one(
     assert largest_difference(trained, tmp_path / "run") < 1e-5
 
 
-def test_a_recipe_is_read_from_the_command_line(cache: Path, tmp_path: Path) -> None:
+def test_a_recipe_is_read_from_the_command_line(cache, tmp_path) -> None:
     """Catches a flag that is dropped on its way, or a default that is not the recipe's."""
     recipe = options(cache, tmp_path, "--vocab-size", "500", "--lr", "0.5", "--loss", "full-c", "--filter-eps", "0.25")
     assert recipe.shape == dataclasses.replace(PRESETS["toy"], vocab_size=500)
@@ -159,7 +146,7 @@ def test_an_epoch_holds_every_sequence_once_in_an_order_of_its_own() -> None:
     assert batches.at(7, 6)[0][:, 0].tolist() == first[7:] + second[:3]
 
 
-def test_a_corpus_is_tokenized_once_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_is_tokenized_once_however_many_ask(tmp_path, monkeypatch) -> None:
     calls = []
     tokenize = corpus._tokenize
     monkeypatch.setattr(corpus, "_tokenize", lambda *args: (calls.append(args), tokenize(*args)))
@@ -172,7 +159,7 @@ def test_a_corpus_is_tokenized_once_however_many_ask(tmp_path: Path, monkeypatch
     assert int(ids.train.max()) < 300
 
 
-def test_a_corpus_is_cut_to_whole_files_of_a_size(tmp_path: Path) -> None:
+def test_a_corpus_is_cut_to_whole_files_of_a_size(tmp_path) -> None:
     for name in "abcdef":
         (tmp_path / f"{name}.txt").write_text("x" * (400 << 10))
     names = list(corpus._find(tmp_path, "*.txt", None))
@@ -191,7 +178,7 @@ def test_clipping_is_torchs() -> None:
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
 
 
-def test_the_learning_rate_warms_up_and_decays_to_a_tenth(tmp_path: Path) -> None:
+def test_the_learning_rate_warms_up_and_decays_to_a_tenth(tmp_path) -> None:
     recipe = options(tmp_path, tmp_path, "--lr", "1", "--warmup", "10", "--steps", "100")
     assert [recipe.learning_rate(step) for step in (1, 10, 55, 100)] == pytest.approx([0.1, 1, 0.55, 0.1])
 
@@ -207,21 +194,17 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         pytest.param(["--vocab-size", "100"], "100 is too few", id="fewer-ids-than-bytes"),
         pytest.param(["--tp", "3"], "heads 4 cannot be split 3 ways", id="heads"),
         pytest.param(["--device", "cuda"], "torch sees no GPU", id="no-gpu", marks=without_gpu),
-        pytest.param(
-            ["--filter-eps", "0.1"], "--filter-eps and --filter-always need a --loss that filters", id="no-filter"
-        ),
+        pytest.param(["--filter-eps", "0.1"], "--filter-always need a --loss that filters", id="no-filter"),
     ],
 )
-def test_a_wrong_option_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
-) -> None:
+def test_a_wrong_option_is_one_line(tmp_path, capsys, more: list[str], message: str) -> None:
     """Catches sizes that are looked at after the corpus was tokenized."""
     assert pretrain(tmp_path / "cache", tmp_path / "out", *more) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert message in line and ("token" in message or not list(tmp_path.iterdir()))
 
 
-def test_an_out_that_cannot_be_made_is_one_line(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_out_that_cannot_be_made_is_one_line(cache, capsys) -> None:
     """Names that are too long each are a mistake of the command line, a path that is too long is found when it is made."""
     assert pretrain(cache, Path(*["o" * 200] * 30)) == 1
     [line] = capsys.readouterr().err.splitlines()

@@ -34,12 +34,6 @@ def processes(pool: Pool, folder: Path) -> set[str]:
     return set(os.listdir(folder))
 
 
-def test_ranks_stay(pool: Pool, tmp_path: Path) -> None:
-    """Catches processes that are made anew for every body."""
-    one, other = processes(pool, tmp_path / "one"), processes(pool, tmp_path / "other")
-    assert len(one) == 2 and one == other and all(name.split("-")[1] != str(os.getpid()) for name in one)
-
-
 def _divide_by_zero_on_the_last() -> None:
     if dist.get_rank() == 1:
         print(1 / 0)
@@ -51,30 +45,22 @@ def _fail_otherwise() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_failure_is_raised_and_the_next_body_meets_new_ranks(pool: Pool, tmp_path: Path) -> None:
-    """Catches a pool that waits for the ranks that the failed one has left alone, or sends them the next body."""
-    before, start = processes(pool, tmp_path / "before"), time.monotonic()
+def test_ranks_stay_until_one_fails(pool: Pool, tmp_path: Path) -> None:
+    """Catches processes that are made anew for every body, a pool that waits for the ranks that the failed one has left alone,
+    or sends them the next body."""
+    one, other, start = processes(pool, tmp_path / "one"), processes(pool, tmp_path / "other"), time.monotonic()
+    assert len(one) == 2 and one == other and all(name.split("-")[1] != str(os.getpid()) for name in one)
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2 failed in _divide.*print\(1 / 0\).*ZeroDivisionError"):
         pool.run(_divide_by_zero_on_the_last)
     assert time.monotonic() - start < 30  # a collective would wait for 120 s
     with pytest.raises(RankError, match=r"this is rank \d"):
         pool.run(_fail_otherwise)
-    assert not before & processes(pool, tmp_path / "after")
+    assert not one & processes(pool, tmp_path / "after")
 
 
 def _hang_on_the_first() -> None:
     if dist.get_rank() == 0:
         time.sleep(600)
-
-
-def test_ranks_that_hang_are_ended(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = processes(pool, tmp_path / "before")
-    monkeypatch.setattr(pool, "limit_seconds", 3.0)
-    with pytest.raises(RankError, match=r"_hang_on_the_first has not ended after 3 s on ranks 0$"):
-        pool.run(_hang_on_the_first)
-    for name in before:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(name.split("-")[1]), 0)
 
 
 def _die_on_the_first() -> None:
@@ -83,8 +69,20 @@ def _die_on_the_first() -> None:
         os.abort()
 
 
-@pytest.mark.slow
-def test_a_rank_that_dies_is_named(pool: Pool) -> None:
-    message = "rank 0 of 2 failed in _die_on_the_first\n\nthe process ended with exit code -6"
-    with pytest.raises(RankError, match=message):
-        pool.run(_die_on_the_first)
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (_hang_on_the_first, r"_hang_on_the_first has not ended after 3 s on ranks 0$"),
+        pytest.param(
+            _die_on_the_first, r"_die_on_the_first\n\nthe process ended with exit code -6", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_ranks_that_hang_or_die_are_named_and_ended(pool: Pool, tmp_path: Path, monkeypatch, body, says: str) -> None:
+    before = processes(pool, tmp_path / "before")
+    monkeypatch.setattr(pool, "limit_seconds", 3.0)
+    with pytest.raises(RankError, match=says):
+        pool.run(body)
+    for name in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(name.split("-")[1]), 0)

@@ -8,25 +8,27 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.ranks import run_ranks
+from support.ranks import run_ranks, shared_folder
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from cce_dist import VocabParallelHead, VocabShard
 from cce_dist.tools import cli
 from cce_dist.tools.verify import FUNCTIONS, matrix
-from cce_dist.tools.verify.cases import CASES, Case
+from cce_dist.tools.verify.cases import Case
 from cce_dist.tools.verify.check import Error, assert_no_worse, compare, run_case
 from cce_dist.tools.verify.matrix import TABLES, layouts, lines_of, run_matrix
 
 OVER_RANKS = ("-shards", "-sequence-parallel")  # their names, which say nothing to one process
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if not case.name.endswith(OVER_RANKS)], ids=lambda case: case.name
-)
-def test_one_process(case):
-    for result in run_case(TABLES["loss"][0], case, None, "cpu"):
+LOSS = TABLES["loss"][0]
+LINES = [line for line in lines_of(FUNCTIONS) if line[0] is not LOSS or not line[1].name.endswith(OVER_RANKS)]
+
+
+@pytest.mark.parametrize(("function", "case"), LINES, ids=[case.name for _, case in LINES])
+def test_one_process(function, case):
+    for result in run_case(function, case, None, "cpu"):
         assert result.ok, f"{result} <- {case.catches}?"
 
 
@@ -96,9 +98,7 @@ def _four_ranks():
 
 
 def _check_shards():
-    world = dist.group.WORLD
-    rank = dist.get_rank()
-    assert world is not None
+    world, rank = dist.group.WORLD, dist.get_rank()
     shard = VocabShard.even(10, world)  # DTensor's split: 3, 3, 3, 1
     assert (shard.start, shard.stop) == [(0, 3), (3, 6), (6, 9), (9, 10)][rank]
     shard = VocabShard.even(5, world)  # 2, 2, 1, 0
@@ -137,26 +137,20 @@ def _check_head():
         head.reset_parameters()
         head.load_state_dict({key: value.clone() for key, value in whole.state_dict().items()})
         torch.testing.assert_close(head(hidden, labels), expected, msg=name)
-    folder: list[Any] = [None]
-    if rank == 0:
-        import tempfile
-
-        folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    dcp.save(heads["mesh of 4"].state_dict(), checkpoint_id=folder[0])
-    for name in ("group of 4", "mesh of 4"):
-        torch.nn.init.zeros_(heads[name].weight)
-        state = heads[name].state_dict()
-        dcp.load(state, checkpoint_id=folder[0])
-        heads[name].load_state_dict(state)
-        torch.testing.assert_close(heads[name](hidden, labels), expected, msg=name)
-    if rank == 0:  # at T = 1, by one rank alone
-        torch.nn.init.zeros_(whole.weight)
-        state = whole.state_dict()
-        dcp.load(state, checkpoint_id=folder[0], no_dist=True)
-        whole.load_state_dict(state)
-        torch.testing.assert_close(whole(hidden, labels), expected)
-    dist.barrier()
+    # test_sharding.py has heads under FSDP2.
+    with shared_folder() as folder:
+        dcp.save(heads["mesh of 4"].state_dict(), checkpoint_id=folder)
+        loading = [
+            heads["group of 4"],
+            heads["mesh of 4"],
+            *([whole] if rank == 0 else []),
+        ]  # at T = 1, by one rank alone
+        for head in loading:
+            torch.nn.init.zeros_(head.weight)
+            state = head.state_dict()
+            dcp.load(state, checkpoint_id=folder, no_dist=head is whole)
+            head.load_state_dict(state)
+            torch.testing.assert_close(head(hidden, labels), expected)
     logits = heads["group of 4"](hidden)
     assert logits.shape == (5, heads["group of 4"].shard.num_rows)
 
@@ -170,5 +164,4 @@ def _check_compiled():
     for function in (head, torch.compile(copy.copy(head), fullgraph=True, backend="aot_eager")):
         loss = function(hidden, labels)
         grads.append(torch.autograd.grad(loss, (hidden, head.weight)))
-    for ours, compiled in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, compiled, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
