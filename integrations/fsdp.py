@@ -171,6 +171,12 @@ class Rows:
         rows = distribute(self.local(parameter, computed_dtype(hidden)), len(parameter), self.line)
         return rows.full_tensor(grad_placements=[Partial()])
 
+    def operands(self, hidden: Tensor, weight: Any, bias: Any, added: Tensor | None) -> tuple[Any, Any, Any]:
+        """Return the rows of a head's weight, its bias, and a bias [V] that the model keeps outside."""
+        dtype, here = computed_dtype(hidden), slice(self.shard.start, self.shard.stop)
+        bias = None if bias is None else self.local(bias, dtype)
+        return self.local(weight, dtype), bias, None if added is None else added[here]
+
     def most(self, num_tokens: int) -> int:
         """Return the maximum token count over the ranks. The host waits for all ranks, but not for a device."""
         debug = environment()[1]
@@ -195,19 +201,12 @@ class Rows:
         ignore_index: int | None = -100,
         num_tokens: Any = None,
         return_aux: Any = False,
-        linear_bias: Any = None,
-        added: Tensor | None = None,
         **call: Any,
     ) -> Any:
         """Return what ``linear_cross_entropy`` would return for this rank's tokens and the whole vocabulary.
 
-        ``weight`` and ``linear_bias`` are the head's, from ``split``; ``added`` [V] is a bias that the model keeps outside of
-        it. Only ``vocab_size`` of ``shard`` counts, the logits' last dimension.
+        ``weight`` [V_r, D] is as ``operands`` returns it. Only ``vocab_size`` of ``shard`` counts, the logits' last dimension.
         """
-        dtype = computed_dtype(hidden)
-        weight, bias = self.local(weight, dtype), None if linear_bias is None else self.local(linear_bias, dtype)
-        if added is not None:
-            bias = peft.sum_of_biases(bias, added[self.shard.start : self.shard.stop])
         chosen = self._checked(hidden, target, reduction=reduction, ignore_index=ignore_index, num_tokens=num_tokens)
         count, most = target.numel(), self.most(target.numel())
         hidden = F.pad(hidden.reshape(count, hidden.shape[-1]), (0, 0, 0, most - count))
@@ -228,7 +227,6 @@ class Rows:
             ignore_index=ignore_index,
             return_aux=return_aux,
             expected_weights=expected,
-            linear_bias=bias,
             **call,
         )
 

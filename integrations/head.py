@@ -167,10 +167,10 @@ class VocabParallelHead(nn.Module):
         if labels is None:
             return self._local_logits(hidden)
         if self.rows is not None:
+            weight, bias, _ = self.rows.operands(hidden, self.weight, self.bias, None)
             return self.rows.loss(
-                hidden, self.weight, labels, linear_bias=self.bias, shard=self.shard, num_tokens=num_tokens,
-                **self.loss_options,
-            )  # fmt: skip
+                hidden, weight, labels, linear_bias=bias, shard=self.shard, num_tokens=num_tokens, **self.loss_options
+            )
         return linear_cross_entropy(
             hidden, _local(self.weight), labels, linear_bias=None if self.bias is None else _local(self.bias),
             weight=self.class_weights, shard=self.shard, num_tokens=num_tokens, **self.options_of_loss(),

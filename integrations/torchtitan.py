@@ -120,16 +120,17 @@ class CCELoss(ChunkedLossWrapper):
         return loss, {}
 
     def _loss(self, head: Any, pred: Tensor, labels: Tensor, count: Tensor | None) -> Tensor:
-        options, trains = self.options, head.training
+        options, trains, weight, bias = self.options, head.training, head.weight, head.bias
         compute: Callable = linear_cross_entropy
         call: dict[str, Any] = {"shard": _shard(head), "input_grad": "partial"}
         if self.rows is not None:
+            weight, bias, _ = self.rows.operands(pred, weight, bias, None)
             compute, call = self.rows.loss, {"shard": self.rows.shard}
         return compute(
             _local(pred),
-            head.weight,
+            weight,
             labels,
-            linear_bias=head.bias,
+            linear_bias=bias,
             **call,
             reduction="sum" if count is None else "mean",
             num_tokens=count,

@@ -182,16 +182,15 @@ class Task:
             label_smoothing = label_smoothing or options.label_smoothing
             call["z_loss_weight"] = options.z_loss_weight
         hidden, weight, bias = peft.operands(head, hidden)
-        compute: Callable = linear_cross_entropy
-        if self.rows is None:
-            bias = peft.sum_of_biases(bias, added)
-        else:
-            compute = functools.partial(self.rows.loss, added=added)
+        compute = linear_cross_entropy
+        if self.rows is not None:
+            compute = self.rows.loss
+            weight, bias, added = self.rows.operands(hidden, weight, bias, added)
         return compute(
             hidden,
             weight,
             target,
-            linear_bias=bias,
+            linear_bias=peft.sum_of_biases(bias, added),
             label_smoothing=label_smoothing,
             return_aux=self.aux() or False,
             **options.call("grad_filter", "reduce_dtype"),
