@@ -185,7 +185,10 @@ def what_is_not_served(case: Case) -> None:
     model = with_processor(build(case)[0])
     inputs, labels = batch()
     of_top_p = {"labels": labels, "output_processor_context": {"top_p": 0.9}}
-    for given, message in (({}, "the call has no labels"), (of_top_p, "has temperature, top_p, and only temperature")):
+    for given, message in (
+        ({}, "the call has no labels"),
+        (of_top_p, "has temperature, top_p, and only temperature"),
+    ):
         with pytest.raises(ValueError, match=message):
             model(**inputs, **given, output_processor=processor())
     with pytest.raises(ValueError, match="needs a model that is converted"), cce.log_probs_of(build(case)[0]):

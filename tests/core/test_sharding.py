@@ -152,9 +152,8 @@ def _check_what_is_refused() -> None:
         linear_cross_entropy(hidden, split, labels, shard=VocabShard.even(33, line.get_group()))
     with pytest.raises(ValueError, match="make the head with mesh="):
         plain.state_dict()
-    split, bias = (
-        distribute_tensor(x.detach(), line, [how]) for x, how in ((weight, Shard(0)), (weight[:, 0], Replicate()))
-    )
+    split = distribute_tensor(weight.detach(), line, [Shard(0)])
+    bias = distribute_tensor(weight[:, 0].detach(), line, [Replicate()])
     with pytest.raises(ValueError, match=r"linear_bias is a DTensor .*Replicate.*split them alike"):
         linear_cross_entropy(hidden, split, labels, linear_bias=bias)
     with pytest.raises(TypeError, match="input is a DTensor"):

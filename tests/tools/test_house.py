@@ -11,9 +11,13 @@ FOLDERS = {
     "cce_dist.kernels": ROOT / "kernels",
     "cce_dist.integrations": ROOT / "integrations",
 }
-# Most of these stand in the reference, too.
-PUBLIC = {"linear_cross_entropy", "linear_kl_divergence", "linear_log_probs", "topk_kl_divergence"}
-PUBLIC.add("VocabParallelHead.__init__")
+PUBLIC = {
+    "linear_cross_entropy",
+    "linear_kl_divergence",
+    "linear_log_probs",
+    "topk_kl_divergence",
+    "VocabParallelHead.__init__",
+}  # the first three stand in the reference, too
 MOST_ARGUMENTS, MOST_LINES = 10, 70
 
 
