@@ -194,7 +194,7 @@ CHANGING: dict[str, Any] = {  # tokens of a group, a call, its options
     "z-loss from 0, in groups": (3, any_call, lambda v: dict(z_loss_weight=v)),
     "all in groups": (3, any_call, lambda v: dict(label_smoothing=v / 2, logit_scale=v, softcap=80.0 * v, z_loss_weight=v)),
     "entropy": (None, lambda *x, **y: linear_log_probs(*x, entropy=True, **y)[2], lambda v: dict(temperature=v, softcap=3.0)),
-    "measures": (None, _measures, lambda v: dict(temperature=OWN, softcap=4.0 * v)),
+    "measures": (None, _measures, lambda v: dict(temperature=OWN, softcap=v)),
     "kept": (None, _of_lists, lambda v: dict(temperature=v, softcap=v)),
     "teacher's ids": (None, _of_teachers_ids, lambda v: dict(temperature=v)),
     "divergence": (None, _divergence, lambda v: dict(beta=v / 2, logit_scale=v, softcap=80.0 * v, teacher_logit_scale=1 / v)),

@@ -74,6 +74,26 @@ def test_costs_are_those_that_were_measured() -> None:
             assert costs.filter_pays(timed.sizes, True, 0) == (timed.filtered[1] < timed.kept), name
 
 
+def test_the_filter_is_taken_where_it_pays() -> None:
+    """GPU time at most 0.85 of exact's, and host time below exact's GPU time; sizes cannot tell what is within 0.03 of that.
+
+    Catches a rule that a measured head contradicts, and a table of docs/filter.md that is not what was measured."""
+    page, close = (RESULTS.parents[1] / "docs/filter.md").read_text(), []
+    cases = json.loads((RESULTS / "h200-filter-pays.json").read_text())["cases"]
+    for case in cases:
+        rows = {row["name"]: row["total"] for row in case["rows"]}
+        exact, filtered = (statistics.median(rows[f"cce-dist-{name}"]["seconds"]) for name in ("default", "filtered"))
+        host = statistics.median(rows["cce-dist-filtered"]["host"])
+        taken = costs.filter_pays(memory.Sizes(case["num_tokens"], case["hidden_size"], case["vocab_size"], 2), True, 0)
+        if abs(filtered / exact - 0.85) < 0.03:
+            close.append(case["vocab_size"])
+        else:
+            assert taken == (filtered < 0.85 * exact and host < exact), case["shape"]
+        times = f"{1e3 * exact:.1f} | {1e3 * filtered:.1f} | {1e3 * host:.1f} | {'filter' if taken else 'exact'} |"
+        assert f"| {case['hidden_size']:,} | {case['vocab_size']:,} | {times}" in page
+    assert len(cases) == 10 and close == [16_032, 262_144]
+
+
 @pytest.mark.parametrize(
     ("sizes", "faster"),
     [

@@ -908,7 +908,9 @@ def test_ranks_choose_alike() -> None:
         for num_valid in (0, 16032, 128256):
             for want in (Want(), Want(grad=False)):
                 logits = ShardLogits(0, num_valid)
-                call = Call(Spec(logits, 128256, filter=Filter(2.0**-12), want=want), backend="triton")
+                call = Call(
+                    Spec(logits, 128256, filter=Filter(2.0**-12), want=want, workspace_bytes=0), backend="triton"
+                )
                 assert call.decided(hidden, len(labels), num_ranks).way.backend == chosen
 
 
