@@ -251,7 +251,8 @@ def run(
         hidden_sum = ranks.hidden_sum(x.num_tokens, rows) if d_hidden is not None else None
         for first in range(0, max(x.num_tokens, 1), rows):
             part = slice(first, min(first + rows, x.num_tokens))
-            group, out = x.of_tokens(part, hidden[part]), None if d_hidden is None else d_hidden[part]
+            group = x.of_tokens(part, hidden[part])
+            out = None if d_hidden is None else d_hidden[part]
             grads = Grads(wanted[0], wanted[1], any(wanted[2:]), d_weight, hidden_out=out, weight_low=low)
             outputs = loss_N[part], Softmax(softmax.max[part], softmax.log_sum[part])
             found = _finish(group, terms.of_tokens(part), upstream_N[part], outputs, grads, call, ranks)
@@ -293,7 +294,8 @@ def _finish(
         stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
         found, merged = backend.token_losses(ranks.gather(stats_KN), x, spec)
     if terms.token is None:
-        losses_N, upstream = terms.losses(found.nll, found.lse, found.uniform), terms.gradients(expected_N, found.lse)
+        losses_N = terms.losses(found.nll, found.lse, found.uniform)
+        upstream = terms.gradients(expected_N, found.lse)
     else:
         losses_N, upstream = terms.token.differentiated(found.nll, found.entropy, x.ids, expected_N)
     loss_N, softmax = outputs
@@ -333,7 +335,8 @@ def _loss_and_gradients(
     call = build(Call, iter(flat_call))
     if numbers is not None:
         call, (z_loss_weight, label_smoothing) = call.with_numbers(numbers[:2]), numbers[2:].tolist()
-    terms, num_ranks = Terms(z_loss_weight, label_smoothing, weight_N), Distributed(call.layout).size
+    terms = Terms(z_loss_weight, label_smoothing, weight_N)
+    num_ranks = Distributed(call.layout).size
     call = call.decided(hidden, labels.shape[0], num_ranks, call.where(hidden, num_ranks, "number"))
     if call.way.passes == "one":
         loss, gradients = run(hidden, weight, head, labels, Task(terms, divisor, None, call), want)

@@ -126,7 +126,8 @@ def _log_probs_of_lists(z: Tensor, ids: Tensor, counts: Tensor, kept: KeptIds) -
         values = (row.new_zeros(()),) * 5
         if live and len(listed):
             _, lse, entropy = softmax_of(listed)
-            full, mass = row.detach().log_softmax(-1)[labels[number]], (lse - row.logsumexp(-1)).detach().exp()
+            full = row.detach().log_softmax(-1)[labels[number]]
+            mass = (lse - row.logsumexp(-1)).detach().exp()
             values = (row[labels[number]] - lse, lse, entropy, full, mass)
         rows.append(torch.stack(values)[:, None])
     log_probs, lse, entropy, full, mass = torch.cat(rows, 1)

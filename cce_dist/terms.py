@@ -64,7 +64,8 @@ class Terms(NamedTuple):
             d_lse_N = d_loss_N * (2.0 * self.z_loss_weight * lse_N)
         d_nll_N = d_loss_N
         if self.label_smoothing:
-            d_nll_N, d_uniform_N = (1 - self.label_smoothing) * d_loss_N, self.label_smoothing * d_loss_N
+            d_nll_N = (1 - self.label_smoothing) * d_loss_N
+            d_uniform_N = self.label_smoothing * d_loss_N
         return Upstream(nll=d_nll_N, lse=d_lse_N, uniform=d_uniform_N)
 
 

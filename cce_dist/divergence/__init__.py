@@ -268,7 +268,8 @@ def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -
     ids = ids.long()
     known = (ids >= 0) & (ids < own.vocab_size)
     # If an id is listed twice, only its last place is valid.
-    slots, places = torch.where(known, ids, own.vocab_size), torch.arange(len(ids), device=ids.device)
+    slots = torch.where(known, ids, own.vocab_size)
+    places = torch.arange(len(ids), device=ids.device)
     last = places.new_zeros(own.vocab_size + 1).scatter_reduce_(0, slots, places, "amax")
     rows = ids - own.start
     mine = (places >= shard.start) & (places < stop)
@@ -284,7 +285,8 @@ def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -
     rows = torch.where(good, rows, 0)
     weight, bias = teacher.weight, teacher.bias
     if not len(weight):  # so that row 0 can be read
-        weight, bias = weight.new_zeros(1, weight.shape[1]), None if bias is None else bias.new_zeros(1)
+        weight = weight.new_zeros(1, weight.shape[1])
+        bias = None if bias is None else bias.new_zeros(1)
     weight = weight[rows].masked_fill_(~good[:, None], torch.nan)
     bias = None if bias is None else bias[rows]
     return LocalHead(teacher.input, weight, bias, VocabShard(shard.start, stop, shard.vocab_size, group))

@@ -134,7 +134,8 @@ class _PipelineTask(Task):
         """Return the pipeline's hidden states with the head that ``call_loss_fn`` needs; a forward hook."""
         if not self.deferring():
             return None
-        weight, bias = self.owner.weight, None if self.tied_head else getattr(self.owner, "bias", None)
+        weight = self.owner.weight
+        bias = None if self.tied_head else getattr(self.owner, "bias", None)
         if torch.is_grad_enabled():
             own = set(self.owner.parameters())
             if not hidden.requires_grad and any(x.requires_grad and x not in own for x in module.parameters()):

@@ -46,9 +46,7 @@ def num_before(ids_ptr, size, num_steps, wanted, RANKED: tl.constexpr):
 
 
 def most_labelled(x: Operands, ids_F: torch.Tensor, zeros_V: torch.Tensor, num_words: int) -> torch.Tensor:
-    """Fill ids_F with the columns that are labels most often, ascending; of equally frequent ones the first.
-
-    zeros_V, int32, is set to 0.
+    """Fill ids_F with the columns that are labels most often, ascending, of equals the first; fill zeros_V with 0.
 
     Returns:
         [W] int32: words with a bit set for each frequent column, like a row of ``lse.Marks``.

@@ -254,7 +254,8 @@ def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tupl
     left = max(0, sizes.num_columns - kept)
     if left == 0:
         return 0, sizes.num_tokens
-    some, saved_bytes = sizes._replace(num_columns=left), kept * sizes.num_tokens * sizes.itemsize
+    some = sizes._replace(num_columns=left)
+    saved_bytes = kept * sizes.num_tokens * sizes.itemsize
     tiles = _tiles(device)
     rows, cols = memory.exact_chunks(some, workspace_bytes, saved_bytes, tiles, device.multiprocessors)
     return cdiv(sizes.num_tokens, rows) * cdiv(left, cols), rows

@@ -113,7 +113,8 @@ def plan(
     Raises:
         ValueError: A name is unknown, a number is wrong, or the model cannot be split as asked for.
     """
-    model, device = cast(Model, named(MODELS, model, "model")), cast(Device, named(DEVICES, gpu, "GPU"))
+    model = cast(Model, named(MODELS, model, "model"))
+    device = cast(Device, named(DEVICES, gpu, "GPU"))
     layout = layout or Layout()
     check(model, layout)
     if workspace_bytes is not None and workspace_bytes < 1:
@@ -130,7 +131,8 @@ def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspac
 
     def at(num_tokens: int) -> LossPlan:
         there = dataclasses.replace(layout, num_tokens=num_tokens)
-        found, layer = head_cost(model, there, device, loss, workspace_bytes), layer_time(model, there, device).seconds
+        found = head_cost(model, there, device, loss, workspace_bytes)
+        layer = layer_time(model, there, device).seconds
         best, even = (cut(model.num_layers, layer, found.seconds, there) for cut in (best_cut, even_cut))
         first, last = (stage_bytes(model, there, best, found, rank) for rank in (0, layout.pp - 1))
         return LossPlan(loss, found, found.seconds / layer, best, even, last, first, 0)

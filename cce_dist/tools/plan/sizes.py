@@ -208,7 +208,8 @@ def read_config(path: Path) -> Counted:
         with torch.device("meta"):
             model = auto.from_config(config, trust_remote_code=False)
         model.tie_weights()
-        head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        head = model.get_output_embeddings().weight
+        embedding = model.get_input_embeddings().weight
         empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
         if empty:
             raise ValueError(f"{empty[0]} has no elements")

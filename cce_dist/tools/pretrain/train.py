@@ -86,7 +86,8 @@ class _Run:
             self.unseen.append((step, done.loss + done.grad_norm))
 
             is_last = step == recipe.steps
-            logged, judged = step % recipe.log_every == 0 or is_last, step % recipe.eval_every == 0 or is_last
+            logged = step % recipe.log_every == 0 or is_last
+            judged = step % recipe.eval_every == 0 or is_last
             stores = recipe.checkpoint_every and (step % recipe.checkpoint_every == 0 or is_last)
             if logged or judged or stores or len(self.unseen) == 256:
                 self._check_finite()  # waits for the device, so the clock is right
