@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from cce_dist.kernels.direct import launching
+from cce_dist.kernels.direct import launching, load
 from cce_dist.kernels.dry_run import num_threads
 
 _LOG = logging.getLogger("cce_dist")
@@ -59,7 +59,7 @@ class Ahead(contextlib.ExitStack):
     def _load(self, compiled: Any) -> None:
         """Wait for a kernel and load it onto the device, as its first launch would."""
         with torch.cuda.device(self.device):
-            _ = compiled.result().run
+            load(compiled.result())
 
 
 ZEROED = {
