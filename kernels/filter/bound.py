@@ -179,7 +179,7 @@ def _column_sums_kernel(
     z = logits_of(acc, offs_c, in_c, head, factors, True)
     token = tl.load(index_ptr + offs_n, mask=live, other=0).to(tl.int64)
     label = (tl.load(labels_ptr + token, mask=live, other=-1) - start).to(tl.int32)
-    column = tl.load(sampled_ptr + offs_c - num_frequent, mask=in_c & is_sampled, other=0x7FFFFFFF)
+    column = tl.load(sampled_ptr + offs_c - num_frequent, mask=tl.where(is_sampled, in_c, False), other=0x7FFFFFFF)
     maximum = tl.max(z, 1)
     base = tl.where(maximum > float("-inf"), maximum, 0.0)
     # The label is left out of the sample: its exponential is added separately.
