@@ -39,7 +39,7 @@ class LossOptions(TypedDict, total=False):
     logit_scale: float | Tensor
     softcap: float | None
     z_loss_weight: float | Tensor
-    num_tokens: int | Tensor | None
+    num_tokens: float | Tensor | None
     shard: VocabShard | None
     sequence_parallel: bool
     input_grad: InputGrad

@@ -78,7 +78,7 @@ def linear_cross_entropy(
     logit_scale: float | Tensor = 1.0,
     softcap: float | None = None,
     z_loss_weight: float | Tensor = 0.0,
-    num_tokens: int | Tensor | None = None,
+    num_tokens: float | Tensor | None = None,
     shard: VocabShard | None = None,
     sequence_parallel: bool = False,
     input_grad: InputGrad = "summed",

@@ -156,7 +156,7 @@ class VocabParallelHead(nn.Module):
                 _local(self.bias).zero_()
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None = None, *, num_tokens: int | Tensor | None = None
+        self, hidden: Tensor, labels: Tensor | None = None, *, num_tokens: float | Tensor | None = None
     ) -> Tensor | LinearCrossEntropyOutput:
         """Return the loss (see ``linear_cross_entropy``), or without labels this rank's logits.
 
