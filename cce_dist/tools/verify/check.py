@@ -68,24 +68,9 @@ def run_case(
 ) -> list[Error]:
     """Run a case on the ranks of ``group`` (None: this process alone). Every rank calls this; ``salt`` varies the data.
 
-    Compares outputs and gradients, then the bits of a second backward, of further runs, and of all ranks. "auto" is Triton on a
-    GPU, and in fp32 plain torch besides, which such a call takes by itself.
+    Compares outputs and gradients, then the bits of a second backward, of further runs, and of all ranks.
     """
-    if backend != "auto":
-        return _run_on(backend, function, case, group, device, salt)
-    if device == "cpu":
-        return _run_on("torch", function, case, group, device, salt)
-    errors = _run_on("triton", function, case, group, device, salt)
-    needs_kernels = {"grad_filter", "batch_invariant"} & case.options.keys() or getattr(case, "kept", 0)
-    if case.dtype == FP32 and not needs_kernels:
-        on_torch = _run_on("torch", function, case, group, device, salt)
-        errors += [error._replace(quantity=f"{error.quantity} by torch") for error in on_torch]
-    return errors
-
-
-def _run_on(
-    backend: str, function: Function, case: Case, group: dist.ProcessGroup | None, device: str, salt: int
-) -> list[Error]:
+    backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
     drawn = draw(function, case, salt)
     bounds, shard = shard_of(drawn, group)
     if function.truth is None:

@@ -89,11 +89,12 @@ class Where(NamedTuple):
 def run_matrix(lines: Sequence[Line], device: str, backend: str = "auto", report: bool = True) -> list[str]:
     """Run cases on every layout of the default process group, or alone. Returns a line for each failure, on every rank."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
     failures, count = [], 0
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress(rank == 0 and report).told())
         progress.say(RULE)
-        ahead = stack.enter_context(Ahead()) if device == "cuda" and backend != "torch" and compiles_ahead() else None
+        ahead = stack.enter_context(Ahead()) if (device, backend) == ("cuda", "triton") and compiles_ahead() else None
         for size, members in layouts(world):
             made: Any = [dist.new_group(ranks) if size > 1 else None for ranks in members]
             mine = next((place for place, ranks in enumerate(members) if rank in ranks), None)
@@ -137,7 +138,7 @@ def _call(function: Function, case: Case, where: Where) -> Callable[[], Any]:
     """Return the call of a case."""
     drawn = draw(function, case, where.place)
     shard = shard_of(drawn, where.group)[1]
-    return partial(function.call, drawn, shard, "triton", where.device)
+    return partial(function.call, drawn, shard, where.backend, where.device)
 
 
 def _await(kernels: Kernels, case: Case, progress: Progress) -> None:
