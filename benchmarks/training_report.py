@@ -82,7 +82,7 @@ class Comparison:
     @property
     def baseline(self) -> str:
         """Return the method that the others are compared with: "stock", "dense" in files of a small GPT, or the first."""
-        return next((name for name in ("stock", "dense") if name in self.methods), self.methods[0])
+        return next((name for name in ("stock", "dense", *self.methods) if name in self.methods), "stock")
 
     @property
     def title(self) -> str:

@@ -707,9 +707,7 @@ def test_compiled_code_is_compiled_once() -> None:
     cce_dist.require(compiled)
 
 
-@pytest.mark.skipif(
-    str(torch.__version__) < "2.12", reason="torch 2.11 does not compile copy.copy: the graph breaks there"
-)
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 does not compile copy.copy: the graph breaks there")
 def test_compiled_evaluation_is_one_graph() -> None:
     """Catches: a graph break, an evaluation that is compiled anew after each step, logits that are no tensor."""
     stock, ours = pair()

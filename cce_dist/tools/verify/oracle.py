@@ -151,8 +151,9 @@ def _backward(
     parts = (d_nll, d_uniform, g_lse, d_z * (tokens.lse.abs() + 1))
     size = torch.stack(parts).abs().sum(0)[:, None] * p + g_entropy.abs()[:, None] * (surprise.abs() + p)
     size = size + label_coef.abs()[:, None] * is_label + uniform_coef.abs()
-    sizes = _root_of_squares(size * scale * bend, hidden, weight, "")
-    of_equal = _sums((size * scale * bend).abs(), hidden.abs(), weight.abs())
+    terms = size * scale * bend
+    sizes = _root_of_squares(terms, hidden, weight, "")
+    of_equal = _sums(terms.abs(), hidden.abs(), weight.abs())
     sizes |= {f"{name} alike": _largest(x) for name, x in of_equal.items()}
     du = (softmax_part + rest) * scale * bend
     sizes["parts of dE"] = sum(_largest(du[:, start:stop] @ weight[start:stop]) for start, stop in bounds)
