@@ -5,6 +5,9 @@ remainder ``low``: 16 bits of mantissa for half the workspace of an fp32 buffer.
 
 d_hidden has few tiles: 576 on 132 multiprocessors take five waves, not 4.4. The tiles after the last whole wave are cut along
 the vocabulary into parts that fill one wave or two, and a second kernel adds the parts in order.
+
+A filter's exact path often has no token, or a few, and only the device knows how many. There (``often_empty``) the device cuts
+all tiles if less than half of a wave has work. Each part is summed over all chunks before the second kernel adds the parts.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import triton.language as tl
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.direct import MOST_KINDS, Launch
-from cce_dist.kernels.tiles import Tile, num_programs, precision
+from cce_dist.kernels.tiles import Tile, Tiles, num_programs, precision
 from cce_dist.kernels.waves import cdiv, cut_last_wave, fitted
 
 
@@ -29,6 +32,9 @@ class Sum(NamedTuple):
     high_ND: torch.Tensor  # [N, D] in the hidden states' dtype: d_hidden itself
     low_RD: torch.Tensor | None  # [R, D] bf16: the remainder; None in fp32, or if there is only one chunk
     by_token: bool = False  # The remainder is [N, D], with a row per token as in d_hidden
+    # For groups that often have no token: parts of tiles, and at most how many rows use them. None: other groups
+    parts_PRC: torch.Tensor | None = None
+    few_rows: int = 0
 
 
 def add_d_hidden(
@@ -41,30 +47,66 @@ def add_d_hidden(
     tile: Tile,
     *,
     first: bool,
-    often_empty: bool = False,
     outer: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Add gain * scale_R * (dlogits_RV @ weight_VD) at the tokens of the group; ``first`` sets it instead.
 
-    ``outer``: [N] and [D] fp32; their outer product is added. ``often_empty``: calls often have no labelled token, so only as
-    many programs are launched as run at a time. Otherwise ``first`` also sets d_hidden of tokens without a label, to 0.
+    ``outer``: [N] and [D] fp32; their outer product is added. If ``total`` has parts, only as many programs are launched as
+    run at a time, and after the last chunk ``add_parts`` must follow. Otherwise ``first`` also sets d_hidden of tokens without
+    a label, to 0.
     """
     device, tma, write = weight_VD.device, has_tma(dlogits_RV, weight_VD), int(first)
     if total.low_RD is None and total.high_ND.itemsize == 2:
         # One chunk needs no remainder, but uses the kernel for several chunks, so that fewer kernels are compiled.
         assert first
         write, total = 2, total._replace(low_RD=_nothing(device))
-    num_rows = dlogits_RV.shape[0]
+    num_rows, often_empty = dlogits_RV.shape[0], total.parts_PRC is not None
     sizes = (num_rows, *weight_VD.shape, dlogits_RV.stride(0), write, num_rows if first and not often_empty else 0)
+    few = (total.few_rows, total.parts_PRC.shape[0]) if total.parts_PRC is not None else None
     dot_precision = precision(dlogits_RV.dtype)
-    tile, parts, products, add_parts = _launches(
-        sizes, tile, num_programs(device), total.by_token, often_empty, tma, dot_precision
+    tile, parts, products, add_cut = _launches(
+        sizes, tile, num_programs(device), total.by_token, few, tma, dot_precision
     )
-    parts_PRC = torch.empty(parts, dtype=torch.float32, device=device)
-    target = (rows.index, rows.num_labelled, scale_R, gain, *(outer or (None, None)), total.high_ND, total.low_RD, parts_PRC)
+    if total.parts_PRC is None:
+        total = total._replace(parts_PRC=torch.empty(parts, dtype=torch.float32, device=device))
+    target = _target(total, rows, scale_R, gain, outer)
     products(operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma), *target)
-    if add_parts is not None:
-        add_parts(*target)
+    if add_cut is not None:
+        add_cut(*target)
+
+
+def _target(
+    total: Sum, rows: Rows, scale_R: torch.Tensor | None, gain: torch.Tensor | None,
+    outer: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors that both kernels take."""
+    factors = scale_R, gain, *(outer or (None, None))
+    return (rows.index, rows.num_labelled, *factors, total.high_ND, total.low_RD, total.parts_PRC)
+
+
+def with_parts(total: Sum, dlogits_RV: torch.Tensor, tiles: Tiles) -> Sum:
+    """Return the sum with parts for few tokens, which take the second half of the rows of ``dlogits_RV``."""
+    hidden_size, num_rows = total.high_ND.shape[1], dlogits_RV.shape[0]
+    tile = fitted(tiles.grad_hidden, hidden_size)
+    unit = max(tile.rows, tiles.dlogits.rows)
+    few_rows = num_rows // 2 // unit * unit
+    num_tiles = cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols)
+    free = dlogits_RV[few_rows:].view(-1).view(torch.float32)
+    num_parts = min(num_tiles, num_programs(free.device), free.numel() // (tile.rows * tile.cols))
+    parts_PRC = free[: num_parts * tile.rows * tile.cols].view(num_parts, tile.rows, tile.cols)
+    return total._replace(parts_PRC=parts_PRC, few_rows=few_rows)
+
+
+def add_parts(total: Sum, rows: Rows, gain: torch.Tensor | None) -> None:
+    """Set d_hidden to the sum of ``Sum.parts_PRC`` if the device has cut the tiles."""
+    assert total.parts_PRC is not None
+    num_parts, block_n, block_d = total.parts_PRC.shape
+    if num_parts > 1:
+        numbers = total.high_ND.shape[1], 2, 0, total.few_rows, num_parts
+        _add_parts_kernel[(num_parts // 2, 4)](
+            *_target(total, rows, None, gain, None), *numbers,
+            BY_TOKEN=total.by_token, BLOCK_N=block_n, BLOCK_D=block_d, OFTEN_EMPTY=True,
+        )
 
 
 @lru_cache(maxsize=16)
@@ -74,24 +116,29 @@ def _nothing(device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=MOST_KINDS)
 def _launches(
-    sizes: tuple[int, ...], tile: Tile, at_once: int, by_token: bool, often_empty: bool, tma: bool, dot_precision: str
+    sizes: tuple[int, ...], tile: Tile, at_once: int, by_token: bool, few: tuple[int, int] | None, tma: bool, dot_precision: str
 ) -> tuple[Tile, tuple[int, int, int], Launch, Launch | None]:
     """Return the tile, the shape of the parts of cut tiles, and both kernels' launches, the second None if no tile is cut."""
     num_rows, num_cols, hidden_size, _, write, num_set = sizes
     tile = fitted(tile, hidden_size)
     num_tiles = cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols)
-    num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), at_once)
-    num_parts = (num_tiles - num_whole) * splits
-    programs = num_whole + num_parts
+    if few is None:
+        num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), at_once)
+        num_parts = (num_tiles - num_whole) * splits
+        programs = num_whole + num_parts
+    else:  # the device cuts
+        num_parts, (num_whole, splits), programs = 0, few, min(num_tiles, at_once)
     options = {"BY_TOKEN": by_token, "BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
     products = _grad_hidden_kernel.prepared(
-        (min(programs, at_once) if often_empty else programs,), *sizes, num_whole, splits, programs,
-        **options, OFTEN_EMPTY=often_empty, BLOCK_V=tile.inner, TMA=tma, PRECISION=dot_precision, num_warps=tile.warps,
+        (programs,), *sizes, num_whole, splits,
+        **options, OFTEN_EMPTY=few is not None, BLOCK_V=tile.inner, TMA=tma, PRECISION=dot_precision, num_warps=tile.warps,
         num_stages=tile.stages,
     )
     numbers = (hidden_size, write, num_set, num_whole, splits)
-    add_parts = _add_parts_kernel.prepared((num_tiles - num_whole, 4), *numbers, **options) if num_parts else None
-    return tile, (num_parts, tile.rows, tile.cols), products, add_parts
+    add_cut = None
+    if num_parts:
+        add_cut = _add_parts_kernel.prepared((num_tiles - num_whole, 4), *numbers, **options, OFTEN_EMPTY=False)
+    return tile, (num_parts, tile.rows, tile.cols), products, add_cut
 
 
 @kernel("dlogits", "weight", "scale_ptr", "of_column_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
@@ -113,9 +160,8 @@ def _grad_hidden_kernel(
     dlogits_stride,
     first,  # 0: add; 1: set; 2: set, and there is no remainder
     num_set,  # rows to set, those without a label to 0; 0: only labelled rows
-    num_whole,
-    splits,
-    num_pieces,  # whole tiles, and parts of the tiles that are cut
+    num_whole,  # whole tiles; with OFTEN_EMPTY ``few_rows``
+    splits,  # parts of each other tile; with OFTEN_EMPTY of all tiles together
     BY_TOKEN: tl.constexpr,
     OFTEN_EMPTY: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -127,21 +173,36 @@ def _grad_hidden_kernel(
     num_labelled = tl.load(num_labelled_ptr)
     given = (
         dlogits, weight, index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
-        parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_set, num_whole, splits,
+        parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_set,
     )
     if OFTEN_EMPTY:
-        for piece in range(tl.program_id(0), tl.where(num_labelled > 0, num_pieces, 0), tl.num_programs(0)):
-            _write_piece(piece, *given, BY_TOKEN, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION)
+        num_tiles, splits = _tiles_and_splits(num_labelled, hidden_size, num_whole, splits, BLOCK_N, BLOCK_D)
+        num_whole = tl.where(splits > 1, 0, num_tiles)
+        for piece in range(tl.program_id(0), num_tiles * splits, tl.num_programs(0)):
+            _write_piece(
+                piece, *given, num_whole, splits, BY_TOKEN, OFTEN_EMPTY, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
+            )
     else:
-        _write_piece(tl.program_id(0), *given, BY_TOKEN, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION)
+        _write_piece(
+            tl.program_id(0), *given, num_whole, splits, BY_TOKEN, OFTEN_EMPTY, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
+        )
+
+
+@triton.jit
+def _tiles_and_splits(num_labelled, hidden_size, few_rows, num_parts, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the number of tiles that have a token, and into how many parts each is cut."""
+    num_row_blocks = tl.cdiv(num_labelled, BLOCK_N)
+    num_tiles = num_row_blocks * tl.cdiv(hidden_size, BLOCK_D)
+    splits = tl.where(num_row_blocks * BLOCK_N <= few_rows, num_parts // tl.maximum(num_tiles, 1), 1)
+    return num_tiles, tl.maximum(splits, 1)
 
 
 @triton.jit
 def _write_piece(
     piece, dlogits, weight, index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
     parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_set, num_whole, splits,
-    BY_TOKEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BY_TOKEN: tl.constexpr, OFTEN_EMPTY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Write a whole tile of d_hidden, or a part of the sum over columns for a tile that is cut."""
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
@@ -161,13 +222,17 @@ def _write_piece(
             w = load_tile(weight, inner, col, num_cols, hidden_size, hidden_size, BLOCK_V, BLOCK_D, TMA)
             acc = tl.dot(g, w, acc, input_precision=PRECISION)
 
+        adds = first == 0 if OFTEN_EMPTY else False
         # The tile is stored a quarter at a time: the whole of it beside its addresses spills registers.
         for half in tl.static_range(2):
             for quarter in tl.static_range(2):
                 some = halves(halves(acc)[half])[quarter]
                 number = 2 * half + quarter
                 if part >= 0:
-                    tl.store(_part(parts_ptr, part, number, BLOCK_N, BLOCK_D), some)
+                    where = _part(parts_ptr, part, number, BLOCK_N, BLOCK_D)
+                    if adds:
+                        some += tl.load(where)
+                    tl.store(where, some)
                 else:
                     _add(
                         some, row, col + number * (BLOCK_D // 4), index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr,
@@ -194,11 +259,17 @@ def _add_parts_kernel(
     BY_TOKEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OFTEN_EMPTY: tl.constexpr,
 ):
     num_labelled = tl.load(num_labelled_ptr)
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     cut = tl.program_id(0)
     quarter = tl.program_id(1)
+    if OFTEN_EMPTY:
+        num_tiles, splits = _tiles_and_splits(num_labelled, hidden_size, num_whole, splits, BLOCK_N, BLOCK_D)
+        num_whole = 0
+        if (cut >= num_tiles) | (splits == 1):
+            return
     row = (num_whole + cut) // num_col_blocks * BLOCK_N
     col = (num_whole + cut) % num_col_blocks * BLOCK_D
     if row >= tl.maximum(num_labelled, num_set):

@@ -24,7 +24,7 @@ import torch
 from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, memory
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.cells import write_cells
-from cce_dist.kernels.d_hidden import Sum, add_d_hidden
+from cce_dist.kernels.d_hidden import Sum, add_d_hidden, add_parts, with_parts
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.direct import MOST_KINDS, Part, allocate
 from cce_dist.kernels.dlogits import dlogits_chunk
@@ -359,6 +359,8 @@ def gradients_by(
         dlogits_RV = torch.empty(at_once, cols, **like_hidden) if chunks else saved.exp_NV
         low_RD = remainder(x.hidden, at_once) if num_parts > 1 and d_hidden is not None else None
         total = None if d_hidden is None else Sum(d_hidden, low_RD)
+        if total is not None and grads.often_empty:
+            total = with_parts(total, dlogits_RV, tiles)
         out = Output(x, total, d_weight, d_bias, gain, grads, tiles, weight_first)
 
         # Saved exponentials hold all tokens in compact order, so no tokens are final before the others.
@@ -427,9 +429,11 @@ def add_chunks(
             return
         add_d_hidden(
             out.hidden, grads_RV, some_rows(out.x.weight, first, stop), rows, scale_R, out.gain, out.tiles.grad_hidden,
-            first=sets_hidden and first == chunks[0][0], often_empty=grads.often_empty,
+            first=sets_hidden and first == chunks[0][0],
             outer=None if uniform is None else (uniform.coef_N, uniform.columns_D),
         )
+        if grads.often_empty and stop == chunks[-1][1]:
+            add_parts(out.hidden, rows, out.gain)
         if grads.hidden_ready is not None and num_final and stop == chunks[-1][1]:
             grads.hidden_ready(out.hidden.high_ND[:num_final])
 

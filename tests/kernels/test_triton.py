@@ -26,11 +26,13 @@ from cce_dist.kernels import (
     Filter,
     Grads,
     Operands,
+    Rows,
     ShardLogits,
     Softmax,
     Spec,
     Upstream,
     Want,
+    d_hidden,
     direct,
     dry_run,
     exact,
@@ -832,3 +834,35 @@ def test_the_host_calls_few_operators(monkeypatch) -> None:
             call()
     called = Counter(event.name for event in profile.events() or () if event.name.startswith("aten::"))
     assert called.keys() == {"aten::empty"} and called.total() <= 16, called
+
+
+@pytest.mark.parametrize("num_labelled", [0, 1, 30, 64], ids=["none", "one", "few", "all"])
+def test_few_tokens_keep_all_programs_busy(num_labelled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that often have no token, three chunks. Catches: a part that is left out, added twice or kept from before, rows of
+    tokens without a label that are written, and tiles that are not cut."""
+    monkeypatch.setattr(d_hidden, "num_programs", lambda device: 12)
+    dtype, scale, hidden_size = (
+        (torch.bfloat16, 16, 256) if GPU else (torch.float32, 1, 32)
+    )  # tiles are larger on a GPU
+    num_rows, num_labelled, width = 64 * scale, num_labelled * scale, 64 * scale
+    chosen = tiles.choose_tiles(dtype, torch.device(DEVICE))
+    like, unit = {"dtype": dtype, "device": DEVICE}, chosen.dlogits.rows
+    weight = torch.randn(3 * width, hidden_size, **like)
+    grads = torch.zeros(num_rows, 3 * width, **like)
+    grads[:num_labelled].normal_()
+    index = torch.randperm(num_rows, device=DEVICE).int()
+    rows = Rows(index, torch.tensor([num_labelled, 0], dtype=torch.int32, device=DEVICE), torch.empty(0, **like))
+    high, buffer = torch.full((num_rows, hidden_size), torch.nan, **like), torch.empty(num_rows, width, **like)
+    total = d_hidden.Sum(high, exact.remainder(high, num_rows))
+    total = d_hidden.with_parts(total, buffer, chosen)
+    for first in range(0, 3 * width, width):
+        used = min(num_rows, -(-num_labelled // unit) * unit)  # of the last tile, too
+        buffer[:used] = grads[:used, first : first + width]
+        part = weight[first : first + width]
+        d_hidden.add_d_hidden(total, buffer, part, rows, None, None, chosen.grad_hidden, first=first == 0)
+    assert num_labelled == num_rows or high.isnan().all()  # few tokens: parts alone
+    d_hidden.add_parts(total, rows, None)
+    labelled, others = index[:num_labelled].long(), index[num_labelled:].long()
+    assert high[others].isnan().all()
+    exactly = grads[:num_labelled].double() @ weight.double()
+    assert_no_worse(high[labelled], grads[:num_labelled] @ weight, exactly, dtype, "d_hidden")
