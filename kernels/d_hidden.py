@@ -101,7 +101,7 @@ def add_parts(total: Sum, rows: Rows, gain: torch.Tensor | None) -> None:
     """Set d_hidden to the sum of ``Sum.parts_PRC`` if the device has cut the tiles."""
     assert total.parts_PRC is not None
     num_parts, block_n, block_d = total.parts_PRC.shape
-    if num_parts > 1:
+    if num_parts > 1 and total.few_rows > 0:
         numbers = total.high_ND.shape[1], 2, 0, total.few_rows, num_parts
         _add_parts_kernel[(num_parts // 2, 4)](
             *_target(total, rows, None, gain, None), *numbers,
