@@ -28,8 +28,6 @@ class Stage:
     With ``has_main_grad`` backward adds dC into ``main_grad``, [V_r, D] fp32, as Megatron's fused accumulation does.
     """
 
-    main_grad: Tensor
-
     def __init__(self, head: Any, loss: Loss, has_main_grad: bool = False) -> None:
         self.head, self.loss, self.has_main_grad = head, loss, has_main_grad
         # An engine may keep the parameter alive, so free its memory by hand.
