@@ -1,7 +1,5 @@
 """The collectives of a step, with their sizes, and how much of their time no computation covers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +24,7 @@ class Collectives:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
         self._profile = profile(activities=activities, record_shapes=True)
 
-    def __enter__(self) -> Collectives:
+    def __enter__(self) -> "Collectives":
         self._profile.__enter__()
         return self
 

@@ -7,8 +7,6 @@ Every class of a mapping of transformers is built small from its own default con
 that a model that hangs or dies is a line of the table. ``--write`` puts the table into docs/huggingface.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import re

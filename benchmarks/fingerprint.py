@@ -15,8 +15,6 @@ All of it takes about 20 minutes on one core: the interpreter 15, PTX four (less
 backend one. Files are compared in the parts that both have. Hashes hold for one machine and one version of torch and Triton.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib
@@ -181,9 +179,8 @@ def for_interpreter(case: Any) -> Any:
         tokens, size, columns = LARGEST
         hidden, weight = whole.hidden[:tokens, :size], whole.weight[:columns, :size]
         bias = None if whole.bias is None else whole.bias[:columns]
-        return replace(
-            whole, hidden=hidden, weight=weight, labels=whole.labels[:tokens].clamp(max=columns - 1), bias=bias
-        )
+        labels = whole.labels[:tokens].clamp(max=columns - 1)
+        return replace(whole, hidden=hidden, weight=weight, labels=labels, bias=bias)
 
     return replace(case, problem=smaller)
 

@@ -9,8 +9,6 @@ has no time. ``workload`` makes the input, ``tasks`` and ``problem`` say what is
 library and of its ``peers``, ``stage`` has the ends of frameworks' last pipeline stages, ``loop`` measures, ``report`` prints.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

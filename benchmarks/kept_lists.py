@@ -1,7 +1,5 @@
 """Time on the host from a sampler's ids to ``KeptIds``: python benchmarks/kept_lists.py --tokens 65536 --ids 512."""
 
-from __future__ import annotations
-
 import argparse
 from timeit import repeat
 from types import SimpleNamespace

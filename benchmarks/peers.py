@@ -4,8 +4,6 @@ Most functions take this rank's shard and a case's hidden states, and return a l
 library without a vocabulary-parallel mode ignores the shard, and its row needs the whole vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -1,7 +1,5 @@
 """What the methods of a table of heads compute, the reference that they are compared with, and their measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ benchmark's weight. All ranks are one tensor-parallel group. ``cce-dist-main-gra
 DDP's work in the other rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io

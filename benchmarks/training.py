@@ -13,8 +13,6 @@ the run's own weights, on the seed's first batch. Parameters are fp32 and forwar
 how sure a model is of its next token, and no drawn softmax is a model's.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

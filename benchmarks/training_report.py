@@ -1,7 +1,5 @@
 """What ``training.py`` measures: the record, a Markdown table, and a figure."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

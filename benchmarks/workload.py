@@ -12,8 +12,6 @@ The cost of a filter depends on how many probabilities exceed its threshold, so 
 unigram distribution alone to a softmax that is sure of its label.
 """
 
-from __future__ import annotations
-
 import argparse
 import pickle
 import re
