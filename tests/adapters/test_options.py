@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,8 @@ from cce_dist.integrations.deepspeed.loss import Options as Section
 from cce_dist.integrations.megatron import flags, loss
 from cce_dist.integrations.options import ModelOptions, Options, ScoreOptions
 
-# The README's ds_config.
-DS_CONFIG = """
-{
-  "train_micro_batch_size_per_gpu": 2,
-  "gradient_accumulation_steps": 2,
-  "gradient_clipping": 1.0,
-  "zero_allow_untested_optimizer": true,
-  "zero_optimization": {"stage": 1},
-  "cce_dist": {"enabled": true, "filter": "off", "z_loss_weight": 0.0}
-}
-"""
+README = (Path(__file__).parents[2] / "README.md").read_text()
+(DS_CONFIG,) = re.findall(r"```json\n(.+?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize("options", [Options, ModelOptions, Section, loss.Options])
@@ -68,7 +60,6 @@ def test_keys_become_options() -> None:
     for section in {}, {"cce_dist": {"enabled": False, "filter": "plain"}}:
         assert Section.from_config(section) is None
     assert Section.from_config(json.loads(DS_CONFIG)) == Section()
-    assert DS_CONFIG.strip() in (Path(__file__).parents[2] / "README.md").read_text()
     keys = {"filter": "plain", "filter_eps": 0.01, "filter_weight": False, "reduce_dtype": "float32"}
     fields: Any = dict(grad_filter=GradFilter(0.01, compensate=False, weight=False), reduce_dtype=torch.float32)
     assert ModelOptions.read(keys, str) == ModelOptions(**fields)
