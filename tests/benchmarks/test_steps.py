@@ -197,16 +197,6 @@ def test_ids_are_spread_over_all_rows(corpus) -> None:
     assert rows[0] == 0 and (rows.diff() > 0).all() and 9000 - 9000 / text.known - 1 <= rows[-1] < 9000
 
 
-def test_what_is_no_table_is_refused() -> None:
-    for argv, says in (
-        ([], "--models names one or more of gemma-3-270m"),
-        (["--models", "gemma-2-2b", "--tokens", "100", "--length", "64"], "no whole sequences of 64"),
-        (["--models", "gemma-2-2b", "--fsdp"], "--fsdp needs torchrun with two or more ranks"),
-    ):
-        with pytest.raises(SystemExit, match=says):
-            steps.main([*argv, "--device", "cpu"])
-
-
 def steps_of_a_toy(argv: list[str]) -> int:
     """Run the script on a model of toy sizes."""
     toy = Model(16, 402, 2, 4, 32, 2, 4, is_tied=True)

@@ -171,13 +171,3 @@ def test_a_run_that_learns_nothing_says_so(last: float, learned: bool) -> None:
     run = training_report.Run("default", 0)
     training.train(toy, training.parser().parse_args(["--steps", "100"]), run, lambda: None)
     assert ("nothing was learned" in run.problem) == (not learned)
-
-
-def test_a_wrong_option_is_one_line(corpus, tmp_path) -> None:
-    for argv, says in (
-        ([], "--model names one of gemma-3-270m"),
-        ([*RUN, "--gradients-every", "4"], "--gradients-every must be a multiple of --measure-every"),
-        ([*RUN, "--corpus", str(tmp_path / "nosuch")], "no such corpus folder"),
-    ):
-        with pytest.raises(SystemExit, match=says):
-            training.main([*argv, "--out", str(tmp_path)])
