@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import importlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 import cce_dist
 from cce_dist import GradFilter, VocabShard
 from cce_dist.integrations import deepspeed as cce
+from cce_dist.integrations import patching
 from cce_dist.integrations import transformers as hugging_face
 from cce_dist.integrations.deepspeed.__main__ import main
 from cce_dist.integrations.deepspeed.engine import num_converted
@@ -720,6 +723,7 @@ def engines_of_one_model() -> None:
     run(losses_may_be_modules)
     run(layers_without_a_gradient)
     run(what_initialize_reads)
+    run(plain_initialize_says_that_it_ignores_the_section)
 
 
 class WithBias(nn.Embedding):
@@ -814,42 +818,31 @@ def what_initialize_reads() -> None:
     assert not built and type(model.lm_head) is nn.Linear
 
 
+def plain_initialize_says_that_it_ignores_the_section() -> None:
+    """Catches a warning for engines of ours, and for sections that are off."""
+    import deepspeed
+
+    patching.say_once.cache_clear()
+    for call, enabled in itertools.product((cce.initialize, deepspeed.initialize), (False, True)):
+        with redirect_stderr(io.StringIO()) as said:
+            call(model=one_model(), config=ds_config(enabled, Case()))
+        assert ("ignores the section" in said.getvalue()) == (enabled and call is deepspeed.initialize)
+    assert "cce_dist.integrations.deepspeed.install()" in said.getvalue()
+
+
 @needs_deepspeed
 @pytest.mark.slow
 def test_engines_of_one_model() -> None:
     run_ranks(engines_of_one_model, 1)
 
 
-@needs_deepspeed
-@pytest.mark.slow
-def test_plain_initialize_says_that_it_ignores_the_section(tmp_path: Path) -> None:
-    """Catches a warning for engines of ours, for sections that are off, and one that needs deepspeed imported first."""
-    (tmp_path / "train.py").write_text(
-        "import sys, logging, cce_dist\n"
-        "assert 'deepspeed' not in sys.modules\n"
-        "from deepspeed import initialize as plain\n"
-        "from test_deepspeed import Case, cce, ds_config, one_model, prepare\n"
-        "from support import ranks\n"
-        "def body():\n"
-        "    prepare()\n"
-        "    for call, enabled in ((plain, True), (plain, False), (cce.initialize, True), (cce.initialize, False)):\n"
-        "        print('engine:', call.__module__, enabled, file=sys.stderr, flush=True)\n"
-        "        call(model=one_model(), config=ds_config(enabled, Case()))\n"
-        "if __name__ == '__main__':\n"
-        "    ranks.START_METHOD = 'fork'  # which imports nothing again\n"
-        "    ranks.run_ranks(body, 1)\n"
-    )
-    places = [*map(str, Path(__file__).parents[:3]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
-    done = subprocess.run([sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    parts = done.stderr.split("engine:")[1:]
-    assert ["ignores the section" in part for part in parts] == [True, False, False, False], done.stderr
-    assert "cce_dist.integrations.deepspeed.install()" in parts[0]
-
-
-def test_a_package_that_is_there_already_is_seen_at_once() -> None:
-    """Catches a warning that needs cce_dist imported before deepspeed."""
+def test_a_package_is_seen_at_once_or_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a warning that needs cce_dist imported before deepspeed, or behind it."""
+    (tmp_path / "young.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     seen: list[Any] = []
-    on_import("json", seen.append)
+    for name in ("json", "young"):
+        on_import(name, seen.append)
     assert seen == [json]
+    young = importlib.import_module("young")
+    assert seen == [json, young]
