@@ -6,8 +6,9 @@ import io
 import operator
 import threading
 import types
+from collections import namedtuple
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -389,12 +390,8 @@ def test_a_loss_may_follow_another_forward_in_training() -> None:
     torch.testing.assert_close(losses[1], losses[0])
 
 
-class Output(NamedTuple):
-    logits: Any
-
-
 OUTPUTS: dict[str, Callable] = {
-    "named tuple": Output,
+    "named tuple": namedtuple("Output", "logits"),
     "object": lambda logits: types.SimpleNamespace(logits=logits),
 }
 
@@ -550,12 +547,8 @@ def test_dtypes_are_the_stocks(dtypes: tuple[str, str], autocast: bool) -> None:
     torch.testing.assert_close(logits[0] + 0, logits[1], rtol=2e-2, atol=2e-2)
 
 
-class Quantized(Tensor):
-    """A tensor subclass in the place of a weight."""
-
-
 QUANTIZED: dict[str, Callable] = {
-    "subclass": lambda weight: weight.as_subclass(Quantized),
+    "subclass": lambda weight: weight.as_subclass(type("Quantized", (Tensor,), {})),
     "float8": lambda weight: weight.to(torch.float8_e4m3fn),
     "int8": lambda weight: weight.to(torch.int8),
 }

@@ -550,9 +550,7 @@ ON_FOUR_RANKS: list[tuple[Callable, Any]] = [
 
 
 def two_ranks() -> None:
-    prepare()
-    for check, case in ON_TWO_RANKS:
-        run(check, case)
+    on_ranks(ON_TWO_RANKS)
     run(check_said_once, VOCAB, engine_of, Model(linear), True, Case())
     run(check_said_once, VOCAB, pipeline, Pipe(pipe=2), True)
     run(check_said_once, 19, pipeline, Pipe(model=2), True)
@@ -569,9 +567,9 @@ def two_ranks() -> None:
     run(compare, Case(zero=3, tied=True, autotp=2), "Llama")
 
 
-def four_ranks() -> None:
+def on_ranks(checks: list[tuple[Callable, Any]]) -> None:
     prepare()
-    for check, case in ON_FOUR_RANKS:
+    for check, case in checks:
         run(check, case)
 
 
@@ -595,7 +593,7 @@ def test_two_ranks() -> None:
 @pytest.mark.slow
 @needs_deepspeed
 def test_four_ranks() -> None:
-    run_ranks(four_ranks, 4)
+    run_ranks(on_ranks, 4, ON_FOUR_RANKS)
 
 
 @pytest.fixture

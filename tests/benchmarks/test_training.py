@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +26,7 @@ RUN = [
 ]  # fmt: skip
 RUN += ["--eval-batches", "2", "--batch-size", "4", "--lr", "1e-2", "--warmup", "2"]
 WAYS = ["stock", "default", "filtered"]
-
-
-@pytest.fixture(autouse=True)
-def own_mode(tiny: None) -> Iterator[None]:
-    """Take back what a training sets for the whole process."""
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("tiny")
 
 
 def test_models_train_with_each_gradient(corpus, tmp_path, capsys, monkeypatch) -> None:
