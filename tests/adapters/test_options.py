@@ -19,7 +19,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 (DS_CONFIG,) = re.findall(r"```json\n(.+?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("options", [Options, ModelOptions, Section, loss.Options])
+@pytest.mark.parametrize("options", [Options, ModelOptions, ScoreOptions, Section, loss.Options])
 def test_no_budget_is_one_that_the_loss_chooses(options: Any) -> None:
     """Catches an adapter with a budget of its own, and a number that is no bound any more."""
 
@@ -33,8 +33,7 @@ def test_no_budget_is_one_that_the_loss_chooses(options: Any) -> None:
             read(wrong)
 
 
-def test_scores_and_megatrons_flag_choose_too() -> None:
-    assert ScoreOptions().workspace_bytes is None
+def test_megatrons_flags_choose_too() -> None:
     parser = flags.add_arguments(argparse.ArgumentParser())
     for argv, budget in ([], None), (["--cce-workspace-bytes", "1048576"], 1 << 20):
         assert flags.options_from_args(parser.parse_args(argv)).workspace_bytes == budget
@@ -42,16 +41,6 @@ def test_scores_and_megatrons_flag_choose_too() -> None:
         flags.options_from_args(parser.parse_args(["--cce-filter-eps", "0.1"]))
     off = parser.parse_args(["--cce-filter", "off", "--cce-filter-eps", "0.1"])
     assert flags.options_from_args(off).grad_filter is None
-
-
-def test_megatrons_largest_logits_need_no_budget() -> None:
-    """They take a fixed one, and one token at a time where that is too small."""
-    hidden, weight = torch.randn(3, 2, 8), torch.randn(11, 8)
-    expected = (hidden @ weight.T).max(-1)
-    for options in None, loss.Options(workspace_bytes=1):
-        values, indices = loss.vocab_parallel_max(hidden, weight, None, options=options)
-        torch.testing.assert_close(values, expected.values)
-        assert torch.equal(indices, expected.indices)
 
 
 def test_keys_become_options() -> None:
