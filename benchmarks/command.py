@@ -3,8 +3,6 @@
 A script's ``Table`` says which rows there are and measures its cases, on the ranks of torchrun or in this process alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

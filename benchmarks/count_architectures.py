@@ -7,13 +7,11 @@ Every class of a mapping of transformers is built small from its own default con
 that a model that hangs or dies is a line of the table. ``--write`` puts the table into docs/huggingface.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
@@ -24,11 +22,10 @@ LIMIT_SECONDS = 120  # for one class
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "huggingface.md"
 
 
-def table(results: Iterable[Result]) -> str:
+def table(results: Sequence[Result]) -> str:
     """Return the Markdown of the results: how many of each outcome, and every one that is not equal."""
     import transformers
 
-    results = list(results)
     counts = collections.Counter(result.outcome for result in results)
     built = len(results) - counts["not built"]
     rows = [

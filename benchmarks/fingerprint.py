@@ -15,8 +15,6 @@ All of it takes about 20 minutes on one core: the interpreter 15, PTX four (less
 backend one. Files are compared in the parts that both have. Hashes hold for one machine and one version of torch and Triton.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib
@@ -151,10 +149,6 @@ class Recorder:
             raise AssertionError(f"no public function was called, or no gradient was asked for: {args}")
         return self.hashes
 
-    @property
-    def kind(self) -> str:
-        return "exact" if (self.bound or {}).get("grad_filter") is None else "filtered"
-
 
 def of_tensors(values: dict[str, Any]) -> str:
     """Hash dtype, shape and bytes of the tensors of a record, also of those in tuples."""
@@ -185,9 +179,8 @@ def for_interpreter(case: Any) -> Any:
         tokens, size, columns = LARGEST
         hidden, weight = whole.hidden[:tokens, :size], whole.weight[:columns, :size]
         bias = None if whole.bias is None else whole.bias[:columns]
-        return replace(
-            whole, hidden=hidden, weight=weight, labels=whole.labels[:tokens].clamp(max=columns - 1), bias=bias
-        )
+        labels = whole.labels[:tokens].clamp(max=columns - 1)
+        return replace(whole, hidden=hidden, weight=weight, labels=labels, bias=bias)
 
     return replace(case, problem=smaller)
 
@@ -233,7 +226,8 @@ def record_rank(folder: str, backends: list[str]) -> None:
     watch(recorder)
     for number, (name, run, args) in enumerate(todo, 1):
         hashes = recorder.of(run, *args)
-        found[f"{name} ({recorder.kind}) rank {rank}"] = hashes
+        kind = "exact" if (recorder.bound or {}).get("grad_filter") is None else "filtered"
+        found[f"{name} ({kind}) rank {rank}"] = hashes
         if rank == 0 and (number % 20 == 0 or number == len(todo)):
             print(f"T={world}: {number} of {len(todo)} cases, {time.process_time():.0f} s; {name}", flush=True)
     Path(folder, f"{world}.{rank}.json").write_text(json.dumps(found))
@@ -310,11 +304,10 @@ def main() -> int:
     command.add_argument("file")
     command.add_argument("--part", choices=PARTS, default="all")
     command = commands.add_parser("compare", help="say what differs in two files")
-    command.add_argument("old")
-    command.add_argument("new")
+    command.add_argument("files", nargs=2, metavar=("OLD", "NEW"))
     args = parser.parse_args()
     if args.command == "compare":
-        return compare(args.old, args.new)
+        return compare(*args.files)
     write(args.file, PARTS[args.part])
     return 0
 

@@ -9,8 +9,6 @@ has no time. ``workload`` makes the input, ``tasks`` and ``problem`` say what is
 library and of its ``peers``, ``stage`` has the ends of frameworks' last pipeline stages, ``loop`` measures, ``report`` prints.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -103,9 +101,7 @@ def _sources(args: argparse.Namespace) -> Iterator[tuple[dict[str, str], Callabl
 
 def cases(args: argparse.Namespace, chosen: Container[str], device: torch.device) -> Cases:
     """Yield each workload's label and cases. Every rank calls this, and gets the cases of groups that it belongs to."""
-    groups: dict[int, Any] = {}
-    for size in args.tp:
-        groups[size] = dist.new_group(range(size)) if size > 1 else None
+    groups = {size: dist.new_group(range(size)) if size > 1 else None for size in args.tp}
     for names, make in _sources(args):
         draw = partial(make, ignored=args.ignored, dtype=getattr(torch, args.dtype), device=device)
         yield ", ".join(names.values()), _cases_of(names, draw, args, chosen, groups)

@@ -1,10 +1,7 @@
 """Time on the host from a sampler's ids to ``KeptIds``: python benchmarks/kept_lists.py --tokens 65536 --ids 512."""
 
-from __future__ import annotations
-
 import argparse
-import time
-from collections.abc import Callable
+from timeit import repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,16 +30,6 @@ def formats(num_tokens: int, num_ids: int) -> dict[str, tuple[list[Any], torch.T
     }
 
 
-def seconds(function: Callable[[], Any], repeats: int) -> float:
-    """Return the least of some times."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=65_536)
@@ -52,8 +39,8 @@ def main() -> None:
     print(f"{args.tokens:,} tokens with {args.ids} ids each, {torch.get_num_threads()} threads of torch, milliseconds")
     for name, (lists, labels) in formats(args.tokens, args.ids).items():
         scale = 1e3 * args.tokens / len(labels)
-        checked = scale * seconds(lambda x=lists, y=labels: KeptIds.from_lists(x, y), args.repeats)
-        alone = scale * seconds(lambda x=lists: KeptIds.from_lists(x), args.repeats)
+        checked = scale * min(repeat(lambda x=lists, y=labels: KeptIds.from_lists(x, y), number=1, repeat=args.repeats))
+        alone = scale * min(repeat(lambda x=lists: KeptIds.from_lists(x), number=1, repeat=args.repeats))
         print(f"{name:50} {checked:7.1f} with a check of the labels, {alone:7.1f} without")
 
 

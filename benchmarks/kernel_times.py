@@ -6,8 +6,6 @@ Prints a table for each method with the median time of each kernel over the roun
 Gradients that forward computes count as forward's; without a GPU the rows are operators of torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

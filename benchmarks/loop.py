@@ -8,8 +8,6 @@ With several ranks every rank calls ``measure`` with its own part of the input. 
 memory over all ranks, and for each round the time of the slowest rank.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import sys
@@ -99,7 +97,7 @@ def measure(
     methods: dict[str, Method],
     make: Callable[[Method], Trial],
     repeats: int,
-    clock: Clock,
+    clock: "Clock",
     progress: Progress = lambda line: None,
     matmuls: Callable[[Floor], list[Job]] = lambda floor: [],
 ) -> Measured:
@@ -192,7 +190,7 @@ def relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     return (of_difference / of_truth).sqrt().item()
 
 
-def time_in_turns(jobs: Sequence[Job], repeats: int, clock: Clock, progress: Progress) -> None:
+def time_in_turns(jobs: Sequence[Job], repeats: int, clock: "Clock", progress: Progress) -> None:
     """Time every job once a round, in a random order that all ranks share, after a round that warms up."""
     turns, shuffled = list(jobs), random.Random(0)
     for repeat in range(repeats + 1):

@@ -5,8 +5,6 @@ the rank's slice of it with sequence parallelism; weight has the rank's rows; la
 labels that are not -100. Building raises ``ImportError`` if the library, or the needed part of it, is missing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast

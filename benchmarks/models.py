@@ -4,8 +4,6 @@ A method changes a copy of a model and returns a module, which takes ids and lab
 All copies share their parameters, but not their modules, so methods do not affect each other.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Most functions take this rank's shard and a case's hidden states, and return a l
 library without a vocabulary-parallel mode ignores the shard, and its row needs the whole vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings
@@ -66,8 +64,16 @@ def torch_compile(shard: VocabShard, hidden: Tensor, softcap: float | None = Non
 
     parts = compiled(local)
 
+    def summed(d_hidden: Tensor) -> Tensor:
+        d_hidden = d_hidden.contiguous()
+        dist.all_reduce(d_hidden, group=group)
+        return d_hidden
+
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        losses = _Merged.apply(*parts(_Summed.apply(hidden, group), weight, labels), group)
+        hidden = hidden.view_as(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(summed)
+        losses = _Merged.apply(*parts(hidden, weight, labels), group)
         return mean_of_kept(cast(Tensor, losses), labels)
 
     return loss
@@ -90,21 +96,6 @@ def torch_auto_chunker(shard: VocabShard, hidden: Tensor) -> LossFn:
         return value
 
     return loss
-
-
-class _Summed(torch.autograd.Function):
-    """Return hidden unchanged, and sum its gradient over the group."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *d_hidden: Tensor) -> Any:
-        summed = d_hidden[0].contiguous()
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
 
 
 class _Merged(torch.autograd.Function):

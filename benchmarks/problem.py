@@ -1,7 +1,5 @@
 """What the methods of a table of heads compute, the reference that they are compared with, and their measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,13 +46,12 @@ class Problem:
 
 def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None = None) -> Problem:
     """Return the problem of the mean loss over the labels that are not ignored."""
+
+    def losses(*operands: Tensor) -> Tensor:
+        return specification.linear_cross_entropy(*operands, softcap=softcap, reduction="none").loss
+
     kept = (labels != IGNORE_INDEX).double()
-    upstream = kept / kept.sum().clamp_min(1)
-    return Problem((hidden, labels), (weight,), upstream, partial(_losses, softcap=softcap))
-
-
-def _losses(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
-    return specification.linear_cross_entropy(hidden, weight, labels, softcap=softcap, reduction="none").loss
+    return Problem((hidden, labels), (weight,), kept / kept.sum().clamp_min(1), losses)
 
 
 def step(function: Function, problem: Problem) -> tuple[Tensor, ...]:

@@ -4,8 +4,6 @@ A file is a dataclass of dataclasses, lists and dicts, whose fields are the keys
 so a field that is no longer measured keeps its place here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import platform

@@ -5,8 +5,6 @@
 docs/examples/sampled_sets.py has the policy, which samples with top-p 0.9 and is trained on the sets.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -39,9 +37,8 @@ def main() -> None:
     replayed, whole = ratios()
     off = (replayed - 1).abs().max()
     print(f"with replay off 1 by at most {off:.1e}; without, mean {whole.mean():.3f}, least {whole.min():.3f}")
-    with picture(
-        args.out, f"Importance ratios of {len(whole):,} tokens, policy not moved, top-p 0.9", (6.0, 2.6), 100
-    ) as figure:
+    title = f"Importance ratios of {len(whole):,} tokens, policy not moved, top-p 0.9"
+    with picture(args.out, title, (6.0, 2.6), 100) as figure:
         axes = figure.subplots()
         edges = torch.linspace(0.87875, 1.01125, 54).tolist()
         axes.hist(whole.numpy(), edges, color="#999999", label=f"whole vocabulary: mean {whole.mean():.3f}")

@@ -1,7 +1,5 @@
 """Tables for the terminal and for pages, and the README's picture, of what ``records`` holds."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ benchmark's weight. All ranks are one tensor-parallel group. ``cce-dist-main-gra
 DDP's work in the other rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io
@@ -27,8 +25,6 @@ class Stage:
 
     With ``has_main_grad`` backward adds dC into ``main_grad``, [V_r, D] fp32, as Megatron's fused accumulation does.
     """
-
-    main_grad: Tensor
 
     def __init__(self, head: Any, loss: Loss, has_main_grad: bool = False) -> None:
         self.head, self.loss, self.has_main_grad = head, loss, has_main_grad

@@ -13,8 +13,6 @@ all with the same drawn weights in fp32. They compute in --dtype and sum gradien
 FSDP2, and the rest is one unit. Every rank draws random ids, because nothing that is measured there depends on the softmax.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

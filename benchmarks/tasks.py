@@ -4,8 +4,6 @@ A task makes a ``Problem`` of a workload, and has rows for it. Upstream gradient
 advantages. The two heads of a divergence are drawn independently.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,9 +38,8 @@ LOG_PROBS = {  # tasks: ids of a token, whether entropies too, how many of the l
 }
 # Tasks: ids of a token's list, and one in how many tokens takes the whole vocabulary; 0: none.
 KEPT_IDS = {"kept-20": (20, 0), "kept-64": (64, 0), "kept-512": (512, 0), "kept-64-tenth": (64, 10)}
-OBJECTIVES: dict[
-    str, tuple[Callable[..., Any] | None, bool]
-] = {  # tasks: token_loss, whether it takes a policy's inputs
+# Tasks: token_loss, and whether it takes a policy's inputs.
+OBJECTIVES: dict[str, tuple[Callable[..., Any] | None, bool]] = {
     "mean": (None, False),  # the plain mean, which the other losses are compared with
     "dft": (objectives.dft(), False),
     "clipped": (objectives.clipped_policy(0.2, 0.28), True),
@@ -180,9 +177,8 @@ def objective_task(name: str) -> Task:
     token_loss, has_policy = OBJECTIVES[name]
 
     def loss(function: Callable[..., Any], hidden: Tensor, weight: Tensor, labels: Tensor, *inputs: Tensor) -> Any:
-        return function(
-            hidden, weight, labels, **({"token_loss": token_loss, "token_inputs": inputs} if token_loss else {})
-        )
+        options = {"token_loss": token_loss, "token_inputs": inputs} if token_loss else {}
+        return function(hidden, weight, labels, **options)
 
     def build(shard: VocabShard, hidden: Tensor, options: dict[str, Any]) -> Function:
         return cast(Function, partial(loss, partial(linear_cross_entropy, shard=shard, **options)))

@@ -13,8 +13,6 @@ the run's own weights, on the seed's first batch. Parameters are fp32 and forwar
 how sure a model is of its next token, and no drawn softmax is a model's.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -107,12 +105,6 @@ def agreement(d_hidden: Tensor, d_weight: Tensor, problem: Problem) -> dict[str,
 class Learner:
     """One model, trained by one method after another: its weights are reset in place, each method has its own head."""
 
-    method: str
-    seed: int
-    way: nn.Module
-    run: Run
-    batches: Tensor  # [steps, B, L] ids
-
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device, self.dtype = args, torch.device(args.device), getattr(torch, args.dtype)
         self.draw = partial(build, args.model, args.layers, torch.float32, self.device)
@@ -130,7 +122,7 @@ class Learner:
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         self.seed, self.initial = seed, self.draw(seed).state_dict()
         ids = self.text.train(0, self.args.steps * self.args.batch_size, self.device, seed)
-        self.batches = ids.view(-1, self.args.batch_size, self.args.length)
+        self.batches = ids.view(-1, self.args.batch_size, self.args.length)  # [steps, B, L]
 
     def take(self, method: str) -> None:
         """Reset the weights to the first ones, and train with this method from here on."""

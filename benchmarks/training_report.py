@@ -1,7 +1,5 @@
 """What ``training.py`` measures: the record, a Markdown table, and a figure."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
@@ -121,9 +119,7 @@ class Comparison:
 
 def line(run: Run) -> str:
     """Return a run's line of progress."""
-    if run.problem:
-        return f"seed {run.seed}  {run.method}: {run.problem}"
-    return f"seed {run.seed}  {run.method}: val loss {run.measurements[-1].val_loss:.4f}"
+    return f"seed {run.seed}  {run.method}: {run.problem or f'val loss {run.measurements[-1].val_loss:.4f}'}"
 
 
 def table(comparison: Comparison) -> str:

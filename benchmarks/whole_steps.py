@@ -4,8 +4,6 @@ A step is Trainer's: forward with labels, backward, clipping, fused AdamW. The r
 model, which takes the batch a sequence at a time.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial

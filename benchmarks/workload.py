@@ -12,8 +12,6 @@ The cost of a filter depends on how many probabilities exceed its threshold, so 
 unigram distribution alone to a softmax that is sure of its label.
 """
 
-from __future__ import annotations
-
 import argparse
 import pickle
 import re
@@ -106,14 +104,8 @@ def make_workload(
 ) -> Workload:
     """Draw hidden states, a weight and labels for a head of the given shape.
 
-    Args:
-        shape: D and V of the head.
-        num_tokens: N.
-        rung: Key of ``RUNGS``.
-        ignored: Expected share of labels that are -100, in [0, 1).
-        dtype: Of hidden states and weight.
-        device: Where everything is drawn and stays.
-        seed: The same seed, shape and device give the same workload, on a GPU except for a few tokens.
+    The softmax has the distribution ``RUNGS[rung]``; ``ignored`` is the expected share of labels that are -100, in [0, 1). The
+    same seed, shape and device give the same workload, on a GPU except for a few tokens.
     """
     generator = torch.Generator(device).manual_seed(seed)
     log_unigram = _log_unigram(shape.vocab_size, generator)
@@ -131,11 +123,8 @@ def make_workload(
     weight.addr_(unigram_part.to(dtype), direction.to(dtype))
     hidden = hidden.to(dtype)
 
-    labels = _draw_labels(hidden, weight, generator)
-    drawn = describe_softmax(hidden, weight, labels)
-    dropped = torch.rand(num_tokens, generator=generator, device=device) < ignored
-    labels.masked_fill_(dropped, IGNORE_INDEX)
-    return Workload(hidden, weight, labels, *drawn)
+    drawn = [torch.multinomial(p, 1, generator=generator).squeeze(1) for p in _probabilities(hidden, weight)]
+    return _described(hidden, weight, torch.cat(drawn), ignored, generator)
 
 
 def read_workload(
@@ -153,11 +142,7 @@ def read_workload(
     if not isinstance(captured, dict) or not captured.keys() >= {"hidden", "weight", "labels"}:
         raise ValueError(f"{path} was not written by 'training.py --capture'")
     hidden, weight = captured["hidden"].to(dtype), captured["weight"].to(dtype)
-    labels = captured["labels"]
-    drawn = describe_softmax(hidden, weight, labels)
-    generator = torch.Generator(device).manual_seed(0)
-    dropped = torch.rand(len(labels), generator=generator, device=device) < ignored
-    return Workload(hidden, weight, labels.masked_fill(dropped, IGNORE_INDEX), *drawn)
+    return _described(hidden, weight, captured["labels"], ignored, torch.Generator(device).manual_seed(0))
 
 
 def _log_unigram(vocab_size: int, generator: torch.Generator) -> Tensor:
@@ -196,14 +181,8 @@ def _probabilities(hidden: Tensor, weight: Tensor) -> Iterator[Tensor]:
         yield torch.mm(chunk, weight.T).float().softmax(1)
 
 
-def _draw_labels(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a label for each token from its own softmax."""
-    drawn = [torch.multinomial(p, 1, generator=generator).squeeze(1) for p in _probabilities(hidden, weight)]
-    return torch.cat(drawn)
-
-
-def describe_softmax(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[float, float, float, float, float]:
-    """Return the last five fields of ``Workload``, over the tokens that have a label."""
+def _described(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: float, generator: torch.Generator) -> Workload:
+    """Return a workload with the statistics of the tokens that have a label. Then drop a share of the labels."""
     vocab_size = weight.shape[0]
     totals = torch.zeros(3, device=hidden.device, dtype=torch.float64)
     above = torch.zeros(vocab_size, device=hidden.device, dtype=torch.int64)
@@ -219,5 +198,7 @@ def describe_softmax(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[fl
     num_tokens = max(1, int(live.sum()))
     frequent = torch.bincount(labels[live], minlength=vocab_size).topk(num_frequent(vocab_size, MATTERS)).indices
     outside = above.index_fill(0, frequent, 0)
-    loss, top_probability, probability_50 = (totals / num_tokens).tolist()
-    return loss, top_probability, probability_50, above.sum().item() / num_tokens, outside.sum().item() / num_tokens
+    sums = [*totals.tolist(), above.sum().item(), outside.sum().item()]
+    dropped = torch.rand(len(labels), generator=generator, device=labels.device) < ignored
+    labels.masked_fill_(dropped, IGNORE_INDEX)
+    return Workload(hidden, weight, labels, *(total / num_tokens for total in sums))

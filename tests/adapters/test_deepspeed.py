@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import importlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 import cce_dist
 from cce_dist import GradFilter, VocabShard
 from cce_dist.integrations import deepspeed as cce
+from cce_dist.integrations import patching
 from cce_dist.integrations import transformers as hugging_face
 from cce_dist.integrations.deepspeed.__main__ import main
 from cce_dist.integrations.deepspeed.engine import num_converted
@@ -124,7 +127,8 @@ def pipeline_module(case: Pipe, ours: bool = False, kind: Any = nn.Embedding, he
     if ours and case.model > 1:
         last = cce.CCEHeadSpec(HIDDEN, VOCAB, topology=topology, tied=name)
     elif case.tied:
-        last = TiedLayerSpec(name, kind, VOCAB, HIDDEN, forward_fn=head or tied_logits)
+        tied_logits = head or (lambda embedding, hidden: F.linear(hidden, embedding.weight))
+        last = TiedLayerSpec(name, kind, VOCAB, HIDDEN, forward_fn=tied_logits)
     else:
         last = LayerSpec(nn.Linear, HIDDEN, VOCAB, bias=case.model == 1)
     if not case.tied:
@@ -169,10 +173,6 @@ def rows_of(module: nn.Module, name: str) -> slice:
 def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor], module: nn.Module, tolerance: float) -> None:
     expected = {name: parameter[rows_of(module, name)] for name, parameter in stock.items()}
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
-
-
-def tied_logits(embedding: Any, hidden: Tensor) -> Tensor:
-    return F.linear(hidden, embedding.weight)
 
 
 def batches(step: int, weighted: bool, rank: int) -> Iterator[Any]:
@@ -331,8 +331,13 @@ def compare(case: Pipe | Case, name: str = "") -> None:
 
 
 def check_report(case: Pipe | Case) -> None:
-    _, engine = engines(case)
-    loss = torch.tensor(train(engine, 0, case)[-1])
+    """The z-loss of the section is reported, and in losses of training alone: in evaluation ours is the loss that stock has."""
+    stock, engine = engines(case)
+    plain, evaluation = (evaluated(each, case) for each in (stock, engine))
+    torch.testing.assert_close(evaluation, plain, rtol=2e-5, atol=0)
+    losses = train(engine, 9, case)
+    loss = torch.tensor(losses[-1])
+    assert losses[0] > plain + 0.5
     if isinstance(case, Pipe):
         evaluated(engine, case)  # what is reported is of the training step, as with DeepSpeed's own
     parts = engine.get_additional_losses()
@@ -434,14 +439,6 @@ def check_said_once(rows: int, build: Callable, *args: Any) -> None:
     assert "workspace_bytes=None" in lines[0]
 
 
-def check_evaluation_is_plain(case: Pipe | Case) -> None:
-    """The z-loss of the section is in losses of training alone: in evaluation ours is the loss that stock has."""
-    stock, ours = engines(case)
-    losses = [evaluated(engine, case) for engine in (stock, ours)]
-    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
-    assert train(ours, 9, case)[0] > losses[0] + 0.5
-
-
 def make_mpu(model: int) -> Any:
     """Return the model axis over neighbouring ranks, data over the rest."""
     world, mpu = dist.get_world_size(), SimpleNamespace()
@@ -482,16 +479,9 @@ def check_sequence_shards(zero: int, reduce_scatter: bool = True) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_same(parameters(engine), dict(reference.named_parameters()), engine.module, 2e-5)
-
-
-def check_parameters_larger_than_a_bucket() -> None:
-    """DeepSpeed averages their gradients over the sequence-parallel ranks, and sums all others."""
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-
-    parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=2)
-    case = Case(zero=3, clip=0.0, sequence_mean=True, reduce_scatter=False, bucket=100)
-    with pytest.raises(ValueError, match="larger than reduce_bucket_size"):
-        engine_of(Model(linear), True, case, parallel_state_sp)
+    if not reduce_scatter:  # DeepSpeed averages gradients of larger parameters over these ranks, and sums all others
+        with pytest.raises(ValueError, match="larger than reduce_bucket_size"):
+            engine_of(Model(linear), True, dataclasses.replace(case, bucket=100), parallel_state_sp)
 
 
 def check_refusals() -> None:
@@ -543,14 +533,12 @@ ON_TWO_RANKS: list[tuple[Callable, Any]] = [
     (check_pipeline_evaluation, Pipe(pipe=2)),
     (check_pipeline_evaluation, Pipe(model=2, tied=True)),
     (check_report, Pipe(pipe=2, section=REPORT)),
+    (check_report, Pipe(model=2, tied=True, section=REPORT)),
     (check_report, Case(zero=3, section=REPORT)),
     (check_filter, Pipe(model=2, section=FILTER)),
     (check_filter, Case(zero=2, clip=0.0, section=FILTER)),
     (check_filter, Case(zero=3, clip=0.0, section=FILTER)),
     (check_pipeline_require, Pipe(pipe=2)),
-    (check_evaluation_is_plain, Case(zero=3, section=REPORT)),
-    (check_evaluation_is_plain, Pipe(pipe=2, section=REPORT)),
-    (check_evaluation_is_plain, Pipe(model=2, tied=True, section=REPORT)),
 ]
 ON_FOUR_RANKS: list[tuple[Callable, Any]] = [
     (compare, Pipe(pipe=2, model=2, zero=1, clip=0.1)),
@@ -562,16 +550,13 @@ ON_FOUR_RANKS: list[tuple[Callable, Any]] = [
 
 
 def two_ranks() -> None:
-    prepare()
-    for check, case in ON_TWO_RANKS:
-        run(check, case)
+    on_ranks(ON_TWO_RANKS)
     run(check_said_once, VOCAB, engine_of, Model(linear), True, Case())
     run(check_said_once, VOCAB, pipeline, Pipe(pipe=2), True)
     run(check_said_once, 19, pipeline, Pipe(model=2), True)
     run(check_require, 3)
     for zero, reduce_scatter in ((0, True), (2, True), (3, True), (3, False)):
         run(check_sequence_shards, zero, reduce_scatter)
-    run(check_parameters_larger_than_a_bucket)
     run(check_refusals)
     if importlib.util.find_spec("transformers") is None:
         return
@@ -582,9 +567,9 @@ def two_ranks() -> None:
     run(compare, Case(zero=3, tied=True, autotp=2), "Llama")
 
 
-def four_ranks() -> None:
+def on_ranks(checks: list[tuple[Callable, Any]]) -> None:
     prepare()
-    for check, case in ON_FOUR_RANKS:
+    for check, case in checks:
         run(check, case)
 
 
@@ -608,7 +593,7 @@ def test_two_ranks() -> None:
 @pytest.mark.slow
 @needs_deepspeed
 def test_four_ranks() -> None:
-    run_ranks(four_ranks, 4)
+    run_ranks(on_ranks, 4, ON_FOUR_RANKS)
 
 
 @pytest.fixture
@@ -736,6 +721,7 @@ def engines_of_one_model() -> None:
     run(losses_may_be_modules)
     run(layers_without_a_gradient)
     run(what_initialize_reads)
+    run(plain_initialize_says_that_it_ignores_the_section)
 
 
 class WithBias(nn.Embedding):
@@ -830,42 +816,31 @@ def what_initialize_reads() -> None:
     assert not built and type(model.lm_head) is nn.Linear
 
 
+def plain_initialize_says_that_it_ignores_the_section() -> None:
+    """Catches a warning for engines of ours, and for sections that are off."""
+    import deepspeed
+
+    patching.say_once.cache_clear()
+    for call, enabled in itertools.product((cce.initialize, deepspeed.initialize), (False, True)):
+        with redirect_stderr(io.StringIO()) as said:
+            call(model=one_model(), config=ds_config(enabled, Case()))
+        assert ("ignores the section" in said.getvalue()) == (enabled and call is deepspeed.initialize)
+    assert "cce_dist.integrations.deepspeed.install()" in said.getvalue()
+
+
 @needs_deepspeed
 @pytest.mark.slow
 def test_engines_of_one_model() -> None:
     run_ranks(engines_of_one_model, 1)
 
 
-@needs_deepspeed
-@pytest.mark.slow
-def test_plain_initialize_says_that_it_ignores_the_section(tmp_path: Path) -> None:
-    """Catches a warning for engines of ours, for sections that are off, and one that needs deepspeed imported first."""
-    (tmp_path / "train.py").write_text(
-        "import sys, logging, cce_dist\n"
-        "assert 'deepspeed' not in sys.modules\n"
-        "from deepspeed import initialize as plain\n"
-        "from test_deepspeed import Case, cce, ds_config, one_model, prepare\n"
-        "from support import ranks\n"
-        "def body():\n"
-        "    prepare()\n"
-        "    for call, enabled in ((plain, True), (plain, False), (cce.initialize, True), (cce.initialize, False)):\n"
-        "        print('engine:', call.__module__, enabled, file=sys.stderr, flush=True)\n"
-        "        call(model=one_model(), config=ds_config(enabled, Case()))\n"
-        "if __name__ == '__main__':\n"
-        "    ranks.START_METHOD = 'fork'  # which imports nothing again\n"
-        "    ranks.run_ranks(body, 1)\n"
-    )
-    places = [*map(str, Path(__file__).parents[:3]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
-    done = subprocess.run([sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    parts = done.stderr.split("engine:")[1:]
-    assert ["ignores the section" in part for part in parts] == [True, False, False, False], done.stderr
-    assert "cce_dist.integrations.deepspeed.install()" in parts[0]
-
-
-def test_a_package_that_is_there_already_is_seen_at_once() -> None:
-    """Catches a warning that needs cce_dist imported before deepspeed."""
+def test_a_package_is_seen_at_once_or_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a warning that needs cce_dist imported before deepspeed, or behind it."""
+    (tmp_path / "young.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     seen: list[Any] = []
-    on_import("json", seen.append)
+    for name in ("json", "young"):
+        on_import(name, seen.append)
     assert seen == [json]
+    young = importlib.import_module("young")
+    assert seen == [json, young]

@@ -257,6 +257,8 @@ def check_compiled_body() -> None:
 
 
 def check_what_is_refused() -> None:
+    import peft
+
     mesh = mesh_of()
 
     def tied(kind: Callable, **options: Any) -> Any:
@@ -274,12 +276,14 @@ def check_what_is_refused() -> None:
     sharded = tiny_model()
     fully_shard(sharded, mesh=mesh)
     cube: Any = init_device_mesh("cpu", (1, 1, dist.get_world_size()))
+    lora = peft.LoraConfig(target_modules=["lm_head"])
     models: list[tuple[str, Any, dict[str, Any]]] = [
         ("no nn.Embedding", tied(lambda rows, columns: nn.Linear(columns, rows)), {"shard_over": mesh}),
         ("max_norm", tied(nn.Embedding, max_norm=1.0), {"shard_over": mesh}),
         ("does not leave the lookup", tied(Own), {"shard_over": mesh}),
         ("bias is also another module's", two_owners, {"shard_over": mesh}),
         ("before fully_shard", sharded, {"shard_over": mesh}),
+        ("LoRA on the head", peft.get_peft_model(tiny_model(), lora), {"shard_over": mesh}),
         ("one dimension, or replicas and shards", tiny_model(), {"shard_over": cube}),
         ("a promise for shard_over", tiny_model(), {"equal_tokens": True}),
     ]
@@ -307,14 +311,6 @@ def check_what_is_refused() -> None:
         cce_dist.convert(promised, shard_over=mesh, equal_tokens=True)
         with pytest.raises(ValueError, match=rf"from {2 * LENGTH - 2} to {2 * LENGTH} tokens"):
             promised(**batch(Case()))
-
-
-def check_lora() -> None:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match="LoRA on the head"):
-        cce_dist.convert(model, shard_over=mesh_of())
-    assert not hasattr(model.get_output_embeddings(), "cce_task")
 
 
 class Around(nn.Module):
@@ -497,7 +493,7 @@ def two() -> None:
     check_arguments_of_the_loss()
     check_engines_that_are_refused()
     check_a_rank_that_skips_a_step()
-    check_lora()
+    check_compiled_body()
 
 
 def test_two_ranks(ranks2: Callable) -> None:
@@ -512,11 +508,6 @@ def replicated() -> None:
 
 def test_replicas(ranks4: Callable) -> None:
     ranks4(replicated)
-
-
-@pytest.mark.slow
-def test_a_compiled_body(ranks2: Callable) -> None:
-    ranks2(check_compiled_body)
 
 
 RESUMED = Case(count=True)

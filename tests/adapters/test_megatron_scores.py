@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core")
 
-from dense_scores import compare_models, dense_scores, policy_loss
+from dense_scores import compare_models, dense_scores
 from support.refused import refused
 from test_megatron import (
     BATCH,
@@ -33,7 +33,6 @@ from test_megatron import (
 
 from cce_dist.integrations import megatron as cce
 from cce_dist.integrations.megatron import scores
-from cce_dist.tools.verify.check import assert_no_worse
 
 TEMPERATURE = torch.linspace(0.5, 2, BATCH * SEQ).view(BATCH, SEQ)
 
@@ -70,15 +69,13 @@ def by_the_loss(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Any:
     return found[0]
 
 
-def step(model: Any, how: Callable) -> dict[str, Tensor]:
-    """Return scores and all gradients."""
+def scored(ours: bool, dtype: torch.dtype, make: Callable, how: Callable) -> Any:
+    model = make().to(dtype)
+    if not ours:
+        return model, *by_logits(model, *batch())
     found = how(model, *batch())
-    if how is not by_logits:
-        assert found.argmax.shape == found.lse.shape == (BATCH, SEQ) and found.log_probs.is_contiguous()
-        found = found.log_probs, found.entropy
-    policy_loss(*found).backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"log_probs": found[0], "entropy": found[1], **gradients}
+    assert found.argmax.shape == found.lse.shape == (BATCH, SEQ) and found.log_probs.is_contiguous()
+    return model, found.log_probs, found.entropy
 
 
 def on_one_layout(case: Case) -> None:
@@ -86,22 +83,12 @@ def on_one_layout(case: Case) -> None:
         (lambda: build(case)[0], (by_processor, by_processor_of_a_converted_model, by_the_loss)),
         (lambda: hybrid(case), (by_the_loss,)),
     ):
-        baseline, truth = step(make(), by_logits), step(make().double(), by_logits)
         for how in ways:
-            ours = step(make(), how)
-            assert ours.keys() == baseline.keys() == truth.keys() and len(ours) > 10
-            for name in ours:
-                quantity = f"{name}, {how.__name__}, {case}"
-                assert_no_worse(ours[name], baseline[name], truth[name], quantity=quantity)
+            compare_models(f"{how.__name__}, {case}", scored, make, how)
 
 
 def with_two_predictions(case: Case) -> None:
     """Multi-token prediction beside log-probabilities. Catches its loss with a temperature, and its labels among ours."""
-
-    def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
-        loss.backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
     inputs, labels = batch(inside=True)
 
     def run(ours: bool, dtype: torch.dtype) -> Any:
@@ -122,7 +109,8 @@ def with_two_predictions(case: Case) -> None:
                 model(**inputs, labels=labels)
             model(**inputs, labels=labels)
         assert (len(found), len(inner)) == (2, 1), "the inner block ends the outer one"
-        alone.append(gradients(model, 0 * found[0].log_probs.sum()))
+        (0 * found[0].log_probs.sum()).backward()
+        alone.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert any(name.startswith("mtp") and grad.any() for name, grad in alone[0].items())
     for name, grad in alone[0].items():
         assert torch.equal(grad, alone[1][name]), f"{name}: the second prediction has a temperature"

@@ -113,15 +113,11 @@ def model_of(case: Case) -> Any:
     return model
 
 
-def settings(fuse_loss: bool) -> dict:
-    return {"sequence_packing": {"enabled": True, "fuse_loss": fuse_loss}, "megatron_cfg": {}}
-
-
 def packed_sequences(case: Case) -> None:
     """Catches a label of the next sequence, a row in another's place, and a gradient of one slice alone."""
     results = []
     for fuse_loss in (False, True):
-        config = settings(fuse_loss)
+        config = {"sequence_packing": {"enabled": True, "fuse_loss": fuse_loss}, "megatron_cfg": {}}
         for fused, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
             model, batch = model_of(case).to(dtype), microbatch()
             with fused_forward():

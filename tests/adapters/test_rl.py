@@ -209,7 +209,7 @@ def _their_own_again() -> Iterator[None]:
     [0.7, torch.tensor(0.7), torch.rand(2, TOKENS).add(0.5), torch.tensor([[0.5], [2.0]])],
     ids=["number", "0-d", "per-token", "per-sample"],
 )
-def test_verl_with_the_whole_vocabulary(temperature: Any) -> None:
+def test_verl_with_the_whole_vocabulary(temperature: Any, caplog: pytest.LogCaptureFixture) -> None:
     """As verl's forwards of transformers call it. Catches a temperature of another token, outputs that are not flat."""
     cce_verl.install()
     hidden, weight, labels = operands(2)
@@ -218,7 +218,9 @@ def test_verl_with_the_whole_vocabulary(temperature: Any) -> None:
     def dense(hidden: Tensor, weight: Tensor) -> list[Tensor]:
         return [x.view(-1) for x in dense_scores(hidden @ weight.t(), labels, per_token)]
 
-    compare(lambda *x: verl().linear_cross_entropy(*x, labels, temperature, "none"), dense, hidden, weight)
+    for _ in range(2):
+        compare(lambda *x: verl().linear_cross_entropy(*x, labels, temperature, "none"), dense, hidden, weight)
+    assert caplog.messages == ["cce_dist: verl's log-probabilities come from hidden states (linear_log_probs)"]
 
 
 def verls_batch() -> tuple[dict[str, Any], Tensor]:
@@ -326,7 +328,7 @@ def next_ids(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Te
     return log_probs, log_probs.new_zeros(())
 
 
-def test_nemo_rl_on_one_rank() -> None:
+def test_nemo_rl_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     """Catches log-probabilities of a token itself in place of the next, and of another order of tokens."""
     cce_nemo_rl.install()
     hidden, weight, labels = operands(2)
@@ -334,6 +336,7 @@ def test_nemo_rl_on_one_rank() -> None:
     compare(lambda h, w: nemos(h, w, labels, Alone()), lambda h, w: next_ids(h, w, labels), hidden, weight)
     log_probs, _ = nemos(hidden, weight.requires_grad_(), labels, Alone(), inference_only=True)
     assert not log_probs.requires_grad and log_probs.shape == (2, TOKENS - 1)
+    assert caplog.messages == ["cce_dist: NeMo-RL's log-probabilities come from hidden states (linear_log_probs)"]
 
 
 def nemos_step() -> Any:
@@ -549,18 +552,6 @@ def test_batch_invariance_is_refused_on_torch() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="batch_invariant needs the Triton backend"):
             verl().linear_cross_entropy(hidden, weight, labels)
-
-
-def test_one_line_says_that_ours_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
-    hidden, weight, labels = operands(2)
-    cce_verl.install()
-    cce_nemo_rl.install()
-    for _ in range(2):
-        verl().linear_cross_entropy(hidden, weight, labels)
-        nemos(hidden.transpose(0, 1), weight, labels, Alone())
-    lines = [record.getMessage() for record in caplog.records if record.name == "cce_dist"]
-    said = "cce_dist: {}'s log-probabilities come from hidden states (linear_log_probs)"
-    assert lines == [said.format("verl"), said.format("NeMo-RL")]
 
 
 NOT_SERVED: dict[str, tuple[Callable, str]] = {

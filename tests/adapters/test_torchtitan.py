@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import time
@@ -38,15 +39,9 @@ CASES: dict[str, dict[str, Any]] = {  # fields of torchtitan's ParallelismConfig
 # torchtitan's default backend, and its schedules as they are, need torch 2.14.
 IS_NEW = torch.__version__ >= "2.14"
 of_new_torch = pytest.mark.skipif(not IS_NEW, reason="torchtitan's default layouts need torch 2.14")
-CASES |= {
-    "default fsdp": {"fsdp_reshard_after_forward": "always"},
-    "default tensor": {"tensor_parallel_degree": 2},
-    "default context": {"context_parallel_degree": 2},
-    "default pipeline": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
-    "GPipe": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"},
-    "interleaved": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
-    "default fsdp x tensor": {"tensor_parallel_degree": 2},
-}
+CASES |= {f"default {name}": {key: case[key] for key in case if key not in IN_HALVES} for name, case in CASES.items()}
+for schedule in ("GPipe", "Interleaved1F1B"):
+    CASES[schedule] = CASES["default pipeline"] | {"pipeline_parallel_schedule": schedule}
 
 
 # torchtitan on a CPU. It wants one device of a kind that is no CPU, and the torch of the day.
@@ -307,7 +302,7 @@ def folder(tmp_path: Path) -> Path:
         ["fsdp", "rows", "tensor"],
         pytest.param(["context", "pipeline"], marks=pytest.mark.slow),
         pytest.param(["default fsdp", "default tensor", "default context"], marks=of_new_torch),
-        pytest.param(["default pipeline", "GPipe", "interleaved"], marks=of_new_torch),
+        pytest.param(["default pipeline", "GPipe", "Interleaved1F1B"], marks=of_new_torch),
     ],
     ids="-".join,
 )
@@ -322,15 +317,9 @@ def test_the_same_on_a_mesh_of_two_dimensions(name: str, folder: Path) -> None:
     run_ranks(compare_all, 4, folder, [name])
 
 
-def load_config(name: str) -> Any:
-    """Return a config by its name, or that of graph_trainer."""
-    from torchtitan.models.llama3 import config_registry
-
-    if name:
-        return getattr(config_registry, name)()
-    from torchtitan.experiments.graph_trainer.llama3.config_registry import graph_trainer_llama3_debugmodel
-
-    return graph_trainer_llama3_debugmodel()
+def load_config(name: str, home: str = "models") -> Any:
+    """Return a config of Llama 3 by its name."""
+    return getattr(importlib.import_module(f"torchtitan.{home}.llama3.config_registry"), name)()
 
 
 def test_the_override_is_torchtitans_own() -> None:
@@ -348,20 +337,21 @@ def test_the_override_is_torchtitans_own() -> None:
     assert options.z_loss_weight == 1e-4 and options.grad_filter is not None
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "plain": ("llama3_debugmodel_ce_loss", {}, "got CrossEntropyLoss"),
-    "graph": ("", {}, "got ChunkedLossWrapperWithParamGrads.Config: .*graph_trainer has its own"),
-    "key": ("llama3_debugmodel", {"fliter": "plain"}, 'no key "fliter"'),
-    "value": ("llama3_debugmodel", {"z_loss_weight": -1}, '"z_loss_weight" of cce_'),
+GRAPH = "graph_trainer_llama3_debugmodel", "experiments.graph_trainer"
+REFUSED: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
+    "plain": (("llama3_debugmodel_ce_loss",), {}, "got CrossEntropyLoss"),
+    "graph": (GRAPH, {}, "got ChunkedLossWrapperWithParamGrads.Config: .*graph_trainer has its own"),
+    "key": (("llama3_debugmodel",), {"fliter": "plain"}, 'no key "fliter"'),
+    "value": (("llama3_debugmodel",), {"z_loss_weight": -1}, '"z_loss_weight" of cce_'),
 }
 
 
-@pytest.mark.parametrize(("name", "keys", "message"), REFUSED.values(), ids=REFUSED)
-def test_other_losses_and_keys_are_one_line(name: str, keys: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("config", "keys", "message"), REFUSED.values(), ids=REFUSED)
+def test_other_losses_and_keys_are_one_line(config: tuple[str, ...], keys: dict[str, Any], message: str) -> None:
     from torchtitan.config.override import OverrideConfig, apply_overrides
 
     with refused(message):
-        apply_overrides(OverrideConfig(imports=[(OURS, keys)]), load_config(name))
+        apply_overrides(OverrideConfig(imports=[(OURS, keys)]), load_config(*config))
 
 
 def test_what_is_not_served_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

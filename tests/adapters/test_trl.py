@@ -287,16 +287,21 @@ POLICIES = {
 }
 
 
-def stub(loss_type: str, high: float, score: Any, beta: float = 0.0) -> Any:
-    """Return as much of a GRPOTrainer as its loss reads."""
+def stub(loss_type: str, high: float = 0.0, score: Any = None, beta: float = 0.0) -> Any:
+    """Return as much of a GRPOTrainer, or an SFTTrainer, as its loss reads."""
     same: Any = lambda values, **_: values  # noqa: E731
     return types.SimpleNamespace(
         _get_per_token_logps_and_entropies=score, _entropy_bonus_enabled=False, aux_loss_enabled=False, use_vllm=False,
         accelerator=types.SimpleNamespace(
             gather=same, reduce=same, num_processes=1, autocast=contextlib.nullcontext, is_main_process=False,
+            gather_for_metrics=same, parallelism_config=None,
         ),
         model=types.SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}, importance_sampling_level="token",
-        args=types.SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        args=types.SimpleNamespace(
+            delta=None, use_bias_correction_kl=False, steps_per_generation=1, loss_type=loss_type,
+            average_tokens_across_devices=False,
+        ),
+        compute_loss_func=None, label_smoother=None, _total_train_tokens=0, _tp_size=1,
         top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=beta,
         loss_type=loss_type, epsilon_low=0.2, epsilon_high=high, current_gradient_accumulation_steps=1,
     )  # fmt: skip
@@ -351,7 +356,7 @@ def test_grpo_replays_what_a_sampler_kept() -> None:
 
     def losses(is_ours: bool) -> Tensor:
         model, found = tiny_model(), []
-        trainer = stub("dapo", 0.2, None)
+        trainer = stub("dapo", 0.2)
         trainer._get_per_token_logps_and_entropies = dense
         if is_ours:
             add(model, temperature=0.7, outputs=("log_probs", "entropy"))
@@ -386,14 +391,8 @@ def test_dft_is_trls() -> None:
         mask, (log_probs, entropy) = labels != -100, dense_scores(leaves[0] @ leaves[1].t(), labels)
         return types.SimpleNamespace(log_probs=log_probs, entropy=entropy, is_top1=mask, label_mask=mask)
 
-    trainer: Any = types.SimpleNamespace(
-        accelerator=types.SimpleNamespace(gather_for_metrics=lambda values: values, parallelism_config=None),
-        model=types.SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}, aux_loss_enabled=False,
-        compute_loss_func=None, label_smoother=None, _total_train_tokens=0, _tp_size=1,
-        args=types.SimpleNamespace(loss_type="dft", average_tokens_across_devices=False),
-    )  # fmt: skip
     model: Any = outputs_of
-    theirs = SFTTrainer.compute_loss(trainer, model, {"labels": labels, "attention_mask": labels != 0})
+    theirs = SFTTrainer.compute_loss(stub("dft"), model, {"labels": labels, "attention_mask": labels != 0})
     ours = linear_cross_entropy(leaves[0], leaves[1], labels, token_loss=objectives.dft())
     assert_same_loss(ours, theirs, leaves, 1e-9)
 
@@ -434,27 +433,22 @@ def test_a_converted_model_is_compiled(tmp_path: Path) -> None:
 
 def test_a_call_that_asks_for_more_is_left_to_trl() -> None:
     """Temperature and mean logits are not what SFTTrainer asks for. A training forward says what to do in place of convert."""
-    from trl.trainer.utils import add_fused_lm_head
-
-    ids = torch.arange(1, 13).view(1, 12)
     others: list[dict[str, Any]] = [{"temperature": 0.5}, {"outputs": ("log_probs", "mean_logits")}]
     for more in others:
         model = cce_dist.convert(tiny_model())
-        add_fused_lm_head(model, **more)
+        add(model, **more)
         with torch.no_grad():
-            assert model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.shape == (1, 11)
+            assert model(**batch(), fused_lm_head=True).log_probs.shape == (3, LENGTH - 1)
         with pytest.raises(ValueError, match=r"trl\.install\(\) before the trainer is made, and revert the model"):
-            model(input_ids=ids, labels=ids, fused_lm_head=True)
+            model(**batch(), fused_lm_head=True)
 
 
 def test_labels_that_are_shifted_already() -> None:
-    from trl.trainer.utils import add_fused_lm_head
-
-    ids = torch.arange(1, 13).view(1, 12)
-    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    ids, labels = batch().values()
+    shifted = labels.roll(-1, 1)  # a sentence's first label is ignored, and so is what stands last
     results = []
     for model in (tiny_model(), cce_dist.convert(tiny_model())):
-        add_fused_lm_head(model, outputs=OUTPUTS)
+        add(model, outputs=OUTPUTS)
         out = model(input_ids=ids, shift_labels=shifted, fused_lm_head=True)
         results.append({field: out[field] for field in ("loss", *OUTPUTS, "label_mask")})
     torch.testing.assert_close(results[1], results[0], rtol=TOLERANCE, atol=TOLERANCE, check_dtype=False)

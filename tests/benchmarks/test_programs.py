@@ -4,13 +4,17 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import count_architectures
 import fingerprint
+import heads
 import kernel_times
+import steps
+import training
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [path for path in ROOT.glob("benchmarks/*.py") if "if __name__" in path.read_text()]
@@ -23,6 +27,32 @@ def test_a_script_is_a_program(script: Path, monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(str(script), run_name="__main__")
     assert f"python benchmarks/{script.name}" in capsys.readouterr().out or script.stem == "fingerprint"
+
+
+REFUSED: list[tuple[Any, str, str]] = [
+    (heads, "--workload sharpest", "is neither a rung"),
+    (heads, "--workload " + 300 * "a", "is neither a rung"),
+    *((heads, f"--tp {sizes}", "argument --tp: must be ") for sizes in ("0", "2,-1", "two")),
+    (heads, "--tp 4", "--tp 4, but torchrun has 2 ranks"),
+    *((heads, f"--stage megatron --tp {sizes}", "--stage takes all 2 ranks") for sizes in ("1", "2,1")),
+    (steps, "", "--models names one or more of gemma-3-270m"),
+    (steps, "--models gemma-2-2b --tokens 100 --length 64", "no whole sequences of 64"),
+    (steps, "--models gemma-2-2b --fsdp", "--fsdp needs torchrun with two or more ranks"),
+    (training, "", "--model names one of gemma-3-270m"),
+    (training, "--model gemma-2-2b --gradients-every 4", "--gradients-every must be a multiple of --measure-every"),
+    (training, "--model gemma-3-270m --corpus nosuch", "no such corpus folder"),
+]
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(("script", "options", "says"), REFUSED)
+def test_a_wrong_option_is_one_line(script: Any, options: str, says: str, monkeypatch, capsys, tmp_path) -> None:
+    pytest.importorskip("transformers")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items() if "tp" in options else ():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as refused:
+        script.main([*options.split(), "--device", "cpu", "--out", str(tmp_path)])
+    assert says in f"{refused.value} {capsys.readouterr().err}"
 
 
 def test_the_kernels_of_a_loss_are_told_apart(tmp_path, capsys, monkeypatch) -> None:

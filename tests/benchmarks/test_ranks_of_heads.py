@@ -35,20 +35,6 @@ def test_ranks_split_the_vocabulary_and_say_what_they_send(tmp_path, capsys):
     assert output.startswith(capsys.readouterr().out.rstrip())
 
 
-def test_sizes_that_do_not_fit_are_one_line(capsys, monkeypatch):
-    for sizes in ("0", "2,-1", "two"):
-        with pytest.raises(SystemExit):
-            heads.main(["--tp", sizes])
-        assert "--tp" in capsys.readouterr().err
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match="--tp 4, but torchrun has 2 ranks"):
-        heads.main(["--tp", "4", "--device", "cpu"])
-    for sizes in ("1", "2,1"):
-        with pytest.raises(SystemExit, match="--stage takes all 2 ranks"):
-            heads.main(["--stage", "megatron", "--tp", sizes, "--device", "cpu"])
-
-
 def test_a_row_is_what_its_worst_rank_says():
     """Catches an error that only rank 0 looks for."""
     right = Row("x", False, errors=Errors(1e-3, 2e-3, 3e-3, 4e-3), peak_bytes=10)

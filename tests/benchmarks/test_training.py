@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +26,7 @@ RUN = [
 ]  # fmt: skip
 RUN += ["--eval-batches", "2", "--batch-size", "4", "--lr", "1e-2", "--warmup", "2"]
 WAYS = ["stock", "default", "filtered"]
-
-
-@pytest.fixture(autouse=True)
-def own_mode(tiny: None) -> Iterator[None]:
-    """Take back what a training sets for the whole process."""
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("tiny")
 
 
 def test_models_train_with_each_gradient(corpus, tmp_path, capsys, monkeypatch) -> None:
@@ -171,13 +165,3 @@ def test_a_run_that_learns_nothing_says_so(last: float, learned: bool) -> None:
     run = training_report.Run("default", 0)
     training.train(toy, training.parser().parse_args(["--steps", "100"]), run, lambda: None)
     assert ("nothing was learned" in run.problem) == (not learned)
-
-
-def test_a_wrong_option_is_one_line(corpus, tmp_path) -> None:
-    for argv, says in (
-        ([], "--model names one of gemma-3-270m"),
-        ([*RUN, "--gradients-every", "4"], "--gradients-every must be a multiple of --measure-every"),
-        ([*RUN, "--corpus", str(tmp_path / "nosuch")], "no such corpus folder"),
-    ):
-        with pytest.raises(SystemExit, match=says):
-            training.main([*argv, "--out", str(tmp_path)])
