@@ -40,7 +40,8 @@ NO_UPSTREAM = "one pass would have to know the upstream gradient in forward"
 # Backend, passes, groups, MiB and ready rows of the usual ways.
 IN_TWO, IN_GROUPS = ("exact", "two", (0, False), 256, 0), ("exact", "one", (4096, False), 2100, 0)
 DENSE, FILTERED = ("dense", *IN_TWO[1:]), ("filter", *IN_TWO[1:])
-SMALL, FILTER, ALWAYS = (512, 640, 32_064), {"filter": Filter(2**-10)}, {"filter": Filter(2**-10, always=True)}
+FILTER: dict[str, Any] = {"filter": Filter(2**-10)}
+SMALL, ALWAYS = (512, 640, 32_064), {"filter": Filter(2**-10, always=True)}
 OF_NOTHING = {"filter": Filter(2**-10, hidden=False, weight=False, always=True)}
 TABLE: dict[str, tuple[tuple, tuple]] = {  # sizes, where, spec; the way
     "groups": ((GEMMA,), IN_GROUPS),
