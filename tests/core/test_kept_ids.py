@@ -308,15 +308,6 @@ def test_lists_of_tokens_that_do_not_count_may_hold_anything() -> None:
     assert any_call(hidden, weight, ids, kept=kept).log_probs[0] == 0
 
 
-def test_differentiable_once() -> None:
-    """test_autograd_edges.py compiles it."""
-    hidden, weight, ids = draw()
-    out = any_call(hidden, weight, ids, kept=KEPT, entropy=True)
-    (grad,) = torch.autograd.grad(out.log_probs.sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        grad.sum().backward()
-
-
 def _on_ranks() -> None:
     group: Any = dist.group.WORLD
     case = replace(CASES["kept-empty-shards"], problem=Gaussian(7, 20, 20))
