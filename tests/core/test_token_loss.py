@@ -26,15 +26,7 @@ from support.dense import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cce_dist import (
-    TokenLossOutput,
-    explain,
-    groups,
-    linear_cross_entropy,
-    linear_log_probs,
-    merge,
-    objectives,
-)
+from cce_dist import TokenLossOutput, explain, groups, linear_cross_entropy, linear_log_probs, merge, objectives
 from cce_dist.token_loss import TokenLoss
 from cce_dist.tools.verify.cases import Gaussian, LossCase, Split, ignore, uneven, with_empty
 from cce_dist.tools.verify.check import run_case
@@ -250,14 +242,12 @@ def test_float64_and_half_precision() -> None:
 
 
 def test_no_tokens_no_labels_no_gradient() -> None:
-    tensors, labels = operands(biased=False)
-    hidden, weight = tensors
+    (hidden, weight), labels = operands(biased=False)
     for rows in (None, ROWS):
-        with groups.of_rows(rows):
-            loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), token_loss=objectives.dft())
-            assert loss == 0 and not any(grad.any() for grad in torch.autograd.grad(loss, (hidden, weight)))
-            loss = linear_cross_entropy(hidden[:0], weight, labels[:0], token_loss=objectives.dft())
-            assert loss == 0 and not torch.autograd.grad(loss, weight)[0].any()
+        for count, ids in ((N, torch.full_like(labels, -100)), (0, labels[:0])):
+            with groups.of_rows(rows):
+                loss = linear_cross_entropy(hidden[:count], weight, ids, token_loss=objectives.dft())
+            assert not any(grad.any() for grad in torch.autograd.grad(loss, (hidden, weight))) and loss == 0
     with torch.no_grad():
         out = linear_cross_entropy(hidden, weight, labels, token_loss=objectives.dft(), return_aux=True)
     assert torch.equal(out.loss, out.losses.sum() / (labels != -100).sum())
