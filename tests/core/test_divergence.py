@@ -29,18 +29,7 @@ from cce_dist.kernels.dry_run import Live
 from cce_dist.kernels.tiles import choose_tiles, table_tiles
 from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.tools.verify import check
-from cce_dist.tools.verify.cases import (
-    BF16,
-    DIVERGENCE_CASES,
-    FP32,
-    OF_BOTH,
-    DivergenceCase,
-    Drawn,
-    Gaussian,
-    even,
-    uneven,
-    with_empty,
-)
+from cce_dist.tools.verify.cases import BF16, DIVERGENCE_CASES, FP32, OF_BOTH, DivergenceCase, Drawn, Gaussian, uneven
 from cce_dist.tools.verify.check import run_case
 from cce_dist.tools.verify.divergence import DIVERGENCE
 
@@ -482,7 +471,7 @@ def test_bad_input_is_one_line() -> None:
     assert_changes_refused(linear_kl_divergence, heads, BAD)
 
 
-OF_KERNELS = ("kl-draft-split", "kl-reverse-options", "kl-jsd-options", "tv-options", "lk")
+OF_KERNELS = ("kl-draft-split", "kl-reverse-options", "kl-jsd-options", "tv-options", "lk-empty-shards")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -502,8 +491,8 @@ def _kernels_on_two_ranks() -> None:
     with mock.patch.multiple(memory, most_rows=lambda *_: 4, LEAST_BYTES=8000, ROWS=4):
         for case in DIVERGENCE_CASES:
             if case.name in OF_KERNELS:
-                smaller = replace(case, shards=uneven, problem=Gaussian(12, 24, 75))
-                smaller = smaller if case.name != "lk" else replace(smaller, shards=with_empty)
+                shards = case.shards if "empty" in case.name else uneven
+                smaller = replace(case, shards=shards, problem=Gaussian(12, 24, 75))
                 errors = run_case(DIVERGENCE, smaller, dist.group.WORLD, "cpu", "triton")
                 assert all(error.ok for error in errors), f"{case.name} <- {case.catches}? {errors}"
 
@@ -560,7 +549,7 @@ def _check_dtensors() -> None:
 def _check_refusals() -> None:
     group = dist.group.WORLD
     assert group is not None
-    shard, other = (VocabShard(*split(V, 4)[group.rank()], V, group) for split in (even, uneven))
+    shard, other = VocabShard.even(V, group), VocabShard(*uneven(V, 4)[group.rank()], V, group)
     hidden, weight, teacher, teacher_weight = (x.cpu() for x in on_device(drawn_of()))
     rows = slice(shard.start, shard.stop)
     heads = (hidden, weight[rows], teacher, teacher_weight[other.start : other.stop])
