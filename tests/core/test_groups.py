@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from shards import DEVICE, GPU, backends_of_ranks, captured, launch_nothing, needs_gpu
+from shards import DEVICE, GPU, backends_of_ranks, launch_nothing, needs_gpu
 from support.dense import (
     DTYPE,
     ROWS,
@@ -237,26 +237,6 @@ def test_a_checkpoint_hands_out_each_tensor_once() -> None:
         loss = checkpoint(loss_of, (hidden, weight), labels, reduction="none", use_reentrant=False)
         found = torch.autograd.grad(loss, (hidden, weight), upstream)
     assert_near(found, dense([hidden, weight], labels, torch.float64, upstream, reduction="none")[1:])
-
-
-@needs_gpu
-def test_cuda_graph() -> None:
-    """Captured once, replayed with upstream gradients that are as expected and that are not."""
-    (hidden, weight), labels = large_operands()
-    upstream = torch.ones(len(hidden), device="cuda")
-
-    def run() -> tuple[Tensor, ...]:
-        loss = linear_cross_entropy(hidden, weight, labels, reduction="none", workspace_bytes=160 << 20)
-        return loss, *torch.autograd.grad(loss, (hidden, weight), upstream)
-
-    with mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as made:
-        graph, found = captured(run)
-    assert made.called
-    for values in (torch.full_like(upstream, 0.3), torch.randn_like(upstream), torch.zeros_like(upstream)):
-        upstream.copy_(values)
-        expected = run()
-        graph.replay()
-        assert all(torch.equal(ours, right) for ours, right in zip(found, expected, strict=True))
 
 
 def test_an_error_of_the_labels_and_no_tokens_at_all() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from shards import DEVICE, GPU, Problem, captured, nan_memory, needs_gpu, upstream_of
+from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu, upstream_of
 from support import corrections
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
@@ -906,46 +906,6 @@ def test_nothing_waits_for_the_device() -> None:
         (out.loss if return_aux else out).backward()
         torch.cuda.set_sync_debug_mode("error")  # from the second call on: the first one compiles
     torch.cuda.set_sync_debug_mode("default")
-
-
-@needs_gpu
-def test_cuda_graph() -> None:
-    """Captured once, replayed with other labels. Catches: any wait for the device, a size that depends on the data."""
-    torch.use_deterministic_algorithms(False)
-    p = problem(BIG)
-    other = p._replace(labels=p.labels.roll(7).masked_fill(torch.rand(len(p.labels), device=DEVICE) < 0.5, -1))
-
-    def step(q: Problem) -> list[Tensor]:
-        stats, *saved = local_stats(q, BIG)
-        grads = gradients(q, BIG, Softmax(stats[0], stats[1].log()), saved)
-        return [stats, *(grad for grad in grads if grad is not None)]
-
-    expected = step(other)
-    graph, found = captured(lambda: step(p))
-    p.labels.copy_(other.labels)
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@needs_gpu
-@pytest.mark.parametrize("mib", [64, 256])
-def test_peak_memory(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above inputs, what is saved, and gradients: the budget and 64 MiB. Catches: a buffer of the logits' size."""
-    monkeypatch.undo()
-    torch.use_deterministic_algorithms(False)
-    case = BIG._replace(num_tokens=8000, hidden_size=2048, num_rows=60000, budget=mib << 20)
-    p = problem(case._replace(num_tokens=100))
-    repeat = case.num_tokens // 100
-    p = p._replace(
-        hidden=p.hidden.repeat(repeat, 1), labels=p.labels.repeat(repeat), coef=p.coef.repeat(1, repeat) / repeat
-    )
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    stats, *saved = local_stats(p, case)
-    grads = gradients(p, case, Softmax(stats[0], stats[1].log()), saved)
-    kept = sum(x.nbytes for x in (stats, *saved, *grads) if x is not None)
-    assert torch.cuda.max_memory_allocated() - before - kept <= case.budget + (64 << 20)
 
 
 def test_sampled_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
