@@ -281,11 +281,7 @@ BAD = [
         (dict(kept=KEPT._replace(whole=torch.tensor(whole))), ValueError, r"kept\.whole must rise, and hold numbers of")
         for whole in ([0], [1, 1], [-1], [N])
     ),
-    (
-        dict(kept=KEPT._replace(whole=torch.zeros(N + 1).long())),
-        ValueError,
-        r"kept\.whole has 6 tokens, the call has 5",
-    ),
+    (dict(kept=KEPT._replace(whole=torch.zeros(6).long())), ValueError, r"kept\.whole has 6 tokens, the call has 5"),
     (dict(kept=KEPT._replace(whole=torch.zeros(1))), TypeError, r"kept\.whole must be a plain tensor of one dimension"),
     (NO_TOKENS | dict(kept=lists()._replace(ids=KEPT.ids)), ValueError, "no token"),
     (dict(ids=torch.full((N,), V)), IndexError, r"ids\[0\] \(flattened\) is 30"),
