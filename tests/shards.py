@@ -1,8 +1,8 @@
 """Helpers that the kernels' tests share: the device, a shard's operands, and memory full of NaN."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -55,19 +55,6 @@ def nan_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture a call, after one on another stream. Return the graph, and what the call returned: replays write there."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
-    return graph, found
 
 
 def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from cce_dist import GradFilter, VocabParallelHead, VocabShard, linear_cross_entropy
 
 N, D, V = 6, 8, 20
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 
 
 def operands() -> dict[str, Any]:
@@ -55,7 +55,6 @@ def tensors() -> list[Any]:
     return [
         *bad_kinds,
         *sparse,
-        bad(TypeError, "linear_weight.*sparse", linear_weight=torch.zeros(V, D).to_sparse_csr()),
         bad(TypeError, "input.*nested", input=torch.nested.nested_tensor([torch.zeros(N, D)])),
         bad(TypeError, "input.*(nested|jagged)", input=jagged),
         bad(ValueError, "input is on meta", **of_meta),
@@ -95,29 +94,21 @@ OPTIONS = [
     bad(ValueError, "num_tokens.*0-d", num_tokens=torch.ones(2)),
     bad(TypeError, "shard must be a VocabShard.*tuple", shard=(0, V, V)),
     bad(TypeError, "ignore_index must be an integer.*bool", ignore_index=True),
-    bad(TypeError, "ignore_index must be an integer.*float", ignore_index=-100.0),
     bad(ValueError, "ignore_index", ignore_index=2**63),
     bad(TypeError, "workspace_bytes must be an integer.*float", workspace_bytes=1e8),
-    bad(ValueError, "workspace_bytes", workspace_bytes=2**63),
     bad(ValueError, "num_tokens.*nan", num_tokens=NAN),
-    bad(ValueError, "num_tokens.*inf", num_tokens=INF),
-    bad(ValueError, "num_tokens.*-5", num_tokens=-5.0),
     bad(TypeError, "num_tokens.*bool", num_tokens=True),
-    bad(ValueError, "num_tokens.*nan", num_tokens=torch.tensor(NAN)),
     bad(ValueError, "num_tokens.*-3", num_tokens=torch.tensor(-3)),
     bad(TypeError, "num_tokens is torch.bfloat16", num_tokens=torch.tensor(5.0).bfloat16()),
     bad(TypeError, "num_tokens.*bool", num_tokens=torch.tensor(True)),
     bad(TypeError, "num_tokens.*complex", num_tokens=torch.tensor(1j)),
     bad(ValueError, "num_tokens is on meta", num_tokens=torch.tensor(3, device="meta")),
-    bad(ValueError, "softcap.*inf", softcap=INF),
     bad(ValueError, "softcap.*1e\\+300", softcap=1e300),
     bad(ValueError, "softcap.*1e-300", softcap=1e-300),
     bad(ValueError, "softcap", softcap=10**400),
-    bad(TypeError, "softcap must be a number.*bool", softcap=True),
     bad(TypeError, "softcap must be a number.*str", softcap="a"),
     bad(TypeError, "softcap.*gradient", softcap=torch.tensor(3.0, requires_grad=True)),
     bad(TypeError, "logit_scale must be a number.*NoneType", logit_scale=None),
-    bad(TypeError, "logit_scale must be a number.*complex", logit_scale=1j),
     bad(ValueError, "logit_scale.*0-d", logit_scale=torch.ones(N)),
     bad(TypeError, "z_loss_weight must be a number.*str", z_loss_weight="a"),
     bad(TypeError, "label_smoothing must be a number.*str", label_smoothing="a"),
@@ -147,7 +138,6 @@ any_head: Any = VocabParallelHead
 any_shard: Any = VocabShard
 OBJECTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: any_filter(eps="a"), TypeError, "eps"),
-    (lambda: any_filter(eps=torch.tensor(0.1)), TypeError, "eps"),
     (lambda: any_filter(eps=1.0), ValueError, "eps"),
     (lambda: any_filter(hidden="no"), TypeError, "hidden"),
     (lambda: any_shard(0, 5, 10), ValueError, "without a group"),
@@ -215,25 +205,18 @@ def test_ignore_index_none_is_torchs(data):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_a_weight_that_is_not_finite_is_nothing_to_ignored_tokens(data, number, backend):
-    """Where all labels are ignored the gradients are 0. Catches 0 times infinity in dE, dC and dbias."""
+    """Where all labels are ignored the gradients are 0, also if the global count is. Catches 0 times infinity, and 0 / 0."""
     data["target"].fill_(-100)
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    given = data["input"], data["linear_weight"].clone(), torch.zeros(V)
-    hidden, weight, bias = (x.detach().to(device) for x in given)
+    tensors = data["input"], data["linear_weight"].clone(), torch.zeros(V)
+    hidden, weight, bias = (x.detach().to(device) for x in tensors)
     weight[3, 2] = bias[1] = number
     operands = tuple(x.requires_grad_() for x in (hidden, weight, bias))
     labels = data["target"].to(device)
-    loss = linear_cross_entropy(hidden, weight, labels, linear_bias=bias, backend=backend, options=None)
-    assert loss == 0 and not any(gradient.any() for gradient in torch.autograd.grad(loss, operands))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_no_tokens_at_all_is_no_nan(data, dtype):
-    """A batch of which this rank has nothing to learn, and a global count of 0: loss 0, gradients 0."""
-    data["target"].fill_(-100)
-    loss = linear_cross_entropy(**data, num_tokens=torch.tensor(0, dtype=dtype))
-    gradients = torch.autograd.grad(loss, (data["input"], data["linear_weight"]))
-    assert loss == 0 and not any(gradient.any() for gradient in gradients)
+    for count in (None, torch.tensor(0, device=device), torch.tensor(0.0, device=device)):
+        given: dict[str, Any] = dict(linear_bias=bias, backend=backend, options=None, num_tokens=count)
+        loss = linear_cross_entropy(hidden, weight, labels, **given)
+        assert not any(gradient.any() for gradient in torch.autograd.grad(loss, operands)) and loss == 0
 
 
 def test_integers_of_numpy_are_integers(data):

@@ -14,15 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import cce_dist
-from cce_dist import (
-    KeptIds,
-    VocabParallelHead,
-    VocabShard,
-    linear_cross_entropy,
-    linear_kl_divergence,
-    linear_log_probs,
-    topk_kl_divergence,
-)
+from cce_dist import VocabParallelHead, VocabShard, linear_cross_entropy
 from cce_dist.integrations.deepspeed.layers import CCEEmbedding
 from cce_dist.tools.ranks import join_alone
 
@@ -52,7 +44,7 @@ def _destroyed() -> None:
     own = weight[shard.start : shard.stop].clone().requires_grad_()
     split = distribute_tensor(weight, mesh, [Shard(0)])
     of_teacher = labels[:, None], torch.zeros(N, 1)
-    kept = KeptIds(torch.arange(N + 1), torch.arange(N))
+    kept = cce_dist.KeptIds(torch.arange(N + 1), torch.arange(N))
     plain, over = VocabParallelHead(D, V, group=dist.group.WORLD), VocabParallelHead(D, V, shard_over=mesh)
     tied = cce_dist.convert(Small(), shard_over=mesh)
     embedding = CCEEmbedding(D, V, tp_rank=dist.get_rank(), tp_size=2)
@@ -60,10 +52,10 @@ def _destroyed() -> None:
     before = linear_cross_entropy(hidden, own, labels, shard=shard, workspace_bytes=1)  # two passes
     calls: dict[str, Callable[[], Any]] = {
         "loss": lambda: linear_cross_entropy(hidden, own, labels, shard=shard),
-        "log_probs": lambda: linear_log_probs(hidden, own, labels, shard=shard),
-        "kept": lambda: linear_log_probs(hidden, own, labels, shard=shard, kept=kept),
-        "divergence": lambda: linear_kl_divergence(hidden, own, hidden, own, shard=shard),
-        "top-k": lambda: topk_kl_divergence(hidden, own, *of_teacher, shard=shard, outside="drop"),
+        "log_probs": lambda: cce_dist.linear_log_probs(hidden, own, labels, shard=shard),
+        "kept": lambda: cce_dist.linear_log_probs(hidden, own, labels, shard=shard, kept=kept),
+        "divergence": lambda: cce_dist.linear_kl_divergence(hidden, own, hidden, own, shard=shard),
+        "top-k": lambda: cce_dist.topk_kl_divergence(hidden, own, *of_teacher, shard=shard, outside="drop"),
         "DTensor": lambda: linear_cross_entropy(hidden, split, labels),
         "head": lambda: plain(hidden, labels),
         "head's logits": lambda: plain(hidden),

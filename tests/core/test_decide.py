@@ -37,68 +37,47 @@ GEMMA, LLAMA, PHI = (8192, 1152, 262_144), (16384, 4096, 128_256), (8192, 3072, 
 NO_UPSTREAM = "one pass would have to know the upstream gradient in forward"
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        # sizes, where, spec -> backend, passes, groups, MiB, ready rows
-        pytest.param((GEMMA,), ("exact", "one", (4096, False), 2100, 0), id="groups"),
-        pytest.param((LLAMA,), ("exact", "one", (8192, False), 2100, 0), id="groups-llama"),
-        pytest.param((PHI,), ("exact", "two", (0, False), 556, 0), id="all-kept"),
-        pytest.param(((0, 64, 1000),), ("exact", "two", (0, False), 256, 0), id="no-tokens"),
-        pytest.param(((64, 64, 0),), ("exact", "two", (0, False), 256, 0), id="empty-shard"),
-        pytest.param((GEMMA, {"upstream": "tokens"}), ("exact", "one", (4096, False), 2100, 0), id="each-token"),
-        pytest.param((GEMMA, {"upstream": "unknown"}), ("exact", "two", (0, False), 2100, 0), id="aux"),
-        pytest.param((GEMMA, {"has_buffer": True}), ("exact", "one", (1664, False), 2100, 0), id="buffer"),
-        pytest.param((GEMMA, {"summed": True}), ("exact", "one", (4096, False), 2100, 0), id="summed"),
-        pytest.param((GEMMA, {"dtype": "torch.float32"}), ("exact", "two", (0, False), 256, 0), id="fp32"),
-        pytest.param((GEMMA, {"dtype": "torch.float16"}), ("exact", "two", (0, False), 256, 0), id="fp16"),
-        pytest.param((GEMMA, {"backend": "torch"}), ("dense", "two", (0, False), 256, 0), id="torch"),
-        pytest.param((GEMMA, IN_FP32), ("dense", "one", (224, False), 256, 0), id="torch-fp32"),
-        pytest.param(
-            (GEMMA, IN_FP32, {"want": Want(uniform=True)}), ("dense", "one", (96, False), 256, 0), id="torch-smoothing"
-        ),
-        pytest.param(
-            (GEMMA, IN_FP32 | {"has_buffer": True}), ("dense", "two", (0, False), 256, 0), id="torch-buffer-beyond-budget"
-        ),
-        pytest.param((GEMMA, IN_FP32, SMOOTH), ("dense", "two", (0, False), 256, 0), id="torch-softcap"),
-        pytest.param((GEMMA, {}, {"want": Want(grad=False)}), ("exact", "two", (0, False), 256, 0), id="no-grad"),
-        pytest.param((GEMMA, {}, SMOOTH), ("exact", "two", (0, False), 256, 0), id="smoothing-under-a-softcap"),
-        pytest.param((GEMMA, {}, {"invariant": True}), ("exact", "two", (0, False), 256, 0), id="batch-invariant"),
-        pytest.param((GEMMA, {}, {"workspace_bytes": 1}), ("exact", "two", (0, False), 1, 0), id="least-memory"),
-        pytest.param(
-            (GEMMA, {}, {"workspace_bytes": 1 << 40}), ("exact", "two", (0, False), 1 << 20, 0), id="most-memory"
-        ),
-        pytest.param(
-            (LLAMA, {"summed": True}, {"workspace_bytes": 256 * MIB}), ("exact", "two", (0, False), 256, 8192),
-            id="chunks-of-the-sum",
-        ),
-        pytest.param((PHI, {"summed": True}), ("exact", "two", (0, False), 556, 0), id="one-sum"),
-        pytest.param((GEMMA, {}, {"filter": Filter(2**-10)}), ("filter", "two", (0, False), 256, 0), id="filter"),
-        pytest.param(
-            ((512, 640, 32_064), {}, {"filter": Filter(2**-10)}), ("exact", "two", (0, False), 256, 0), id="filter-off"
-        ),
-        pytest.param(
-            ((512, 640, 32_064), {}, {"filter": Filter(2**-10, always=True)}), ("filter", "two", (0, False), 256, 0),
-            id="filter-always",
-        ),
-        pytest.param(
-            (GEMMA, {}, {"filter": Filter(2**-10, always=True), **SMOOTH}), ("exact", "two", (0, False), 256, 0),
-            id="filter-without-control-variate",
-        ),
-        pytest.param(
-            (GEMMA, {}, {"filter": Filter(2**-10, always=True), "tensors": "bias"}),
-            ("exact", "one", (4096, False), 2100, 0), id="filter-with-a-bias",
-        ),
-        pytest.param(
-            (GEMMA, {}, {"filter": Filter(2**-10, always=True), "tensors": "bias factors"}),
-            ("exact", "one", (4096, False), 2100, 0), id="filter-with-factors",
-        ),
-        pytest.param(
-            (GEMMA, {}, {"filter": Filter(2**-10, hidden=False, weight=False, always=True)}),
-            ("exact", "one", (4096, False), 2100, 0), id="filter-of-nothing",
-        ),
-    ],
-)  # fmt: skip
+# Backend, passes, groups, MiB and ready rows of the usual ways.
+IN_TWO, IN_GROUPS = ("exact", "two", (0, False), 256, 0), ("exact", "one", (4096, False), 2100, 0)
+DENSE, FILTERED = ("dense", *IN_TWO[1:]), ("filter", *IN_TWO[1:])
+FILTER: dict[str, Any] = {"filter": Filter(2**-10)}
+SMALL, ALWAYS = (512, 640, 32_064), {"filter": Filter(2**-10, always=True)}
+OF_NOTHING = {"filter": Filter(2**-10, hidden=False, weight=False, always=True)}
+TABLE: dict[str, tuple[tuple, tuple]] = {  # sizes, where, spec; the way
+    "groups": ((GEMMA,), IN_GROUPS),
+    "groups-llama": ((LLAMA,), ("exact", "one", (8192, False), 2100, 0)),
+    "all-kept": ((PHI,), ("exact", "two", (0, False), 556, 0)),
+    "no-tokens": (((0, 64, 1000),), IN_TWO),
+    "empty-shard": (((64, 64, 0),), IN_TWO),
+    "each-token": ((GEMMA, {"upstream": "tokens"}), IN_GROUPS),
+    "aux": ((GEMMA, {"upstream": "unknown"}), ("exact", "two", (0, False), 2100, 0)),
+    "buffer": ((GEMMA, {"has_buffer": True}), ("exact", "one", (1664, False), 2100, 0)),
+    "summed": ((GEMMA, {"summed": True}), IN_GROUPS),
+    "fp32": ((GEMMA, {"dtype": "torch.float32"}), IN_TWO),
+    "fp16": ((GEMMA, {"dtype": "torch.float16"}), IN_TWO),
+    "torch": ((GEMMA, {"backend": "torch"}), DENSE),
+    "torch-fp32": ((GEMMA, IN_FP32), ("dense", "one", (224, False), 256, 0)),
+    "torch-smoothing": ((GEMMA, IN_FP32, {"want": Want(uniform=True)}), ("dense", "one", (96, False), 256, 0)),
+    "torch-buffer-beyond-budget": ((GEMMA, IN_FP32 | {"has_buffer": True}), DENSE),
+    "torch-softcap": ((GEMMA, IN_FP32, SMOOTH), DENSE),
+    "no-grad": ((GEMMA, {}, {"want": Want(grad=False)}), IN_TWO),
+    "smoothing-under-a-softcap": ((GEMMA, {}, SMOOTH), IN_TWO),
+    "batch-invariant": ((GEMMA, {}, {"invariant": True}), IN_TWO),
+    "least-memory": ((GEMMA, {}, {"workspace_bytes": 1}), ("exact", "two", (0, False), 1, 0)),
+    "most-memory": ((GEMMA, {}, {"workspace_bytes": 1 << 40}), ("exact", "two", (0, False), 1 << 20, 0)),
+    "chunks-of-the-sum": ((LLAMA, {"summed": True}, {"workspace_bytes": 256 * MIB}), (*IN_TWO[:-1], 8192)),
+    "one-sum": ((PHI, {"summed": True}), ("exact", "two", (0, False), 556, 0)),
+    "filter": ((GEMMA, {}, FILTER), FILTERED),
+    "filter-off": ((SMALL, {}, FILTER), IN_TWO),
+    "filter-always": ((SMALL, {}, ALWAYS), FILTERED),
+    "filter-without-control-variate": ((GEMMA, {}, ALWAYS | SMOOTH), IN_TWO),
+    "filter-with-a-bias": ((GEMMA, {}, ALWAYS | {"tensors": "bias"}), IN_GROUPS),
+    "filter-with-factors": ((GEMMA, {}, ALWAYS | {"tensors": "bias factors"}), IN_GROUPS),
+    "filter-of-nothing": ((GEMMA, {}, OF_NOTHING), IN_GROUPS),
+}
+
+
+@pytest.mark.parametrize(("given", "wanted"), TABLE.values(), ids=TABLE)
 def test_the_table(given: tuple, wanted: tuple) -> None:
     """Catches a rule that another one hides: each row differs from its neighbours in one fact."""
     sizes, where, spec = cast(Any, (*given, {}, {})[:3])
@@ -113,9 +92,9 @@ def test_reasons() -> None:
     assert "larger budget" in way(GEMMA, workspace_bytes=1).reason
     assert "bfloat16 alone" in way(GEMMA, {"dtype": "torch.float32"}).reason
     assert "these options" in way(GEMMA, invariant=True).reason
-    assert "faster at these sizes" in way((512, 640, 32_064), None, filter=Filter(2**-10)).reason
-    assert "does not support label smoothing" in way(GEMMA, None, filter=Filter(2**-10), **SMOOTH).reason
-    assert "does not support" in way(GEMMA, None, filter=Filter(2**-10), tensors="factors").reason
+    assert "faster at these sizes" in way(SMALL, None, **FILTER).reason
+    assert "does not support label smoothing" in way(GEMMA, None, **FILTER, **SMOOTH).reason
+    assert "does not support" in way(GEMMA, None, **FILTER, tensors="factors").reason
 
 
 def test_symbols_are_decided_on_too() -> None:

@@ -29,18 +29,7 @@ from cce_dist.kernels.dry_run import Live
 from cce_dist.kernels.tiles import choose_tiles, table_tiles
 from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.tools.verify import check
-from cce_dist.tools.verify.cases import (
-    BF16,
-    DIVERGENCE_CASES,
-    FP32,
-    OF_BOTH,
-    DivergenceCase,
-    Drawn,
-    Gaussian,
-    even,
-    uneven,
-    with_empty,
-)
+from cce_dist.tools.verify.cases import BF16, DIVERGENCE_CASES, FP32, OF_BOTH, DivergenceCase, Drawn, Gaussian, uneven
 from cce_dist.tools.verify.check import run_case
 from cce_dist.tools.verify.divergence import DIVERGENCE
 
@@ -83,6 +72,7 @@ CASES: list[tuple[DivergenceCase, tuple[str, ...]]] = [
     (case_of("bias-scale-softcap-of-both", options=OF_BOTH | {"beta": 0.2}), KINDS),
     (case_of("softcap-of-the-student-alone", options=dict(softcap=4.0)), ("forward", "jsd")),
     (case_of("nothing-counts", masked=1.0), ("forward", "tv")),
+    (case_of("no-tokens", 0), ("reverse", "lk")),
     (case_of("one-row", N, D, 1), ("reverse", "jsd", "lk")),
     (case_of("padded-differently", options={"beta": 0.9}, **PADDED), ("forward", "jsd", "tv")),
     (case_of("teacher-far-sharper", **SHARP_TEACHER), KINDS),
@@ -157,7 +147,7 @@ def kept_columns(columns: int) -> int:
 @pytest.mark.parametrize(("case", "kinds"), CASES, ids=[case.name for case, _ in CASES])
 def test_matches_dense(case: DivergenceCase, kinds: tuple[str, ...], monkeypatch) -> None:
     """The kernels; the matrix has the torch backend. Catches phantom columns, a moment that forgets that a maximum grew, 0
-    times infinity, the other head's options."""
+    times infinity, the other head's options, a launch over nothing, and a gradient that is left as it was."""
     if case.options.get("workspace_bytes"):
         monkeypatch.setattr(memory, "LEAST_BYTES", 8000)
         monkeypatch.setattr(memory, "ROWS", 16)
@@ -178,17 +168,6 @@ def test_kept_exponentials_match_dense(kept: int, case: DivergenceCase, kinds: t
     if GPU and case.name != "both-at-1e4":  # a dense head's logits are all equal there in bf16
         case = replace(case, dtype=BF16)
     assert_holds(case, kinds, "triton")
-
-
-@pytest.mark.parametrize("kind", ["reverse", "lk"])
-def test_no_tokens(kind: str) -> None:
-    """Catches a launch over nothing, and a gradient of the weight that is left as it was."""
-    hidden, weight, teacher, teacher_weight = on_device(drawn_of())
-    leaves = hidden[:0].requires_grad_(), weight.requires_grad_()
-    with nan_memory():
-        value = any_call(*leaves, teacher[:0], teacher_weight, kind=kind, backend="triton")
-        d_hidden, d_weight = torch.autograd.grad(value.sum(), leaves)
-    assert value.shape == (0,) and d_hidden.shape == (0, D) and not d_weight.any()
 
 
 def test_logits_of_16_bits_are_precise_near_the_largest_of_their_tile() -> None:
@@ -377,9 +356,8 @@ def test_what_one_head_rules_out(backend: str) -> None:
             if name in ("dC", "dbias"):
                 assert not got[out].any()
                 got = torch.cat((got[:3], got[40:]))
-            torch.testing.assert_close(
-                got, truth[name].float(), rtol=1e-4, atol=1e-5, msg=lambda said, name=name: f"{name}: {said}"
-            )
+            how: dict[str, Any] = dict(rtol=1e-4, atol=1e-5, msg=lambda said, name=name: f"{name}: {said}")
+            torch.testing.assert_close(got, truth[name].float(), **how)
         lead = biases(drawn)[kind == "forward"]
         lead[5] = 0.0
         value = call(drawn, kind, backend)["divergence"]
@@ -389,9 +367,8 @@ def test_what_one_head_rules_out(backend: str) -> None:
 
 def without(head: Any) -> Any:
     """The head without the rows that are ruled out."""
-    return replace(
-        head, **{name: torch.cat((x[:3], x[40:])) for name, x in vars(head).items() if name in ("weight", "bias")}
-    )
+    weight, bias = (torch.cat((x[:3], x[40:])) for x in (head.weight, head.bias))
+    return replace(head, weight=weight, bias=bias)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -494,7 +471,7 @@ def test_bad_input_is_one_line() -> None:
     assert_changes_refused(linear_kl_divergence, heads, BAD)
 
 
-OF_KERNELS = ("kl-draft-split", "kl-reverse-options", "kl-jsd-options", "tv-options", "lk")
+OF_KERNELS = ("kl-draft-split", "kl-reverse-options", "kl-jsd-options", "tv-options", "lk-empty-shards")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -514,8 +491,8 @@ def _kernels_on_two_ranks() -> None:
     with mock.patch.multiple(memory, most_rows=lambda *_: 4, LEAST_BYTES=8000, ROWS=4):
         for case in DIVERGENCE_CASES:
             if case.name in OF_KERNELS:
-                smaller = replace(case, shards=uneven, problem=Gaussian(12, 24, 75))
-                smaller = smaller if case.name != "lk" else replace(smaller, shards=with_empty)
+                shards = case.shards if "empty" in case.name else uneven
+                smaller = replace(case, shards=shards, problem=Gaussian(12, 24, 75))
                 errors = run_case(DIVERGENCE, smaller, dist.group.WORLD, "cpu", "triton")
                 assert all(error.ok for error in errors), f"{case.name} <- {case.catches}? {errors}"
 
@@ -572,7 +549,7 @@ def _check_dtensors() -> None:
 def _check_refusals() -> None:
     group = dist.group.WORLD
     assert group is not None
-    shard, other = (VocabShard(*split(V, 4)[group.rank()], V, group) for split in (even, uneven))
+    shard, other = VocabShard.even(V, group), VocabShard(*uneven(V, 4)[group.rank()], V, group)
     hidden, weight, teacher, teacher_weight = (x.cpu() for x in on_device(drawn_of()))
     rows = slice(shard.start, shard.stop)
     heads = (hidden, weight[rows], teacher, teacher_weight[other.start : other.stop])

@@ -147,12 +147,11 @@ def _check_what_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             linear_cross_entropy(hidden, split, labels)
+    split = distribute_tensor(weight.detach(), line, [Shard(0)])
     with pytest.raises(ValueError, match="leave shard out"):
-        split = distribute_tensor(weight.detach(), line, [Shard(0)])
         linear_cross_entropy(hidden, split, labels, shard=VocabShard.even(33, line.get_group()))
     with pytest.raises(ValueError, match="make the head with mesh="):
         plain.state_dict()
-    split = distribute_tensor(weight.detach(), line, [Shard(0)])
     bias = distribute_tensor(weight[:, 0].detach(), line, [Replicate()])
     with pytest.raises(ValueError, match=r"linear_bias is a DTensor .*Replicate.*split them alike"):
         linear_cross_entropy(hidden, split, labels, linear_bias=bias)

@@ -1,7 +1,5 @@
 """The predicted cost of a filter, which decides whether it runs, against stored rounds."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

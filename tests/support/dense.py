@@ -35,28 +35,6 @@ def loss_of(tensors: Iterable[Tensor], labels: Tensor, **options: Any) -> Any:
     return linear_cross_entropy(hidden, weight, labels, linear_bias=bias[0] if bias else None, **options)
 
 
-def assert_groups_are_as_right(made_in_groups: Any, how: dict[str, Any]) -> None:
-    """The default path on a GPU: three products, in the budget's bytes, and no less exact than the gradients of one group.
-
-    ``made_in_groups`` is called where gradients are made in forward; ``how`` has options of the loss.
-    """
-    tensors, labels = large_operands()
-    labels[::3] = -100
-    found, peaks = [], []
-    for mib in (1 << 14, 160):
-        made_in_groups.reset_mock()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        loss = loss_of(tensors, labels, workspace_bytes=mib << 20, **how)
-        found.append((loss, *torch.autograd.grad(loss, tensors)))
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-        assert made_in_groups.call_count == (mib == 160)
-    outputs = sum(grad.nbytes for grad in found[1][1:])
-    assert "token_loss" in how or peaks[1] <= outputs + (164 << 20) < peaks[0]
-    for ours, whole, true in zip(found[1], found[0], dense(tensors, labels, torch.float64, **how), strict=True):
-        assert (ours - true).norm() <= 1.3 * (whole - true).norm() + 1e-6 * true.norm()
-
-
 def dense(
     tensors: Iterable[Tensor], labels: Tensor, dtype: torch.dtype, factor: float | Tensor = 1.0, **options: Any
 ) -> tuple[Tensor, ...]:

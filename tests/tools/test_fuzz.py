@@ -137,7 +137,7 @@ def test_a_case_is_a_function_of_its_number():
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_oracle_agrees_with_the_reference(softcap):
-    """Formulas by hand, and autograd of the definition, which test_loss.py holds to torch's; the scale's gradient too."""
+    """Formulas by hand, and autograd of the definition; the scale's gradient too."""
     problem = Gaussian(bias=True)(torch.Generator().manual_seed(1))
     problem.labels[::4] = -100
     scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 pytest.importorskip("tokenizers")
 
+import lose_a_rank
 from commands import Command, Program, descendants, free_port, has_taken, is_running, kill
 from toy_runs import TEXT, history, newest
 
@@ -58,13 +59,7 @@ def go_on(run: list[str], out: Path) -> None:
         assert command.wait() == 0, command.text
 
 
-@pytest.mark.parametrize(
-    ("number", "whom"),
-    [
-        pytest.param(signal.SIGUSR1, "all", id="slurm"),
-        pytest.param(signal.SIGHUP, "last-rank", id="one-rank"),
-    ],
-)
+@pytest.mark.parametrize(("number", "whom"), [(signal.SIGUSR1, "all"), (signal.SIGHUP, "last-rank")])
 def test_a_signal_stores_the_step_and_costs_no_bit(
     tmp_path, run: list[str], whole: list[tuple], number: signal.Signals, whom: str
 ) -> None:
@@ -82,6 +77,13 @@ def test_a_signal_stores_the_step_and_costs_no_bit(
     if whom == "all":
         go_on(run, tmp_path)
         assert history(tmp_path) == whole
+
+
+@pytest.mark.sweep
+def test_a_run_that_lost_a_rank_ends_in_the_bits_of_an_undisturbed_one(capsys) -> None:
+    """What ``launch/measure_group.sh kill`` does on GPUs."""
+    assert lose_a_rank.main(["--ranks", "2", "--then", "1"]) == 0
+    assert "started again in the same bits" in capsys.readouterr().out
 
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path, run: list[str], whole: list[tuple]) -> None:

@@ -15,18 +15,7 @@ from torch import nn
 
 pytest.importorskip("tokenizers")
 
-from toy_runs import (
-    ALONE,
-    CORPUS,
-    go_back,
-    largest_difference,
-    losses,
-    newest,
-    options,
-    prepared,
-    pretrain,
-    records,
-)  # fmt: skip
+from toy_runs import ALONE, CORPUS, go_back, largest_difference, losses, newest, options, prepared, pretrain, records
 
 from cce_dist.tools.pretrain import corpus, data
 from cce_dist.tools.pretrain.engine import clip_gradients

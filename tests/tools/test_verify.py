@@ -20,8 +20,6 @@ from cce_dist.tools.verify.check import Error, assert_no_worse, compare, run_cas
 from cce_dist.tools.verify.matrix import TABLES, layouts, lines_of, run_matrix
 
 OVER_RANKS = ("-shards", "-sequence-parallel")  # their names, which say nothing to one process
-
-
 LOSS = TABLES["loss"][0]
 LINES = [line for line in lines_of(FUNCTIONS) if line[0] is not LOSS or not line[1].name.endswith(OVER_RANKS)]
 
@@ -81,14 +79,10 @@ FILTERS = (*OVER_RANKS, "-entropy")
 
 def _four_ranks():
     every = dict(layouts(4))  # one process has had all cases, and random ones run on two ranks in test_fuzz
-    on_four = [
-        line for line in lines_of(FUNCTIONS) if not line[1].name.startswith("filter") or line[1].name.endswith(FILTERS)
-    ]
-    for size, lines in (
-        (4, on_four),
-        (3, [line for line in lines_of(FUNCTIONS, "shards") if not line[1].name.startswith("filter")]),
-        (2, lines_of(FUNCTIONS, "sequence-parallel")),
-    ):
+    exact = [line for line in lines_of(FUNCTIONS) if not line[1].name.startswith("filter")]
+    filters = [line for line in lines_of(FUNCTIONS, "filter") if line[1].name.endswith(FILTERS)]
+    over_shards = [line for line in exact if "shards" in line[1].name]
+    for size, lines in ((4, exact + filters), (3, over_shards), (2, lines_of(FUNCTIONS, "sequence-parallel"))):
         with mock.patch.object(matrix, "layouts", lambda _, size=size: [(size, every[size])]):
             assert run_matrix(lines, "cpu", report=False) == []
     _check_lines()
@@ -140,12 +134,8 @@ def _check_head():
     # test_sharding.py has heads under FSDP2.
     with shared_folder() as folder:
         dcp.save(heads["mesh of 4"].state_dict(), checkpoint_id=folder)
-        loading = [
-            heads["group of 4"],
-            heads["mesh of 4"],
-            *([whole] if rank == 0 else []),
-        ]  # at T = 1, by one rank alone
-        for head in loading:
+        alone = [whole] if rank == 0 else []  # at T = 1, by one rank
+        for head in (heads["group of 4"], heads["mesh of 4"], *alone):
             torch.nn.init.zeros_(head.weight)
             state = head.state_dict()
             dcp.load(state, checkpoint_id=folder, no_dist=head is whole)
