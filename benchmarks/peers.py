@@ -4,6 +4,7 @@ Most functions take this rank's shard and a case's hidden states, and return a l
 library without a vocabulary-parallel mode ignores the shard, and its row needs the whole vocabulary.
 """
 
+import importlib
 import logging
 import os
 import warnings
@@ -235,18 +236,17 @@ def liger_triton(shard: VocabShard, hidden: Tensor) -> LossFn:
     return lambda hidden, weight, labels: loss(weight, hidden, labels)
 
 
-def liger_cute(shard: VocabShard, hidden: Tensor) -> LossFn:
-    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (  # pyright: ignore[reportMissingImports]
-        liger_fused_linear_cross_entropy_sm90,
-    )
+def liger_tensor_parallel(shard: VocabShard, hidden: Tensor) -> LossFn:
+    """Return Liger's tensor-parallel loss, in chunks of 512 tokens: its native kernels would need NVLink multicast."""
+    from liger_kernel.ops import fused_linear_scaled_cross_entropy as library  # pyright: ignore[reportMissingImports]
 
-    return liger_fused_linear_cross_entropy_sm90
+    apply = library.LigerFusedLinearScaledCrossEntropyTPFunction.apply
+    return lambda hidden, weight, labels: mean_of_kept(apply(hidden, weight, labels, shard.group), labels)
 
 
-def quack(shard: VocabShard, hidden: Tensor) -> LossFn:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy  # pyright: ignore[reportMissingImports]
-
-    return chunked_linear_cross_entropy
+def imported(module: str, function: str) -> Callable[[VocabShard, Tensor], LossFn]:
+    """Return a library's function, which takes what a loss function takes."""
+    return lambda shard, hidden: getattr(importlib.import_module(module), function)
 
 
 def fla(shard: VocabShard, hidden: Tensor) -> LossFn:
