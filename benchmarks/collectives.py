@@ -17,7 +17,8 @@ class Collectives:
     ``num_ranks`` is the size of the group: an all-gather returns this many times its input.
     """
 
-    kinds: list[Collective]  # by name and size, in order
+    sizes: list[tuple[str, int]]  # name and bytes of each, in order
+    kinds: list[Collective]  # the same, with times, by name and size
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -37,14 +38,13 @@ class Collectives:
         events = sorted(events, key=lambda event: event.start_ns())
         on_gpu = [event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
         on_cpu = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
-        sent = [self._size(event) for event in on_cpu if event.name().startswith(("nccl:", "gloo:"))]
+        self.sizes = [self._size(event) for event in on_cpu if event.name().startswith(("nccl:", "gloo:"))]
         spans = [(event.name(), event.start_ns(), event.end_ns()) for event in on_gpu]
         computing = _union((start, stop) for name, start, stop in spans if not name.startswith("nccl"))
-        calls: dict[tuple[str, int], list[tuple[int, int] | None]] = {kind: [] for kind in sent}
-        for name in dict.fromkeys(name for name, _ in sent):
-            begins = f"nccldevkernel_{name.replace('_', '')}_"  # such as ncclDevKernel_AllReduce_...
-            kernels = [(start, stop) for kernel, start, stop in spans if kernel.lower().startswith(begins)]
-            sizes = [size for each, size in sent if each == name]
+        calls: dict[tuple[str, int], list[tuple[int, int] | None]] = {kind: [] for kind in self.sizes}
+        for name in dict.fromkeys(name for name, _ in self.sizes):
+            kernels = [(start, stop) for kernel, start, stop in spans if _is_kernel_of(kernel, name)]
+            sizes = [size for each, size in self.sizes if each == name]
             # With one kernel per call, kernels come in the order of the calls.
             told_apart = kernels if len(kernels) == len(sizes) else [None] * len(sizes)
             for size, kernel in zip(sizes, told_apart, strict=True):
@@ -59,6 +59,11 @@ class Collectives:
             if dtype
         )
         return name, num_bytes * (self.num_ranks if name == "all_gather" else 1)
+
+
+def _is_kernel_of(kernel: str, name: str) -> bool:
+    """Return whether a kernel, such as ncclDevKernel_AllReduce_..., is of a collective, such as all_reduce."""
+    return kernel.lower().startswith(f"nccldevkernel_{name.replace('_', '')}_")
 
 
 def _times(spans: list[tuple[int, int] | None], computing: list[tuple[int, int]]) -> tuple[float | None, float | None]:
