@@ -4,6 +4,7 @@ Most functions take this rank's shard and a case's hidden states, and return a l
 library without a vocabulary-parallel mode ignores the shard, and its row needs the whole vocabulary.
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -221,18 +222,12 @@ def cut_cross_entropy(shard: VocabShard, hidden: Tensor, impl: str) -> LossFn:
 
 
 def liger_triton(shard: VocabShard, hidden: Tensor) -> LossFn:
-    from liger_kernel.transformers.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
-        LigerFusedLinearCrossEntropyLoss,
-    )
+    from liger_kernel.transformers import fused_linear_cross_entropy as library  # pyright: ignore[reportMissingImports]
 
     # Releases with several kernel languages use CuTe for the softmax if it is installed.
-    try:
-        from liger_kernel.backends import set_impl  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        pass
-    else:
-        set_impl("nvidia-triton")
-    loss = LigerFusedLinearCrossEntropyLoss()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("liger_kernel.backends").set_impl("nvidia-triton")
+    loss = library.LigerFusedLinearCrossEntropyLoss()
     return lambda hidden, weight, labels: loss(weight, hidden, labels)
 
 

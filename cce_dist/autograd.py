@@ -27,9 +27,9 @@ class Operator(NamedTuple):
     ``forward(hidden, weight, head, *others, grad_weight_out, call)`` returns its outputs and, as the last result, a list of
     tensors that backward needs. ``head`` lists tensors of ``kernels.Head``; the call names them.
 
-    ``backward(d_outputs, *inputs, saved, grad_weight_out, want, call)`` returns the gradients of hidden states and weight, and
-    [V] fp32, the gradient of the bias: no other tensor of the head has one. ``inputs`` are the first ``num_saved`` arguments of
-    forward. ``want`` has a bool for hidden states, weight, and each tensor of the head.
+    ``backward(d_outputs, *inputs, saved, grad_weight_out, want, call)`` returns the gradients of hidden states, weight and bias
+    ([V] fp32); other tensors of the head have none. ``inputs`` are the first ``num_saved`` arguments of forward. ``want`` has a
+    bool for hidden states, weight, and each tensor of the head.
 
     The operators of torch.library take the flat values of the call, then the tensor of ``call.numbers_of``, in place of the
     call.

@@ -134,8 +134,8 @@ def check_ranks(shard: VocabShard) -> None:
 def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a public function: with CCE_DIST_DEBUG=1, all ranks raise the error that one rank raises for its arguments.
 
-    The other ranks receive the error in ``check_ranks``. An error after this exchange stays on its rank, unless it is a
-    ``token_loss``'s, and so does an error of a call whose arguments do not contain the vocabulary-parallel group. The error of
+    The other ranks receive the error in ``check_ranks``. Later errors stay on their rank, except for those of a
+    ``token_loss``. So do errors of calls whose arguments do not contain the vocabulary-parallel group. The error of
     a tensor subclass that cannot run the operators is replaced by one that says so.
     """
 

@@ -1,8 +1,8 @@
 """Decide how a call is computed: its backend, one pass or two, groups of tokens, and memory budget.
 
-All that ranks must agree on is decided here. ``decide`` is a function of integers and strings, so its test is a table. All
-ranks of a group decide alike, so it takes the sizes of an even shard and, on every device, the throughput of an H200 and waves
-of 132 programs.
+All that ranks must agree on is decided here. ``decide`` is a function of integers and strings, so its test is a table. Ranks
+must decide alike, so decisions use the sizes of an even shard and, whatever the device, an H200's throughput and waves of 132
+programs.
 
 A public function decides once and passes the ``Way`` down in its ``Call``. An operator inside a graph of
 ``torch.compile`` decides when it runs, because sizes may be symbols while the graph is traced. ``cce_dist.explain`` describes a

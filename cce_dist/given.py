@@ -333,7 +333,7 @@ def _decided(
         # A graph of torch.compile contains the function of a token_loss, which is no part of an operator.
         outside = outside or has_token_loss
     else:
-        outside = outside or _is_observed(x.hidden, x.weight)  # by what needs two passes
+        outside = outside or _is_observed(x.hidden, x.weight)  # transforms and dispatch modes need two passes
     is_expected = options.expected_weights and not has_token_loss
     upstream = decide.upstream_of(options.reduction, is_expected, bool(options.return_aux) or outside)
     call = operands.call_of(x, spec, shard, options, needs_kernels=spec.filter.eps > 0)

@@ -82,7 +82,7 @@ class Task(NamedTuple):
 
 
 class _ForwardGradients(NamedTuple):
-    """Gradients for the upstream gradient ``expected_N``, None if not wanted, and what recomputing them needs."""
+    """Gradients for the expected upstream gradient (None if not wanted), and what is needed to recompute them."""
 
     hidden: Tensor | None
     weight: Tensor | None

@@ -174,9 +174,7 @@ class ScatterSum(torch.autograd.Function):
         _reduce_scatter_into(summed, part.contiguous(), group=group)
         return summed
 
-    @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
-        return gather_sequence(grads[0], ctx.group), None
+    backward = OwnSlice.backward
 
 
 class HiddenGradSum:

@@ -1,8 +1,8 @@
-"""The two torch.library operators behind loss and log-probabilities: one shard's arithmetic, merged over the group.
+"""The forward and backward operator behind loss and log-probabilities: one shard's arithmetic, merged over the group.
 
-They are opaque to torch.compile (fakes give the shapes) and differentiable once. A ``Call`` passes all options as plain values.
-``run_forward`` and ``run_backward`` are the algorithm: a backend (``kernels/backends.py``) does the shard's arithmetic, and
-``merge`` the communication.
+torch.compile calls them through torch.library (fakes give the shapes), eager calls directly. They are differentiable once. A
+``Call`` passes all options as plain values. ``run_forward`` and ``run_backward`` are the algorithm: a backend
+(``kernels/backends.py``) does the shard's arithmetic, and ``merge`` the communication.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Terms(NamedTuple):
     """How a token's loss is built from its negative log-likelihood.
 
     A token's loss is ``weight_N * ((1 - label_smoothing) * nll + label_smoothing * uniform_nll + z_loss_weight * lse^2)``; with
-    class weights ``uniform_nll`` is weighted by itself, see ``ClassWeights``. With ``token`` the caller's function computes the
+    class weights ``uniform_nll`` already contains them, see ``ClassWeights``. With ``token`` the caller's function computes the
     tokens' losses.
     """
 

@@ -1,1 +1,1 @@
-"""Adapters: one framework per file. They convert shapes, choose the group and say who sums dE, and nothing else."""
+"""Adapters, one framework per file. They convert shapes, choose the group, and state which code sums dE over ranks."""

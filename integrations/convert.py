@@ -52,9 +52,9 @@ def convert(
     Args:
         model: Any ``nn.Module`` with one head that is an ``nn.Linear``: its output embedding, or a module called lm_head or
             embed_out. DDP, ``torch.compile`` and PEFT's wrapper may be around it.
-        shard_over: The data-parallel mesh that ``fully_shard`` will be given, [ranks] or [replicas, ranks]. The head's weight
-            and bias then are DTensors split on dim 0 over its last dimension, the weight also where an embedding is tied to
-            it, and nobody gathers them for a loss. FSDP2 must leave them alone:
+        shard_over: The data-parallel mesh that ``fully_shard`` will be given, [ranks] or [replicas, ranks]. Weight and
+            bias of the head become DTensors, split on dim 0 over the mesh's last dimension. A tied embedding uses the same
+            weight. No loss gathers them. FSDP2 must leave them alone:
             ``fully_shard(model, mesh=mesh, ignored_params=set(model.lm_head.parameters()))``.
         equal_tokens: With ``shard_over``, a promise that the ranks of the mesh's last dimension have the same number of tokens
             in every call. Without it they tell each other, and the host waits for that.

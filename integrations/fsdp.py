@@ -6,9 +6,8 @@ docs/fsdp.md says what a user sees.
     fully_shard(..., ignored_params=) FSDP2 leaves it alone; ``_watch`` notes the mesh, the dtypes and the factor
     a loss                            gathers labels and hidden states; each rank reduces the losses of its own tokens
 
-A rank's loss covers its own tokens, whatever is computed from it, and the gradients of the ranks' losses are averaged as FSDP2
-averages them. An embedding that is tied to the head uses the same rows: each rank looks up those ids of all ranks that are in
-its rows.
+Each rank's loss covers its own tokens only. Gradients are averaged over ranks, as FSDP2 averages them. An embedding that is
+tied to the head uses the same rows: each rank looks up those ids of all ranks that are in its rows.
 
 Letters: V the vocabulary, V_r rows of this rank, D hidden size.
 """
@@ -107,8 +106,8 @@ class Rows:
     def enter(self, module: nn.Module, hidden: Tensor | None = None) -> None:
         """Find the ``fully_shard`` call of a converted model, or of a head with its ``hidden``, if ``_watch`` has not seen it.
 
-        No call covers the rows before torch 2.13, or if only other parts of the model are wrapped. A model then follows a call
-        inside of it. A head does not know its model. It refuses a call that it would have to follow.
+        No call covers the rows before torch 2.13, or if only other parts of the model are wrapped. A model then
+        takes the settings of a call inside of it. A head cannot find its model, so it refuses calls with other settings.
 
         Raises:
             ValueError: A module that hidden states come from has another mesh or a divide factor.
@@ -305,7 +304,7 @@ def computed_dtype(hidden: Tensor) -> torch.dtype:
 
 
 class _Embedding(nn.Module):
-    """Stands before the class of a tied embedding: in forward its weight is the rows, cast as FSDP2 casts parameters."""
+    """Base class of a tied embedding. In forward its weight is this rank's rows, cast as FSDP2 casts parameters."""
 
     cce_rows: Rows
 

@@ -69,9 +69,6 @@ class OnDemand(Tensor):
         new.compute = compute
         return new
 
-    def __init__(self, *_: Any) -> None:
-        """Do nothing: ``__new__`` has set everything."""
-
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.__name__ not in NO_LOOK:

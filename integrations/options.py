@@ -132,7 +132,7 @@ class ScoreOptions(Options):
     """Options of log-probabilities: ``batch_invariant`` as in ``linear_log_probs``.
 
     Raises:
-        ValueError: It is asked of the torch backend. Where "auto" comes to that, the call raises.
+        ValueError: ``batch_invariant`` is set with ``backend="torch"``. If "auto" chooses torch, the call raises.
     """
 
     batch_invariant: bool = dataclasses.field(default=False, kw_only=True)
@@ -144,7 +144,7 @@ class ScoreOptions(Options):
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions(Options):
-    """Options of a loss that trains alone, as in ``linear_cross_entropy``: in evaluation it is comparable with any other."""
+    """Options that a loss has in training only, so that losses of evaluations stay comparable."""
 
     label_smoothing: float = 0.0  # where the model's own call of ``F.cross_entropy`` says none
     z_loss_weight: float = 0.0

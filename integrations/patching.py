@@ -28,8 +28,7 @@ class Place:
     name: str  # of the function; for a method its class comes first: "SFTTrainer.__init__"
 
     def put(self, ours: Any) -> None:
-        """Replace the function, also one that an earlier ``put`` has left there."""
-        self.uninstall()
+        """Replace the function. An earlier replacement must be uninstalled."""
         ours.cce_original = _found(importlib.import_module(self.module), self.name)
         self._swap(ours.cce_original, ours)
 
@@ -73,7 +72,7 @@ class Patch(Place):
         known: Versions of the package that the adapter was written for, as an error names them.
         make: Called with the options, returns the replacement, whose parameters the function must have.
         parameters: Further names of the module and the parameters that they must have (fields for a class, () for anything).
-            An entry for the function itself counts in place of the replacement's parameters.
+            An entry for the function itself overrides the replacement's parameters.
         ours: In place of ``make``: what ``wrap`` takes. With ``**given`` the function may have any parameters.
     """
 

@@ -69,7 +69,7 @@ def _refuse_others(theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 _sampling_mask: Tensor | None = None  # of the loss under way
-# Computed over the whole vocabulary before there is a mask.
+# TRL computes these over the whole vocabulary, before it has a sampling mask.
 WHOLE = ("importance_sampling_ratio", "ref_per_token_logps", "old_per_token_logps", "old_logps")
 
 

@@ -66,8 +66,8 @@ def _make(options: ScoreOptions) -> Callable:
     return linear_cross_entropy
 
 
-# verl's own method is told that the model predicts several tokens only if it is trained to: that loss needs a mask, which
-# verl's fused forward does not get.
+# Tell verl's method that the model predicts several tokens only if it is trained to: that loss needs a mask, which verl's
+# fused forward does not get.
 def _fused_kernels(theirs: Callable, self: Any) -> None:
     mtp = self.model_config.mtp
     told = SimpleNamespace(mtp=SimpleNamespace(enable=mtp.enable and mtp.enable_train))

@@ -186,9 +186,9 @@ class Spec(NamedTuple):
     def can_keep(self, dtype: str) -> bool:
         """Whether exponentials can be kept from forward to backward, for hidden states of this dtype.
 
-        Only in bf16: the exponent of fp16 is too short, and fp32 would lose precision. The gradient of a logit must be a
-        multiple of exp(z) plus one number per token. Under a softcap that excludes label smoothing and the entropy, and with
-        factors per token label smoothing. ``invariant`` calls keep nothing.
+        Only in bf16: the exponent of fp16 is too short, and fp32 would lose precision. Label
+        smoothing and a differentiated entropy can use them only without a softcap, and label smoothing only without factors
+        per token. ``invariant`` calls keep nothing.
         """
         want, has_slope = self.want, self.logits.softcap > 0.0
         has_other_terms = (want.uniform and (has_slope or self.factors)) or (want.entropy and has_slope)
@@ -339,8 +339,8 @@ class Grads(NamedTuple):
     weight_out: torch.Tensor | None = None  # [V, D] buffer that d_weight is added to instead of being returned, or None
     # Called with d_hidden once all work that writes it is queued on the current stream
     hidden_ready: Callable[[torch.Tensor], None] | None = None
-    # If tokens are split, ``hidden_ready`` is also called with the first ``ready_rows`` rows, then with twice as many, and so
-    # on, as soon as these rows are final. None: it is only called with all rows.
+    # If tokens are split, ``hidden_ready`` is also called with the first ``ready_rows`` rows, then with the first
+    # 2 * ``ready_rows`` rows, and so on, as soon as these rows are final. None: it is only called with all rows.
     ready_rows: int | None = None
     hidden_out: torch.Tensor | None = None  # [N, D] storage that d_hidden is written to and returned in, or None
     # Often no token has a label: kernels then return early and may leave d_weight unwritten. d_hidden of tokens without a label

@@ -70,7 +70,7 @@ class Backend(Protocol):
         """Return ``token_losses``, stats_TKN and the tensors saved for backward if this shard is the whole vocabulary.
 
         Arguments are as in ``statistics``. The statistics are for ``outputs.merge_listed`` and ``outputs.merge_cells``. They
-        are None if these read none, and may have no TARGET.
+        are None if neither function needs them. The row TARGET may be unset.
         """
         ...
 

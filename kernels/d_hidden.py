@@ -6,8 +6,8 @@ remainder ``low``: 16 bits of mantissa for half the workspace of an fp32 buffer.
 d_hidden has few tiles: 576 on 132 multiprocessors take five waves, not 4.4. The tiles after the last whole wave are cut along
 the vocabulary into parts that fill one wave or two, and a second kernel adds the parts in order.
 
-A filter's exact path often has no token, or a few, and only the device knows how many. There (``often_empty``) the device cuts
-all tiles if less than half of a wave has work. Each part is summed over all chunks before the second kernel adds the parts.
+A filter's exact path often has no token, or a few, and only the device knows how many. There (OFTEN_EMPTY) the device cuts the
+tiles into parts if they fill less than half of a wave. A part collects all chunks; the second kernel then adds the parts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Sum(NamedTuple):
 
     high_ND: torch.Tensor  # [N, D] in the hidden states' dtype: d_hidden itself
     low_RD: torch.Tensor | None  # [R, D] bf16: the remainder; None in fp32, or if there is only one chunk
-    by_token: bool = False  # The remainder is [N, D], with a row per token as in d_hidden
-    # For groups that often have no token: parts of tiles, and at most how many rows use them. None: other groups
+    # Only for calls that are often empty: scratch for cut tiles, which groups of at most ``few_rows`` tokens use
     parts_PRC: torch.Tensor | None = None
     few_rows: int = 0
 
@@ -51,9 +50,8 @@ def add_d_hidden(
 ) -> None:
     """Add gain * scale_R * (dlogits_RV @ weight_VD) at the tokens of the group; ``first`` sets it instead.
 
-    ``outer``: [N] and [D] fp32; their outer product is added. If ``total`` has parts, only as many programs are launched as
-    run at a time, and after the last chunk ``add_parts`` must follow. Otherwise ``first`` also sets d_hidden of tokens without
-    a label, to 0.
+    ``outer``: [N] and [D] fp32; their outer product is added. If ``total`` has parts, launch one wave of programs; call
+    ``add_parts`` after the last chunk. Otherwise ``first`` also sets d_hidden of tokens without a label to 0.
     """
     device, tma, write = weight_VD.device, has_tma(dlogits_RV, weight_VD), int(first)
     if total.low_RD is None and total.high_ND.itemsize == 2:
@@ -65,7 +63,7 @@ def add_d_hidden(
     few = (total.few_rows, total.parts_PRC.shape[0]) if total.parts_PRC is not None else None
     dot_precision = precision(dlogits_RV.dtype)
     tile, parts, products, add_cut = _launches(
-        sizes, tile, num_programs(device), total.by_token, few, tma, dot_precision
+        sizes, tile, num_programs(device), few, tma, dot_precision
     )
     if total.parts_PRC is None:
         total = total._replace(parts_PRC=torch.empty(parts, dtype=torch.float32, device=device))
@@ -105,7 +103,7 @@ def add_parts(total: Sum, rows: Rows, gain: torch.Tensor | None) -> None:
         numbers = total.high_ND.shape[1], 2, 0, total.few_rows, num_parts
         _add_parts_kernel[(num_parts // 2, 4)](
             *_target(total, rows, None, gain, None), *numbers,
-            BY_TOKEN=total.by_token, BLOCK_N=block_n, BLOCK_D=block_d, OFTEN_EMPTY=True,
+            BLOCK_N=block_n, BLOCK_D=block_d, OFTEN_EMPTY=True,
         )
 
 
@@ -116,7 +114,7 @@ def _nothing(device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=MOST_KINDS)
 def _launches(
-    sizes: tuple[int, ...], tile: Tile, at_once: int, by_token: bool, few: tuple[int, int] | None, tma: bool, dot_precision: str
+    sizes: tuple[int, ...], tile: Tile, at_once: int, few: tuple[int, int] | None, tma: bool, dot_precision: str
 ) -> tuple[Tile, tuple[int, int, int], Launch, Launch | None]:
     """Return the tile, the shape of the parts of cut tiles, and both kernels' launches, the second None if no tile is cut."""
     num_rows, num_cols, hidden_size, _, write, num_set = sizes
@@ -128,7 +126,7 @@ def _launches(
         programs = num_whole + num_parts
     else:  # the device cuts
         num_parts, (num_whole, splits), programs = 0, few, min(num_tiles, at_once)
-    options = {"BY_TOKEN": by_token, "BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
+    options = {"BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
     products = _grad_hidden_kernel.prepared(
         (programs,), *sizes, num_whole, splits,
         **options, OFTEN_EMPTY=few is not None, BLOCK_V=tile.inner, TMA=tma, PRECISION=dot_precision, num_warps=tile.warps,
@@ -162,7 +160,6 @@ def _grad_hidden_kernel(
     num_set,  # rows to set, those without a label to 0; 0: only labelled rows
     num_whole,  # whole tiles; with OFTEN_EMPTY ``few_rows``
     splits,  # parts of each other tile; with OFTEN_EMPTY of all tiles together
-    BY_TOKEN: tl.constexpr,
     OFTEN_EMPTY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -180,11 +177,11 @@ def _grad_hidden_kernel(
         num_whole = tl.where(splits > 1, 0, num_tiles)
         for piece in range(tl.program_id(0), num_tiles * splits, tl.num_programs(0)):
             _write_piece(
-                piece, *given, num_whole, splits, BY_TOKEN, OFTEN_EMPTY, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
+                piece, *given, num_whole, splits, OFTEN_EMPTY, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
             )
     else:
         _write_piece(
-            tl.program_id(0), *given, num_whole, splits, BY_TOKEN, OFTEN_EMPTY, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
+            tl.program_id(0), *given, num_whole, splits, OFTEN_EMPTY, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
         )
 
 
@@ -201,7 +198,7 @@ def _tiles_and_splits(num_labelled, hidden_size, few_rows, num_parts, BLOCK_N: t
 def _write_piece(
     piece, dlogits, weight, index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
     parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_set, num_whole, splits,
-    BY_TOKEN: tl.constexpr, OFTEN_EMPTY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    OFTEN_EMPTY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Write a whole tile of d_hidden, or a part of the sum over columns for a tile that is cut."""
@@ -236,7 +233,7 @@ def _write_piece(
                 else:
                     _add(
                         some, row, col + number * (BLOCK_D // 4), index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr,
-                        of_column_ptr, d_hidden_ptr, low_ptr, hidden_size, first, num_set, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
+                        of_column_ptr, d_hidden_ptr, low_ptr, hidden_size, first, num_set, BLOCK_N, BLOCK_D // 4,
                     )
 
 
@@ -256,7 +253,6 @@ def _add_parts_kernel(
     num_set,
     num_whole,
     splits,
-    BY_TOKEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OFTEN_EMPTY: tl.constexpr,
@@ -281,7 +277,7 @@ def _add_parts_kernel(
         some += tl.load(_part(parts_ptr, cut * splits + split, quarter, BLOCK_N, BLOCK_D))
     _add(
         some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr,
-        d_hidden_ptr, low_ptr, hidden_size, first, num_set, BY_TOKEN, BLOCK_N, BLOCK_D // 4,
+        d_hidden_ptr, low_ptr, hidden_size, first, num_set, BLOCK_N, BLOCK_D // 4,
     )
 
 
@@ -309,7 +305,6 @@ def _add(
     hidden_size,
     first,
     num_set,
-    BY_TOKEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -329,8 +324,7 @@ def _add(
     some = tl.where(live[:, None], some, 0.0)
     mask = written[:, None] & (offs_d < hidden_size)[None, :]
     high = d_hidden_ptr + token.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-    low_row = token if BY_TOKEN else offs_n
-    low = low_ptr + low_row.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if low_ptr is not None else high
+    low = low_ptr + offs_n.to(tl.int64)[:, None] * hidden_size + offs_d[None, :] if low_ptr is not None else high
     if first == 0:
         some += tl.load(high, mask=mask, other=0).to(tl.float32)
         if low_ptr is not None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, memory
+from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, memory
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden, add_parts, with_parts
@@ -48,7 +48,7 @@ from cce_dist.kernels.lse import (
 )
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.outputs import NO_ID, largest, normalised
-from cce_dist.kernels.saved_exp import Leveling, SavedExp, label_cells, scaled_rows
+from cce_dist.kernels.saved_exp import Leveling, SavedExp, scaled_rows
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs, thinned
 from cce_dist.kernels.tokens import (
     coefficients,
@@ -286,7 +286,7 @@ class Output(NamedTuple):
     gain: torch.Tensor | None  # A factor on all gradients, or None
     grads: Grads
     tiles: Tiles
-    weight_first: bool = False  # d_hidden's storage holds the hidden states for d_weight's product, so d_weight comes first
+    weight_first: bool = False  # Compute d_weight before d_hidden, whose storage holds the scaled hidden states until then
 
 
 class Uniform(NamedTuple):
@@ -318,7 +318,7 @@ def gradients_by(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor | None, saved: SavedExp, grads: Grads, spec: Spec,
     upstream: Upstream = _NO_UPSTREAM,
 ) -> Gradients:
-    """Compute ``gradients`` by coefficients, or if these are None or exponentials are saved, by ``upstream``."""
+    """Compute ``gradients``. Recomputed columns use ``coef_4N``, or if it is None, ``upstream``, as saved columns always do."""
     last = x.num_valid
     num_saved = min(saved.exp_NV.shape[1], last)
     d_hidden, d_weight, d_bias = new_gradients(x, grads)
@@ -392,7 +392,7 @@ def _write_label_cells(
 ) -> None:
     """Write the cells of each token's ids in saved exponentials, if ``scaled_rows`` has not written its label's cell."""
     if softmax.entropy is not None and x.cells is None:
-        x = x._replace(cells=label_cells(saved, x, coef_4N))
+        x = x._replace(cells=Cells(x.ids[:, None], saved.target_N[:, None], coef_4N[1][:, None]))
     if x.cells is not None:
         write_cells(x, rows, softmax, coef_4N, 0, saved.exp_NV, scale_R)
 
@@ -457,7 +457,7 @@ def add_chunks(
 
 
 def new_gradients(x: Operands, grads: Grads) -> Gradients:
-    """Allocate the wanted gradients. Zero d_bias and what no kernel writes: padding rows, or all if there is nothing to add."""
+    """Allocate the wanted gradients. d_bias and padding rows start as 0; without tokens or columns, all gradients do."""
     d_hidden, num_written = None, x.num_valid if x.num_tokens else 0
     if grads.want_hidden:
         d_hidden = _new_like(x.hidden) if grads.hidden_out is None else grads.hidden_out

@@ -53,10 +53,10 @@ class Finished(NamedTuple):
     losses: Losses
     softmax: Softmax
     part_2B: Part | None  # fp32: sum of nll and number of labels that are not ignored, by program; with the mean
-    arrived: torch.Tensor  # ``num_labelled`` of the compact order, which has the counter of arrivals
+    arrived: torch.Tensor | None  # ``num_labelled`` of the compact order, which has the counter of arrivals; with the mean
 
     @classmethod
-    def new(cls, x: Operands, num_labelled: torch.Tensor, want: Want, inner: Sequence[Part]) -> Finished:
+    def new(cls, x: Operands, num_labelled: torch.Tensor | None, want: Want, inner: Sequence[Part]) -> Finished:
         """Allocate the tensors, except for ``inner``, which has the shapes that ``shapes_inside`` returns."""
 
         def new(is_wanted: bool = True, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -234,8 +234,8 @@ def _merged_parts(partial_ptr, offs_n, live, row_stride, num_splits, WANT: tl.co
         where = partial_ptr + split * row_stride + offs_n
         drop = base - tl.load(where + SHIFT * plane, mask=live, other=0)
         part = tl.load(where + SUM * plane, mask=live, other=0)
-        # A sum of 0 is not rescaled, because its reference may be far off. Any other sum, NaN too, is. A filter's reference is
-        # the bound over all shards: where a shard's logits are FAR below it, sums are below fp32's normal range and count as 0.
+        # Leave a sum of 0 as it is: its reference may be far off. Rescale any other sum, NaN too. A filter's reference is the
+        # bound over all shards: where a shard's logits are FAR below it, its sums are below fp32's normal range and count as 0.
         rescale = tl.where(part == 0, 1.0, tl.where(drop < -FAR, 0.0, tl.exp(-drop)))
         sum_exp += part * rescale
         if WANT.below:
@@ -325,7 +325,8 @@ def token_losses(stats_TKN: torch.Tensor, x: Operands, spec: Spec) -> tuple[Loss
     num_shards, num_stats, num_tokens = stats_TKN.shape
     programs = max(1, cdiv(num_tokens, _BLOCK))  # without tokens the mean is still to be written
     inner = allocate(x.ids.device, *Finished.shapes_inside(num_tokens, spec.want, programs))
-    out = Finished.new(x, (x.order or compact(x.ids))[1], spec.want, inner)
+    order = (x.order or compact(x.ids)) if spec.want.mean else [None, None]
+    out = Finished.new(x, order[1], spec.want, inner)
     with on_device(stats_TKN):
         launch = _token_losses_launch(num_shards, num_stats, spec.vocab_size, num_tokens, programs)
         launch(stats_TKN, x.ids, out.part_2B, out.arrived, out.losses, out.softmax)

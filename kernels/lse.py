@@ -114,7 +114,7 @@ def lse_partials(
     marks: Marks | None = None,
     want_sloped: bool = False,
 ) -> None:
-    """Write the partials of a span of tiles; fill what ``marks`` ask for, and exponentials with their references in ``keep``.
+    """Write the partials of a span of tiles. With ``marks``, also write marks, with ``keep`` exponentials and references.
 
     ``want_sloped`` adds the sum of exp times the softcap's slope.
     """

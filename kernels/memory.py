@@ -51,7 +51,7 @@ SLOT_BYTES = 20  # bytes of a slot: column, gradient and the slot's place; then 
 COLUMNS_PER_SLOT = 64  # columns of exact gradient that cost as much as a listed column
 
 LIVE_BLOCKS = 8  # most blocks of logits that the dense backend has alive at a time
-BLOCK_N, BLOCK_V = 128, 256  # groups of tokens are multiples of the first, blocks of the dense backend of both
+BLOCK_N, BLOCK_V = 128, 256  # groups of tokens are multiples of BLOCK_N, the dense backend's blocks of both
 DENSE_N = 32  # the dense backend's groups of tokens are multiples of this
 # Most tokens and columns of a block on a CPU, whose caches hold a few such blocks. On an AMD EPYC they take 0.6 to 0.9 of the
 # time of blocks of 32 MiB, and wider blocks of few tokens up to five times as long in oneDNN (2026-11).
@@ -109,8 +109,8 @@ class Chunks(NamedTuple):
 def bytes_of_all(sizes: Sizes) -> int:
     """Return the smallest budget that keeps the exponentials of all columns.
 
-    It also holds hidden states and references of all tokens. If d_hidden is ``alone``, it holds only a group's in forward, and
-    the parts of d_hidden's last wave in backward: backward's hidden states are in d_hidden's own storage.
+    It also holds hidden states and references of all tokens. If no other rank waits for d_hidden (``alone``), it needs them for
+    one group in forward, and room for the parts of d_hidden's last wave in backward, which keeps hidden states in d_hidden.
     """
     num_tiles = cdiv(sizes.num_columns, TILE_COLS)
     row_bytes = _making_bytes(sizes, num_tiles)
@@ -208,8 +208,8 @@ def _bytes_of_group(sizes: Sizes) -> int:
 
 def _part_kept(sizes: Sizes, workspace_bytes: int) -> int:
     """Return how many tiles keep their exponentials if the other columns are recomputed in chunks; negative if none fit."""
-    # A chunk of ``width`` recomputed columns costs CHUNK_COST, so it is widened until the memory of the next column saves more
-    # time as a saved column. Beside the chunk the budget holds hidden states and remainder of all tokens.
+    # Each chunk has a fixed cost, CHUNK_COST, so wider chunks are cheaper, until their memory would save more time if it held
+    # exponentials. Beside the chunk the budget holds hidden states and remainder of all tokens.
     width = math.isqrt(CHUNK_COST * sizes.num_columns)
     recompute = sizes.num_tokens * (2 * sizes.hidden_bytes + width * sizes.cell_bytes)
     tile_bytes = TILE_COLS * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads  # per token, with references

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cce_dist.kernels import Cells, Operands, Rows, Softmax, Upstream
+from cce_dist.kernels import Operands, Rows, Softmax, Upstream
 from cce_dist.kernels.blocks import kernel, rows_with_zeros
 from cce_dist.kernels.direct import MOST_KINDS, Launch, Part
 from cce_dist.kernels.fast_math import LOG_2, fast_log2, has_fast_math
@@ -149,11 +149,6 @@ def _scaled_rows_launch(gather: bool, num_rows: int, hidden_size: int, *sizes: i
         (cdiv(num_rows, 16), col_blocks), num_rows, hidden_size, *sizes,
         MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
     )
-
-
-def label_cells(saved: SavedExp, x: Operands, coef_4N: torch.Tensor) -> Cells:
-    """Return each token's label as ``Cells`` with one id."""
-    return Cells(x.ids[:, None], saved.target_N[:, None], coef_4N[1][:, None])
 
 
 @kernel("hidden_ptr", "rows_ptr", "exp_ptr", "scale_ptr", "hidden_size", "exp_cols")

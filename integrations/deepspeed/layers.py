@@ -34,7 +34,7 @@ class _Split:
 class CCEHead(_Split, nn.Linear):
     """The rows of a language model's head that this rank of the model axis holds: hidden [..., D] -> logits.
 
-    In a model that ``initialize`` has not converted: local logits if the vocabulary is not split, else an error.
+    Without conversion by ``initialize``, forward returns local logits, or raises if the vocabulary is split.
     The initial rows differ between ranks that are seeded alike, and depend on the number of ranks.
 
     Args:

@@ -56,7 +56,7 @@ class Task(transformers.Task):
     """What the head of an engine knows besides."""
 
     sequence_group: dist.ProcessGroup | None = None  # with ``sequence_mean``, the ranks over whose tokens a "mean" is
-    sequence_scale: int = 1  # multiplies this rank's part of such a mean for its gradient
+    sequence_scale: int = 1  # factor on this rank's part of such a mean, for its gradient only
     reported: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # what the last loss was made of
     is_given_back: bool = False  # by a later engine of the same model
 

@@ -41,7 +41,7 @@ def _change_class(module: Any, kind: type) -> None:
 
 
 def give_back(module: Any) -> None:
-    """Undo ``take`` or ``watch``. A model's class that FSDP2 has changed since stays, without effect.
+    """Undo ``take`` or ``watch``. If FSDP2 has changed a model's class since then, the class stays, but has no effect.
 
     Raises:
         ValueError: The class of a head was changed since.
@@ -100,7 +100,7 @@ class Head(_Taken):
             return task.defer(self, *args, **kwargs)
         if gathered:
             return super().__call__(*args, ask=ask, **kwargs)
-        # Other hooks see one call of the head, with the hidden states and the deferred logits. The request passes them by.
+        # Other hooks run once, when the head is called, and see hidden states and deferred logits. The request skips them.
         return super().__call__(*args, **kwargs) if ask is None else self.forward(*args, ask=ask, **kwargs)
 
     def forward(self, *args: Any, ask: Callable | None = None, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 ``Task.enter`` decides once, in the call of the model that runs:
 
     labels given                       deferred: there will be a loss
-    none, but training and gradients   deferred: there will be a loss, or the model has no use for logits that are trained
+    none, but training and gradients   deferred: logits that are trained are only needed for a loss
     none otherwise                     computed: ``generate``, and passes of a reference model under ``no_grad``
 """
 

@@ -2,8 +2,8 @@
 
 In training every other use raises an error that names the use. In evaluation any other use computes the logits from the saved
 hidden states and weight. It raises ``ChangedError`` instead if the logits are stale, because they would not fit the loss beside
-them; docs/huggingface.md lists when. A forward in training counts as a change, because an optimizer that writes through
-``.data``, as DeepSpeed's do, changes no version, and neither DTensors nor parameters of ZeRO-3 have a version to compare.
+them; docs/huggingface.md lists when. A forward in training makes logits stale, too: optimizers that write through
+``.data``, as DeepSpeed's do, change no version, and DTensors and parameters of ZeRO-3 have no version to compare.
 
 Letters: D hidden size, N tokens, V the vocabulary.
 """

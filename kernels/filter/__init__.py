@@ -217,7 +217,7 @@ def _filtered_gradients(
         total = target = frequent_weight_FD = None
         if d_hidden is not None:
             keeps = memory.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes)
-            total = Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens) if keeps else None, by_token=True)
+            total = Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens) if keeps else None)
         listed_gradients(x, lists, how, spec.filter.compensate, total)
         comp = _compensation(x, how, lists.ids_F, tiles, grads, spec)
         if grads.want_weight:

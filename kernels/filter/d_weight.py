@@ -101,7 +101,7 @@ def _by_column_kernel(
     for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
         offs_m = begin + tl.arange(0, BLOCK)
         slot = tl.load(how.slot_M + offs_m, mask=offs_m < total, other=-1)
-        # A place that no gradient took holds any number: no slot, or a slot whose column does not have this place.
+        # Unused places hold garbage. Ignore them if the slot is out of range, or if its column does not own the place.
         used = (slot >= 0) & (slot < capacity)
         column = tl.load(column_ptr + slot, mask=used, other=-1)
         used &= (column >= 0) & (column < num_valid)

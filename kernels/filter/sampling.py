@@ -6,8 +6,8 @@ rows of the weight stand behind the frequent columns' in one matrix [C, D], so o
 The linear correction needs the covariance of Q columns, which are sampled by their shares, too. The terms of the K columns lose
 their linear part, for which ``along`` is computed for each token.
 
-Both factors come from the terms of the sampled tokens at the sampled columns: d_hidden's from tokens, which were sampled by
-|r|, d_weight's from columns, which were sampled by q. Inverse-probability weights make each the estimate for all of them.
+Both factors are estimated from the terms of the sampled tokens at the sampled columns. Inverse-probability weights make
+d_hidden's factor the estimate for all tokens, which were sampled by |r|, and d_weight's for all columns, sampled by q.
 """
 
 from __future__ import annotations
@@ -448,7 +448,7 @@ def _factors_kernel(
             signals = signal * (1 - x) * (1 - x) + 2 * both * x * (1 - x) + last * x * x
             noises = noise * (1 - x) * (1 - x) + 2 * both_noise * x * (1 - x) + last_noise * x * x
             part = _signal_share(signals, noises, least_signal)
-            # The error that is left: the samples' noise, or what they say of the rest if they are not used; and the
+            # The error that is left: the samples' noise if they are used, otherwise the uncorrected rest; plus the
             # covariance's noise.
             left = tl.where(part > 0, part * noises, tl.maximum(signals - noises, 0.0))
             left += x * x * (noise - 2 * both_noise + last_noise) * (num_columns / num_covariance)

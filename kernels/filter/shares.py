@@ -210,8 +210,8 @@ def dropped_columns(
     times the softcap's slope. A column's sum is multiplied by exp(-REWEIGHTING * scale * (column . shift)); the shift is the
     mean hidden state of the sample less the mean of all tokens.
 
-    ``parts_SV``: out, [S, V or more] in the weight's dtype, or None: each token's part in each column, less the mean of all
-    tokens' parts, with the sign of r, less the mean again, reweighted.
+    ``parts_SV``: out, [S, V or more] in the weight's dtype, or None: each token's part in each column, centered over tokens,
+    multiplied by the sign of r, centered again, then reweighted.
     """
     rows_SD, num_valid = sample.rows_SD, x.num_valid
     num_rows, hidden_size = rows_SD.shape

@@ -88,8 +88,8 @@ def last_stage_layers(layers: list[int]) -> int | None:
 def torchtitan_less_layers(layers: list[int]) -> int:
     """Return ``pipeline_parallel_last_stage_less_layers`` with which torchtitan's last stage has as many layers as the cut's.
 
-    torchtitan counts the option's number as layers of the last stage, gives every stage the same count, and first stages the
-    rest. The first stage's option is 0.
+    torchtitan adds the option's number to the last stage's layers, gives every stage the same count, and the remaining layers
+    to the first stages. The first stage's option is 0.
     """
     total, stages = sum(layers), len(layers)
     return min(range(total + 1), key=lambda less: abs((total + less) // stages - less - layers[-1]))

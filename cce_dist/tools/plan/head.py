@@ -20,7 +20,6 @@ from cce_dist.kernels.waves import cdiv
 from cce_dist.tools.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Dense, Device
 
 OURS = ("kept", "budget", "filtered")
-LOSSES = (*OURS, *DENSE)
 VECTOR_BYTES = 16  # products are fastest where a row of logits is a multiple of this
 # Columns that a filter lists per token: in the bench's "trained" and "spread" workloads, threshold 2^-10, Llama-3-8B's head.
 FEW_LISTED, MANY_LISTED = 2, 59
@@ -118,7 +117,7 @@ class Cost:
 
 
 def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = None) -> Cost:
-    """Predict the cost of one of ``LOSSES``, within a budget or, for None, within the budget that the loss chooses.
+    """Predict the cost of one of ``OURS`` or ``DENSE``, within a budget or, for None, within the budget that the loss chooses.
 
     "kept" keeps all exponentials whatever the budget, "budget" is exact, "filtered" filters; the other losses hold logits.
     """

@@ -144,7 +144,7 @@ def _load(path: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]
 def _candidates(folder: Path) -> list[Path]:
     """Return the checkpoints to try, the newest first.
 
-    They are those up to the one that the file ``latest`` names, and all where it names none that is there.
+    These are the checkpoints up to the one that the file ``latest`` names, or all of them if that one does not exist.
     """
     found = _ours(folder)[::-1]
     try:

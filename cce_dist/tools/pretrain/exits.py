@@ -56,7 +56,7 @@ def say(line: str) -> None:
 
 
 def tell_torchrun(code: int) -> None:
-    """Have the agent end. It knows no exit code of a rank after which it would not start all ranks again."""
+    """Tell the agent to end. After any exit code of a rank but 0 it would start all ranks again."""
     if code in (HOPELESS, AGAIN) and "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ.get("LOCAL_RANK") == "0":
             ours = os.environ.get(AGENT) == str(os.getppid())

@@ -52,7 +52,7 @@ def job() -> str | None:
 
 def _lock(out: Path, held: contextlib.ExitStack) -> bool:
     """Take the lock until ``held`` closes; return whether its last holder was this very run."""
-    # Slurm gives a job its number back when it is queued again; within one allocation it is shared by all that is started.
+    # A Slurm job that is queued again keeps its number, but so does everything that is started within one allocation.
     again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 or bool(os.environ.get("RUN_ID"))
     launch = os.environ.get("TORCHELASTIC_RUN_ID")
     lock = held.enter_context((out / "lock").open("a+", encoding="utf-8"))

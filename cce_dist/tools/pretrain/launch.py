@@ -192,14 +192,14 @@ def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
     return folders[nodes[node]]
 
 
-def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> float:
+def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> None:
     """Train on the corpus in ``folder``; see ``train``."""
     corpus = data.Corpus(folder)
     batches, held_out = (
         data.Batches(ids, recipe.shape.seq_len, recipe.seed) for ids in (corpus.train, corpus.held_out)
     )
     make_deterministic(recipe.seed)
-    return train(Engine(recipe, ranks), corpus, batches, held_out)
+    train(Engine(recipe, ranks), corpus, batches, held_out)
 
 
 def check_flags(recipe: Recipe) -> None:

@@ -30,11 +30,8 @@ from cce_dist.tools.pretrain.stop import SIGNALS, Agreement, signal_handlers
 PEAKS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
 
 
-def train(engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches) -> float:
+def train(engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches) -> None:
     """Train as the engine's recipe says. Both batches are from ``corpus``.
-
-    Returns:
-        The last validation loss, in nats per token; NaN if the run was finished already.
 
     Raises:
         UsageError: A folder or a checkpoint of another run, or a loss that is not finite; on every rank.
@@ -45,7 +42,7 @@ def train(engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches) -
         run = _Run(engine, corpus, held_out, restarted)
         with signal_handlers(SIGNALS, run.agreement.remember):
             try:
-                return run.train(batches)
+                run.train(batches)
             finally:
                 run.close()
 
@@ -69,7 +66,7 @@ class _Run:
         self.stored = self.state["step"]
         self.log = self._open_log() if self.ranks.rank == 0 else None
 
-    def train(self, batches: Batches) -> float:
+    def train(self, batches: Batches) -> None:
         """Take all steps that are left; see the module's ``train``."""
         recipe, engine, state = self.recipe, self.engine, self.state
         state["steps"] = recipe.steps
@@ -106,7 +103,6 @@ class _Run:
                 tokens, clock = 0, time.perf_counter()
         self.agreement.settle()
         self._finish(val_loss)
-        return val_loss
 
     def close(self) -> None:
         """Close the log, however the run has ended."""

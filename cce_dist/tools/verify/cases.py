@@ -239,10 +239,10 @@ class Truth:
         values: Outputs and gradients by name, float64: "dE" [N, D], "dC" [V, D], "dbias" [V], "dscale" (of logit_scale).
         plain: Gradients under the plain filter of single elements, where the case has a filter.
         defined: Gradients as the filter is defined, in the tested dtype and in float64.
-        noise: For each value the size, in units of the value, of the terms that it is summed from. fp32 rounds each term, in
-            any order of operations. Gradients: the root of the sum of squares; "dE unbent" and so on: the same without the
-            softcap's slope, which is itself a difference of two near numbers; "dC alike" and so on: the sum of sizes, because
-            equal terms are rounded alike, and a sequential sum of them, too. Empty: not known.
+        noise: For each value, how large the terms of its sum are: fp32 rounds every term, in any order of operations.
+            Gradients have the root of the sum of squares; "dE unbent" and so on leave out the softcap's slope, which is
+            itself a difference of two near numbers; "dC alike" and so on add sizes, because equal terms round in the same
+            direction, and so does a sequential sum of them. Empty: not known.
         logit_noise: The same for a logit, the largest of all.
     """
 
@@ -279,7 +279,7 @@ def trap(name: str, catches: str, options: Options = None, problem: Recipe | Non
 
 
 def filter_trap(name: str, catches: str, options: Options = None, problem: Recipe | None = None, **others: Any) -> LossCase:
-    """Return a case with a filter, which must remove half of dE's error, a quarter of dC's, and nearly all of its sum's."""
+    """Return a case with a filter, which must remove half of the error of dE, a quarter of dC's, and nearly all of sum dE's."""
     options = {"grad_filter": FILTERED} | (options or {})
     return trap(name, catches, options, problem or ZIPF, **{"left": (0.5, 0.75, 0.02)} | others)
 

@@ -30,7 +30,7 @@ from cce_dist.tools.verify.loss import RANDOM_LOSS, TOKEN_LOSSES
 from cce_dist.tools.verify.views import LAYOUTS, WRITABLE
 
 ROUNDED = 1e-15  # float64's error in a gradient that is 1 minus a probability
-LUCK = 4  # widens bounds, which follow the baseline's error: by luck, one or two tokens may have hardly any
+LUCK = 4  # widens bounds: they follow the baseline's error, which with one or two tokens is nearly 0 by chance
 
 
 class Setting(NamedTuple):
