@@ -149,84 +149,70 @@ def head(size: int = 640, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Te
 
 
 def step(
-    name: str, workspace_bytes: int = 64 << 20, bias: bool = False, size: int = 640, dtype: torch.dtype = torch.bfloat16,
-    **options: Any,
-) -> None:  # fmt: skip
-    from cce_dist import linear_cross_entropy
-
+    name: str, function: Any, *others: Any, size: int = 640, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> None:
+    """Call a function, and backward; ``others`` are its arguments after the hidden states and the weight."""
     if not begin(name):
         return
     hidden, weight = head(size, dtype)
-    linear_bias = torch.zeros(5000).bfloat16().requires_grad_() if bias else None
-    out = linear_cross_entropy(
-        hidden, weight, torch.arange(600), linear_bias=linear_bias, backend="triton", workspace_bytes=workspace_bytes,
-        **options,
-    )  # fmt: skip
-    getattr(out, "loss", out).sum().backward()
+    out = function(hidden, weight, *others, **{"backend": "triton", "workspace_bytes": 64 << 20} | options)
+    objective = getattr(out, "log_probs", out).sum()
+    entropy = getattr(out, "entropy", None)
+    (objective if entropy is None else objective + entropy.sum()).backward()
+
+
+def loss(name: str, bias: bool = False, **options: Any) -> None:
+    from cce_dist import linear_cross_entropy
+
+    if bias:
+        options["linear_bias"] = torch.zeros(5000).bfloat16().requires_grad_()
+    step(name, linear_cross_entropy, torch.arange(600), **options)
 
 
 def divergence(kind: Any, kept: bool = False, bias: bool = False, **options: Any) -> None:
     from cce_dist import linear_kl_divergence
 
-    if not begin(f"{kind} divergence{' with options' if bias else ''}{', kept' if kept else ''}"):
-        return
-    (hidden, weight), (teacher, teacher_weight) = head(), (x.detach() for x in head(896))
     if bias:
         options |= {name: torch.zeros(5000).bfloat16() for name in ("linear_bias", "teacher_bias")}
-    linear_kl_divergence(
-        hidden, weight, teacher, teacher_weight, kind=kind, reduction="mean", backend="triton",
-        workspace_bytes=1 << 30 if kept else 1, **options,
-    ).backward()  # fmt: skip
+    name = f"{kind} divergence{' with options' if bias else ''}{', kept' if kept else ''}"
+    options |= {"kind": kind, "reduction": "mean", "workspace_bytes": 1 << 30 if kept else 1}
+    step(name, linear_kl_divergence, *(x.detach() for x in head(896)), **options)
 
 
-def log_probs(name: str, num_ids: int = 1, workspace_bytes: int = 64 << 20, own: bool = False, **options: Any) -> None:
+def log_probs(name: str, num_ids: int = 1, own: bool = False, **options: Any) -> None:
     from cce_dist import linear_log_probs
 
-    if not begin(name):
-        return
-    hidden, weight = head()
     if own:
         options["temperature"] = torch.ones(600)
-    out = linear_log_probs(
-        hidden, weight, torch.arange(600 * num_ids).view(600, num_ids), backend="triton", workspace_bytes=workspace_bytes,
-        **options,
-    )  # fmt: skip
-    objective = out.log_probs.sum()
-    (objective if out.entropy is None else objective + out.entropy.sum()).backward()
+    step(name, linear_log_probs, torch.arange(600 * num_ids).view(600, num_ids), **options)
 
 
-def kept(name: str, softcap: float | None = None, bias: bool = False) -> None:
+def kept(name: str, bias: bool = False, **options: Any) -> None:
     from cce_dist import KeptIds, linear_log_probs
 
-    if not begin(name):
-        return
-    hidden, weight = head()
     lists = KeptIds(torch.arange(601) * 3, torch.arange(1800))
     if bias:  # the last tokens take the whole vocabulary
         lists = KeptIds(lists.offsets.clamp(max=900), lists.ids[:900], torch.arange(300, 600))
-    out = linear_log_probs(
-        hidden, weight, torch.arange(600), kept=lists, entropy=bias,
-        linear_bias=torch.zeros(5000).bfloat16() if bias else None, softcap=softcap, backend="triton",
-    )  # fmt: skip
-    out.log_probs.sum().backward()
+        options |= {"linear_bias": torch.zeros(5000).bfloat16(), "entropy": True}
+    step(name, linear_log_probs, torch.arange(600), kept=lists, workspace_bytes=None, **options)
 
 
 def main() -> None:
     from cce_dist import GradFilter, groups
 
-    step("exact", workspace_bytes=1)
-    step("kept", workspace_bytes=1 << 30)
-    step("kept, tiles that lie", workspace_bytes=1 << 30, size=512)
+    loss("exact", workspace_bytes=1)
+    loss("kept", workspace_bytes=1 << 30)
+    loss("kept, tiles that lie", workspace_bytes=1 << 30, size=512)
     with groups.of_rows(256):
-        step("kept, in groups", workspace_bytes=1 << 30)
-        step("smoothed, in groups", workspace_bytes=1 << 30, label_smoothing=0.1)
+        loss("kept, in groups", workspace_bytes=1 << 30)
+        loss("smoothed, in groups", workspace_bytes=1 << 30, label_smoothing=0.1)
     with groups.of_rows(256, low=True):
-        step("each token, in groups", workspace_bytes=1 << 30, reduction="none", grad_weight_out=torch.zeros(5000, 640))
-    step("filtered", grad_filter=GradFilter(always=True))
-    step("exact with options", bias=True, softcap=30.0, label_smoothing=0.1)
-    step("filtered with options", softcap=30.0, grad_filter=GradFilter(always=True))
+        loss("each token, in groups", workspace_bytes=1 << 30, reduction="none", grad_weight_out=torch.zeros(5000, 640))
+    loss("filtered", grad_filter=GradFilter(always=True))
+    loss("exact with options", bias=True, softcap=30.0, label_smoothing=0.1)
+    loss("filtered with options", softcap=30.0, grad_filter=GradFilter(always=True))
     # The sizes of tests: blocks of rows are then many rows.
-    step("filtered with options of a narrow head", size=16, dtype=torch.float32, grad_filter=GradFilter(always=True))
+    loss("filtered with options of a narrow head", size=16, dtype=torch.float32, grad_filter=GradFilter(always=True))
     divergence("forward")
     for kind in ("forward", "reverse", "jsd", "tv", "lk"):
         divergence(kind, kept=True)

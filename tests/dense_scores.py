@@ -16,10 +16,7 @@ HIDDEN, VOCAB, TOKENS = 16, 64, 12
 def operands(batch: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return hidden states [batch, TOKENS, HIDDEN], the whole weight [VOCAB, HIDDEN] and labels [batch, TOKENS]."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(batch, TOKENS, HIDDEN, generator=generator),
-        torch.randn(VOCAB, HIDDEN, generator=generator),
-    )
+    hidden, weight = (torch.randn(*shape, HIDDEN, generator=generator) for shape in ((batch, TOKENS), (VOCAB,)))
     return hidden, weight, torch.randint(VOCAB, (batch, TOKENS), generator=generator)
 
 

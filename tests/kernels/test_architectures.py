@@ -4,23 +4,15 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
 import transformers
 from support.architectures import compare, difference, names_of, quiet, run
 
-NAMES = [
-    "LlamaForCausalLM",
-    "RobertaForCausalLM",
-    "CohereForCausalLM",
-    "MixtralForCausalLM",
-    "Inkling2ForCausalLM",
-    "MambaForCausalLM",
-    "BartForConditionalGeneration",
-    "UMT5ForConditionalGeneration",
-    "Gemma3ForConditionalGeneration",
-]
+NAMES = [f"{name}ForCausalLM" for name in ("Llama", "Roberta", "Cohere", "Mixtral", "Inkling2", "Mamba")]
+NAMES += [f"{name}ForConditionalGeneration" for name in ("Bart", "UMT5", "Gemma3")]
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +43,6 @@ def test_every_class_is_equal_or_says_why_not(mapping: str) -> None:
 
 
 def test_a_difference_is_seen() -> None:
-    import torch
-
-    one = torch.ones(())
-    assert difference(one, {"a": torch.ones(2)}, one, {"a": torch.ones(2) * 1.001})[0] == "differs"
-    assert difference(one, {"a": torch.ones(2)}, one, {})[0] == "differs"
-    assert difference(one, {"a": torch.ones(2)}, one, {"a": torch.ones(2)})[0] == "equal"
+    one, gradients = torch.ones(()), {"a": torch.ones(2)}
+    for ours, outcome in (({"a": torch.ones(2) * 1.001}, "differs"), ({}, "differs"), (gradients, "equal")):
+        assert difference(one, gradients, one, ours)[0] == outcome

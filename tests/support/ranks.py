@@ -20,28 +20,15 @@ import torch.multiprocessing as mp
 START_METHOD = "spawn"  # of a pool's processes
 # What a server has imported, from which processes are forked. A module that is not installed is passed over. The server does
 # not know the folder of the tests.
-MODULES = [
-    "cce_dist.tools.cli",
-    "cce_dist.tools.verify",
-    "cce_dist.tools.pretrain.launch",
-    "cce_dist.tools.pretrain.torchrun",
-    "cce_dist.tools.pretrain.engine",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.testing",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.optimizer",
-    "deepspeed.pipe",
-    "transformers.models.llama.modeling_llama",
-    "transformers.trainer",
-]
+MODULES: str = """cce_dist.tools.cli cce_dist.tools.verify cce_dist.tools.pretrain.launch cce_dist.tools.pretrain.torchrun
+cce_dist.tools.pretrain.engine torch._dynamo torch.distributed.checkpoint.state_dict torch.distributed.fsdp
+torch.distributed.tensor torch.testing megatron.core.models.gpt.gpt_layer_specs megatron.core.optimizer deepspeed.pipe
+transformers.models.llama.modeling_llama transformers.trainer"""
 
 
 def preload() -> None:
     """Name the modules to the server, which begins with the first process."""
-    multiprocessing.set_forkserver_preload(MODULES)
+    multiprocessing.set_forkserver_preload(MODULES.split())
 
 
 def run_ranks(body: Callable, world: int, *args, device: str = "cpu", timeout_seconds: float = 120) -> None:
@@ -175,13 +162,8 @@ def _serve(pipe: Connection, store: str, rank: int, world: int, device: str, tim
         torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=dist.FileStore(store, world),
-        rank=rank,
-        world_size=world,
-        timeout=timeout,
-    )
+    backend, meeting = "nccl" if device == "cuda" else "gloo", dist.FileStore(store, world)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=timeout)
     with contextlib.suppress(EOFError, BrokenPipeError):  # the process that sends has ended
         while (task := pipe.recv()) is not None:
             pipe.send(_failure(*task))

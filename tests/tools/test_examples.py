@@ -14,14 +14,9 @@ import torch
 from commands import outputs_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples"
-ALONE = {
-    "clipped_policy": None,
-    "sampled_sets": None,
-    "distillation": None,
-    "plain_loop": "transformers",
-    "trainer": "transformers",
-}
 POLICIES = ("clipped_policy", "sampled_sets")
+ALONE: dict[str, str | None] = {"clipped_policy": None, "sampled_sets": None, "distillation": None}
+ALONE |= {"plain_loop": "transformers", "trainer": "transformers"}
 ON_RANKS = {"tensor_parallel": None, "fsdp2": "transformers"}
 BESIDE_DENSE = {"with_deepspeed": "deepspeed", "with_megatron": "megatron"}
 MOST_LINES = dict.fromkeys((*ALONE, *ON_RANKS), 60) | dict.fromkeys(BESIDE_DENSE, 95)
