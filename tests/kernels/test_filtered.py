@@ -70,7 +70,7 @@ CASES = [
         else Case(coefs="large", slots=130, sampled=32),
         id="tokens-that-lists-cannot-serve",
     ),
-    pytest.param(Case(num_tokens=40 if not GPU else 3000, budget=1000, sampled=32), id="groups-of-tokens"),
+    pytest.param(Case(num_tokens=40 if not GPU else 256, budget=1000, sampled=32), id="groups-of-tokens"),
     pytest.param(Case(slots=2 if not GPU else 20), id="lists-with-few-slots"),
 ]
 OF_BOTH_SIGNS = Case(
@@ -341,7 +341,8 @@ def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
     if case.sampled and not exact[labelled].all():
         added, signal_share = correction(tuple(saved), p, d, case, sampled["sample_columns"].sampled().ids_C)
         columns = factor(sampled, sampling.COLUMNS).double()
-        torch.testing.assert_close(columns, signal_share, rtol=0.05 if GPU else 1e-3, atol=0)
+        # 1 - noise / signal; a GPU's terms are in bf16
+        torch.testing.assert_close(columns, signal_share, rtol=0.05 if GPU else 1e-3, atol=0.02 if GPU else 0)
         assert 0.01 < signal_share < 0.99
         of_hidden = grad + added
     assert_no_worse(d_hidden, of_hidden.to(DTYPE) @ weight, of_hidden @ weight.double(), DTYPE, "d_hidden")
@@ -627,11 +628,13 @@ NARROW = Case(37, 16, 420) if not GPU else Case(num_rows=9000)
 
 @pytest.mark.slow
 def test_nothing_can_be_filtered() -> None:
-    """Gradients are those without a filter, to the bit. Catches: lists that are trusted though they are too short, rows of
-    other tokens, and a second backward that differs from the first."""
+    """Gradients are those without a filter, d_weight to the bit; few tokens' d_hidden is summed in other parts. Catches: lists
+    that are trusted though too short, rows of other tokens, and a second backward that differs from the first."""
     p, d, saved = prepared(NARROW, nats=1.0)
     ours, again = (gradients(p, NARROW, d, saved) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(ours[:2], exact_gradients(p, NARROW, d)[:2], strict=True))
+    exactly, grad = exact_gradients(p, NARROW, d), gradient_of_logits(tuple(saved), p, d, NARROW)[1]
+    assert torch.equal(ours[1], exactly[1])
+    assert_no_worse(ours[0], exactly[0], grad @ p.weight[: p.logits.num_valid].double(), DTYPE, "d_hidden")
     assert all(torch.equal(a, b) for a, b in zip(ours[:2], again[:2], strict=True))
     assert_saved_as_said(p, NARROW, saved)
 
