@@ -141,25 +141,18 @@ def outputs_of(
     if num_ranks is not None:
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
         environments = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    how: dict[str, Any] = {"start": ranks.START_METHOD, "main": main}
     with contextlib.ExitStack() as stack:
-        commands = [
-            stack.enter_context(
-                Command(argv, folder / f"output{rank}", start=ranks.START_METHOD, environment=environment, main=main)
-            )
-            for rank, environment in enumerate(environments)
-        ]
+        commands = []
+        for rank, each in enumerate(environments):
+            command = Command(argv, folder / f"output{rank}", environment=each, **how)
+            commands.append(stack.enter_context(command))
         for command in commands:
             assert command.wait(280) == 0, command.text
     return [command.text for command in commands]
 
 
-def _run(
-    argv: list[str],
-    output: Path,
-    start: str,
-    environment: dict[str, str],
-    main: Callable[[list[str]], int],
-) -> None:
+def _run(argv: list[str], output: Path, start: str, environment: dict[str, str], main: Callable) -> None:
     for number in (signal.SIGHUP, signal.SIGINT):  # ``nohup`` and a shell's ``&`` have the tests ignore them
         signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler)
     os.setsid()

@@ -115,10 +115,8 @@ def test_a_learnable_logit_scale_gets_its_gradient(data, options, backend, dtype
     loss = any_call(hidden, weight, target, logit_scale=scale, backend=backend, **options)
     upstream = torch.linspace(-1, 1, loss.numel(), device=loss.device).view(loss.shape)
     ours = torch.autograd.grad(loss, (scale, hidden, weight), upstream)
-    number, fixed = (
-        any_call(hidden, weight, target, logit_scale=s, backend=backend, **options)
-        for s in (scale.item(), scale.detach())
-    )
+    without_gradient = scale.item(), scale.detach()
+    number, fixed = (any_call(*data, logit_scale=s, backend=backend, **options) for s in without_gradient)
     torch.testing.assert_close(loss, number)
     assert torch.equal(fixed, number), "a scale without a gradient is a number"
     expected = []
@@ -219,15 +217,13 @@ def test_compiles_with_a_tensor_that_changes(data, name, backend):
     hidden, weight, target = (x.detach().to(device).requires_grad_(x.is_floating_point()) for x in data)
     bias, classes = torch.randn(V, device=device, requires_grad=True), torch.rand(V, device=device)
     compiled = torch.compile(any_call, fullgraph=True, backend="aot_eager")
-    for options in (SMOOTHED, dict(label_smoothing=0.1, weight=classes)):
+    cases: list[dict[str, Any]] = [SMOOTHED, dict(label_smoothing=0.1, weight=classes)]
+    for options in cases:
         for number in (0.5, 0.25):
             value = torch.tensor(number, device=device, requires_grad=name == "logit_scale")
             inputs = (hidden, weight, bias, *[value][: value.requires_grad])
-            given = (hidden, weight, target)
-            losses = (
-                call(*given, linear_bias=bias, backend=backend, **{**options, name: value})
-                for call in (compiled, any_call)
-            )
+            how = options | {"linear_bias": bias, "backend": backend, name: value}
+            losses = (call(hidden, weight, target, **how) for call in (compiled, any_call))
             ours, expected = ((loss, *torch.autograd.grad(loss, inputs)) for loss in losses)
             torch.testing.assert_close(ours, expected)
     # Some releases of torch say that an exception was seen in place of what it says.

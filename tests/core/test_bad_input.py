@@ -18,16 +18,11 @@ NAN = float("nan")
 
 def operands() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
-    return {
-        "input": torch.randn(N, D, generator=generator, requires_grad=True),
-        "linear_weight": torch.randn(V, D, generator=generator, requires_grad=True),
-        "target": torch.randint(V, (N,), generator=generator),
-    }
+    hidden, weight = (torch.randn(rows, D, generator=generator, requires_grad=True) for rows in (N, V))
+    return {"input": hidden, "linear_weight": weight, "target": torch.randint(V, (N,), generator=generator)}
 
 
-@pytest.fixture
-def data() -> dict[str, Any]:
-    return operands()
+data = pytest.fixture(operands, name="data")
 
 
 def bad(error: type[Exception], says: str, **change: Any) -> tuple[dict[str, Any], type[Exception], str]:
@@ -47,9 +42,8 @@ def tensors() -> list[Any]:
         for kind, value in NO_TENSORS.items()
         if value is not None or name in REQUIRED
     ]
-    sparse = [
-        bad(TypeError, f"{name}.*sparse", **{name: torch.zeros(V, D).to_sparse()}) for name in REQUIRED + OPTIONAL
-    ]
+    empty = torch.zeros(V, D).to_sparse()
+    sparse = [bad(TypeError, f"{name}.*sparse", **{name: empty}) for name in REQUIRED + OPTIONAL]
     jagged = torch.nested.nested_tensor([torch.randn(2, D), torch.randn(4, D)], layout=torch.jagged)
     of_meta = {name: x.detach().to("meta") for name, x in operands().items()}
     return [
@@ -220,8 +214,7 @@ def test_a_weight_that_is_not_finite_is_nothing_to_ignored_tokens(data, number, 
 
 
 def test_integers_of_numpy_are_integers(data):
-    options: dict[str, Any] = dict(
-        ignore_index=np.int64(-100), num_tokens=np.int64(5), workspace_bytes=np.int64(1 << 20)
-    )
+    numbers = dict(ignore_index=-100, num_tokens=5, workspace_bytes=1 << 20)
+    options: dict[str, Any] = {name: np.int64(number) for name, number in numbers.items()}
     ours = linear_cross_entropy(**data, **options)
     torch.testing.assert_close(ours, linear_cross_entropy(**data, num_tokens=5))

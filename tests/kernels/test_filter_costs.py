@@ -37,20 +37,16 @@ def _timed() -> dict[str, Timed]:
     found = {}
     for name in ("ladder", "ladder-phi", "captured-eps10"):
         for case in json.loads((RESULTS / f"h200-{name}.json").read_text())["cases"]:
-            rows = {
-                row["name"]: tuple(statistics.median(row[part]["seconds"]) for part in ("forward", "total"))
-                for row in case["rows"]
-            }
+            rows = {}
+            for row in case["rows"]:
+                rows[row["name"]] = tuple(statistics.median(row[part]["seconds"]) for part in ("forward", "total"))
             sizes = memory.Sizes(case["num_tokens"], case["hidden_size"], case["vocab_size"], 2)
             product = statistics.median(case["floor"]["one"]["seconds"])
+            flops = 2 * sizes.num_tokens * sizes.hidden_size * sizes.num_columns / product
             shape = case["shape"] + (f", V {case['vocab_size']:,}" if case["shape"] == "captured" else "")
-            found[f"{shape}, {case['rung']}"] = Timed(
-                sizes,
-                LISTED[shape][case["rung"]],
-                costs.Rates(2 * sizes.num_tokens * sizes.hidden_size * sizes.num_columns / product, costs.H200[2][1]),
-                rows["cce-dist-filtered"],
-                rows.get("cce-dist-cached", (0, None))[1],
-            )
+            listed, kept = LISTED[shape][case["rung"]], rows.get("cce-dist-cached", (0, None))[1]
+            rates = costs.Rates(flops, costs.H200[2][1])
+            found[f"{shape}, {case['rung']}"] = Timed(sizes, listed, rates, rows["cce-dist-filtered"], kept)
     return found
 
 

@@ -73,9 +73,7 @@ CASES = [
     pytest.param(Case(num_tokens=40 if not GPU else 256, budget=1000, sampled=32), id="groups-of-tokens"),
     pytest.param(Case(slots=2 if not GPU else 20), id="lists-with-few-slots"),
 ]
-OF_BOTH_SIGNS = Case(
-    40 if not GPU else 70, 32, logit_scale=0.8, softcap=9.0, coefs="signed", sampled=32
-)  # fmt: skip
+OF_BOTH_SIGNS = Case(70 if GPU else 40, 32, logit_scale=0.8, softcap=9.0, coefs="signed", sampled=32)
 
 
 def problem(case: Case, dtype: torch.dtype = DTYPE) -> Problem:
@@ -179,13 +177,10 @@ def gradient_of_logits(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Ca
     served = (p.labels >= 0) & ~exact
     dropped = torch.where(kept | ~served[:, None], 0.0, d.p * d.slope)
     share = (coef_p.abs() * dropped).sum(0)
-    compensation = (
-        coef_p * dropped.sum(1, keepdim=True) * share / share.sum().clamp_min(1e-300) * case.grad_filter.compensate
-    )
+    share = share / share.sum().clamp_min(1e-300) * case.grad_filter.compensate
     # the control variate is a whole row of shares, at the listed columns too: only so it is of rank 1
-    filtered_part = torch.where(kept | exact[:, None], softmax_part, 0.0) + torch.where(
-        exact[:, None], 0.0, compensation
-    )
+    compensation = torch.where(exact[:, None], 0.0, coef_p * dropped.sum(1, keepdim=True) * share)
+    filtered_part = torch.where(kept | exact[:, None], softmax_part, 0.0) + compensation
     valid = (p.labels >= 0)[:, None] * p.logits.logit_scale
     return (filtered_part + rest) * valid, (softmax_part + rest) * valid, exact
 
@@ -414,11 +409,9 @@ def test_sample_stands_for_all_tokens() -> None:
     def sample_of(count: int, dropped_N: Tensor) -> shares.Sample:
         logits = ShardLogits(0, 1, 0.5)
         x = Operands.of(hidden[:count], hidden[:1], labels[:count], logits)
-        how = lists.Decisions(*(labels,) * 15)._replace(
-            coef_4N=coef[:, :count].contiguous(),
-            dropped_N=dropped_N[:count],
-            numbers_3N=numbers[:, :count].contiguous(),
-        )
+        coef_4N, numbers_3N = (each[:, :count].contiguous() for each in (coef, numbers))
+        how = lists.Decisions(*(labels,) * 15)
+        how = how._replace(coef_4N=coef_4N, dropped_N=dropped_N[:count], numbers_3N=numbers_3N)
         return shares.sample_tokens(x, how, size + 1)
 
     sample = sample_of(num_tokens, dropped_N)
@@ -1000,10 +993,8 @@ def test_the_host_calls_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16, device=DEVICE) for n in (512, 4096))
     labels, logits = torch.arange(512, device=DEVICE), ShardLogits(0, 4096)
     spec = Spec(logits, 4096, filter=Filter(2.0**-10), want=Want(mean=True), workspace_bytes=256 << 20)
-    with (
-        launching(lambda *_: None),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
-    ):
+    of_host = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with launching(lambda *_: None), of_host as profile:
         ids, order = filter.ordered_ids(labels, -100, 4096)
         x = Operands.of(hidden, weight, ids, logits)._replace(order=order)
         losses, softmax, _, saved = filter.losses_alone(x, spec, lambda stats: filter.merged_lse(stats[None]))

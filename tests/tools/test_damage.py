@@ -356,9 +356,8 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_records(cache, run: Path, go
     before = (run / "metrics.jsonl").read_bytes()
     for path in run.glob(gone):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with pytest.raises(
-        UsageError, match=r"checkpoints in .* are gone, of which step-00000008 was the newest: .*--no-resume"
-    ):
+    says = r"checkpoints in .* are gone, of which step-00000008 was the newest: .*--no-resume"
+    with pytest.raises(UsageError, match=says):
         go_on(cache, run, "--checkpoint-every", "100")
     assert (run / "metrics.jsonl").read_bytes() == before
     (run / checkpoint.STORED).unlink()
