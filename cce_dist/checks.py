@@ -10,11 +10,16 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch._guards import active_fake_mode
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 # Abstract types come last: isinstance is slow for them, and only numpy's numbers need them.
 _INTEGERS: tuple[type, ...] = (int, torch.SymInt, Integral)
 _NUMBERS: tuple[type, ...] = (float, int, torch.SymFloat, torch.SymInt, Real)
+# Arguments that may be DTensors, or that another check refuses with more advice.
+_DTENSORS = ("input", "target", "ids", "linear_weight", "linear_bias", "logit_scale")
 
 
 def number(name: str, value: Any) -> float:
@@ -77,6 +82,8 @@ def tensors(required: dict[str, Any], on_meta: bool = False, **optional: Any) ->
         if value.is_nested or value.layout != torch.strided:
             kind = "nested" if value.is_nested else "sparse"
             raise TypeError(f"{name} is {kind} ({value.layout}): pass a dense tensor")
+        if isinstance(value, DTensor) and name not in _DTENSORS:
+            raise TypeError(f"{name} is a DTensor: pass its local tensor (to_local())")
     if not on_meta and all(value.is_meta for value in values.values()):
         raise ValueError(f"{next(iter(values))} is on meta: it has no values")
 
