@@ -58,7 +58,7 @@ def boolean(name: str, value: Any) -> bool:
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     """Return one of the allowed values, or raise ValueError."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
     return value
 
@@ -86,6 +86,13 @@ def tensors(required: dict[str, Any], on_meta: bool = False, **optional: Any) ->
             raise TypeError(f"{name} is a DTensor: pass its local tensor (to_local())")
     if not on_meta and all(value.is_meta for value in values.values()):
         raise ValueError(f"{next(iter(values))} is on meta: it has no values")
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether values can be read: not in a compiled graph, nor of a ``FakeTensor``."""
+    if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
+        return False
+    return active_fake_mode() is None
 
 
 def apart(buffer: torch.Tensor, **read: torch.Tensor | None) -> None:

@@ -125,7 +125,7 @@ def check_ranks(shard: VocabShard) -> None:
     refuse_transforms(call.function.__name__, arguments["input"])  # inside of them values cannot be read
     ignored = _ignored(arguments)
     parts = {name: SHARED.get(name, ("shape", "dtype", "requires_grad", "values")) for name in arguments}
-    # The first difference is named: what says which tokens count comes before what differs with it.
+    # Last what differs if other tokens count: the first difference is named.
     for name in sorted(arguments, key=lambda name: "values of counted tokens" in parts[name]):
         facts |= _facts(name, arguments[name], parts[name], ignored)
     facts |= {"vocab_size": shard.vocab_size} | modes_of(arguments["input"])
