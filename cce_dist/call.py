@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import decide
-from cce_dist.checks import boolean, choice, integer, kind, number, positive
+from cce_dist.checks import boolean, choice, has_values, integer, kind, number, positive, tensors
 from cce_dist.decide import BACKENDS, Way, Where
 from cce_dist.filter import GradFilter
 from cce_dist.kernels import Spec
@@ -85,10 +85,13 @@ def concrete(value: float) -> float:
 def _plain(name: str, value: Any) -> float:
     """Return the value of a number or of a 0-d tensor without gradient. Reading a tensor on a GPU waits for it."""
     if not isinstance(value, float) and isinstance(value, Tensor):
+        tensors({name: value})
         if value.requires_grad:
             raise TypeError(f"{name} gets no gradient: pass a number, or a tensor that does not require one")
         if value.dim() != 0:
             raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
+        if not torch.compiler.is_compiling() and not has_values(value):
+            raise ValueError(f"{name} is a FakeTensor, which has no value: pass a number")
         value = value.item()
     return number(name, value)
 
@@ -125,19 +128,20 @@ def checked_num_tokens(name: str, value: Any) -> Any:
         return None
     if not isinstance(value, Tensor):
         wide = positive(name, value)
-        return value if isinstance(value, (int, torch.SymInt)) else wide
+        return value if isinstance(value, (int, torch.SymInt)) and value < 2**63 else wide
+    tensors({name: value})
     if value.dim() != 0:
         raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
     if value.dtype == torch.bool or value.is_complex():
         raise TypeError(f"{name} must be a number or a 0-d tensor of numbers, got {value.dtype}")
+    if value.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        raise TypeError(f"{name} is {value.dtype}: pass a signed integer")
     if value.is_floating_point() and value.itemsize < 4:
         raise TypeError(
             f"{name} is {value.dtype}, which rounds a count of tokens; FSDP2's mixed precision casts floating tensors that go "
             "through forward: pass an integer tensor or a number"
         )
-    if value.is_meta:
-        raise ValueError(f"{name} is on meta: it has no value")
-    if value.is_cpu and not torch.compiler.is_compiling() and value != 0:
+    if value.is_cpu and has_values(value) and value != 0:
         positive(name, value.item(), " or 0")
     return value
 
@@ -154,7 +158,7 @@ def _return_aux(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _reduce_dtype(name: str, value: Any) -> torch.dtype | None:
-    if value is not None and value not in DTYPES:
+    if value is not None and not (isinstance(value, torch.dtype) and value in DTYPES):
         raise TypeError(f"{name} must be float32, bfloat16, float16 or None, got {value}")
     return value
 

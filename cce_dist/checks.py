@@ -10,11 +10,16 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch._guards import active_fake_mode
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 # Abstract types come last: isinstance is slow for them, and only numpy's numbers need them.
 _INTEGERS: tuple[type, ...] = (int, torch.SymInt, Integral)
 _NUMBERS: tuple[type, ...] = (float, int, torch.SymFloat, torch.SymInt, Real)
+# Arguments that may be DTensors, or that another check refuses with more advice.
+_DTENSORS = ("input", "target", "ids", "linear_weight", "linear_bias", "logit_scale")
 
 
 def number(name: str, value: Any) -> float:
@@ -53,7 +58,7 @@ def boolean(name: str, value: Any) -> bool:
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     """Return one of the allowed values, or raise ValueError."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
     return value
 
@@ -77,8 +82,17 @@ def tensors(required: dict[str, Any], on_meta: bool = False, **optional: Any) ->
         if value.is_nested or value.layout != torch.strided:
             kind = "nested" if value.is_nested else "sparse"
             raise TypeError(f"{name} is {kind} ({value.layout}): pass a dense tensor")
+        if isinstance(value, DTensor) and name not in _DTENSORS:
+            raise TypeError(f"{name} is a DTensor: pass its local tensor (to_local())")
     if not on_meta and all(value.is_meta for value in values.values()):
         raise ValueError(f"{next(iter(values))} is on meta: it has no values")
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether values can be read: not in a compiled graph, nor of a ``FakeTensor``."""
+    if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
+        return False
+    return active_fake_mode() is None
 
 
 def apart(buffer: torch.Tensor, **read: torch.Tensor | None) -> None:

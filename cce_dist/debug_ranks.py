@@ -100,7 +100,7 @@ def _facts(name: str, value: Any, parts: tuple[str, ...], ignored: Tensor | None
 
 
 def _ignored(arguments: dict[str, Any]) -> Tensor | None:
-    """Return a mask of the labels that do not count, where arguments may hold anything; None if the function has no labels."""
+    """Return a mask of the labels that do not count; None if the function has no labels."""
     if "ignore_index" not in arguments:
         return None
     labels = next(arguments[name] for name in ("target", "ids", "teacher_ids") if name in arguments)
@@ -110,10 +110,10 @@ def _ignored(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def _counted(values: Tensor, ignored: Tensor | None) -> Tensor:
-    """Return per-token values with 0 for tokens that do not count."""
+    """Return per-token values without those of tokens that do not count."""
     if ignored is not None and values.shape == ignored.shape[:-1]:
         ignored = ignored.all(-1)
-    return values if ignored is None or values.shape != ignored.shape else values.masked_fill(ignored, 0)
+    return values if ignored is None or values.shape != ignored.shape else values[~ignored]
 
 
 def check_ranks(shard: VocabShard) -> None:
@@ -124,8 +124,10 @@ def check_ranks(shard: VocabShard) -> None:
     arguments, facts = call.arguments(), {}
     refuse_transforms(call.function.__name__, arguments["input"])  # inside of them values cannot be read
     ignored = _ignored(arguments)
-    for name, value in arguments.items():
-        facts |= _facts(name, value, SHARED.get(name, ("shape", "dtype", "requires_grad", "values")), ignored)
+    parts = {name: SHARED.get(name, ("shape", "dtype", "requires_grad", "values")) for name in arguments}
+    # Last what differs if other tokens count: the first difference is named.
+    for name in sorted(arguments, key=lambda name: "values of counted tokens" in parts[name]):
+        facts |= _facts(name, arguments[name], parts[name], ignored)
     facts |= {"vocab_size": shard.vocab_size} | modes_of(arguments["input"])
     call.has_exchanged = True
     merge.assert_ranks_agree(call.function.__name__, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)

@@ -142,7 +142,7 @@ def checked_call(
 ) -> Given:  # fmt: skip
     """Check the arguments of ``linear_cross_entropy``."""
     kind, token_loss, token_inputs = None, options.pop("token_loss"), options.pop("token_inputs")
-    if weight is None and token_loss is None and not token_inputs:
+    if weight is None and token_loss is None and isinstance(token_inputs, tuple) and not token_inputs:
         tensors = input, linear_weight, target, linear_bias, grad_weight_out
         # The number of tokens may change in every step.
         kind = _kind_of(*tensors, shard, (num_tokens is None, expected_weights, *options.values()))
@@ -184,10 +184,12 @@ def _kind_of(
     for tensor in (bias, buffer):
         if tensor is None:
             key.append(None)
-        elif type(tensor) in PLAIN and not tensor.is_nested and not tensor.is_neg():
-            key += [_facts_of(tensor), tensor.is_contiguous()]
-        else:
+            continue
+        if type(tensor) not in PLAIN or tensor.is_nested:
             return None
+        if tensor.layout != torch.strided or tensor.is_neg():
+            return None
+        key += [_facts_of(tensor), tensor.is_contiguous()]
     if shard is not None:
         if type(shard) is not VocabShard:
             return None
@@ -271,7 +273,7 @@ def check_all(
     shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None,
     on_meta: bool = False, **chosen: Any,
 ) -> Given:  # fmt: skip
-    """Check the arguments of ``linear_cross_entropy``, whatever their kind. With ``on_meta`` all tensors may be on "meta"."""
+    """Check all arguments of ``linear_cross_entropy``. With ``on_meta`` tensors may be on "meta"."""
     # A compiled graph reads no tensor, so the scale becomes a per-token factor. The filter supports no such factors.
     logit_scale, unread = chosen["logit_scale"], None
     if isinstance(logit_scale, Tensor) and logit_scale.dim() == 0 and chosen["grad_filter"] is None:
@@ -353,7 +355,7 @@ def check_divisor(options: Options, ids: Tensor) -> None:
         return
     if divisor.device not in (ids.device, torch.device("cpu")):
         raise ValueError(f"input is on {ids.device}, num_tokens on {divisor.device}")
-    if torch.compiler.is_compiling() or not (divisor.is_cpu and ids.is_cpu):
+    if not (checks.has_values(divisor) and divisor.is_cpu and ids.is_cpu):
         return
     if divisor == 0 and (ids != options.ignore_index).any():
         raise ValueError(f"num_tokens is 0, and {options.labels} has labels that are not ignored")
@@ -395,9 +397,12 @@ def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: boo
         raise TypeError(f"{name} gets no gradient: pass class weights that do not require one")
     if weight.dtype not in (*DTYPES, torch.float64):
         raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {weight.dtype}")
-    readable = weight.is_cpu and not torch.compiler.is_compiling()
-    if weight.dtype == torch.float64 and readable and not (weight.abs() <= checks.LARGEST).all():
-        raise ValueError(f"{name} must be finite in fp32")
+    if weight.is_cpu and checks.has_values(weight):
+        size = weight.double().abs()
+        tiny = (size > 0) & (size < checks.SMALLEST)
+        fits = weight.dtype != torch.float64 or (size <= checks.LARGEST).all()
+        if tiny.any() or not fits:
+            raise ValueError(f"{name} must be finite in fp32, and 0 or at least {checks.SMALLEST:g}")
     if weight.shape != (vocab_size,):
         raise ValueError(f"{name} must be [{vocab_size}], one for each class, got {tuple(weight.shape)}")
 

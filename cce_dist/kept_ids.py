@@ -59,10 +59,14 @@ class KeptIds(NamedTuple):
         import numpy as np
 
         checks.choice("missing", missing, ("error", "add"))
+        if not hasattr(lists, "__iter__"):
+            raise TypeError(f"lists must be a sequence, got {type(lists).__name__}")
         counts, ids = _flattened(lists)
         places, num_tokens = np.arange(len(counts)), len(counts)
         if labels is not None:
             checks.tensors({"labels": labels})
+            if labels.dtype not in (torch.int64, torch.int32):
+                raise TypeError(f"labels must be int64 or int32 ids, got {labels.dtype}")
             flat = labels.detach().cpu().numpy().ravel()
             places, num_tokens = np.flatnonzero(flat != ignore_index), len(flat)
             if len(places) != len(counts):

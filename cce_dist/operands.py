@@ -185,8 +185,6 @@ def check_shape(
 
 
 def check_buffer(buffer: Tensor, weight: Tensor) -> None:
-    if isinstance(buffer, DTensor):
-        raise TypeError("grad_weight_out is a DTensor: pass its local tensor (to_local())")
     if (
         buffer.shape != weight.shape
         or buffer.device != weight.device

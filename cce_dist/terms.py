@@ -127,7 +127,7 @@ def with_factors(
     counts = x.ids != ignore_index
     counts = counts.any(1) if counts.dim() == 2 else counts
     # Reading values would wait for a GPU.
-    readable = not torch.compiler.is_compiling() and (environment()[1] or not x.ids.is_cuda)
+    readable = checks.has_values(x.ids) and (environment()[1] or not x.ids.is_cuda)
     checked_N = counts if readable else None
     scale_N = _in_fp32("logit_scale", _of_tokens("logit_scale", logit_scale, x, tokens), checked_N)
     temperature_N = _in_fp32("temperature", _of_tokens("temperature", temperature, x, tokens), checked_N, True)

@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from cce_dist import merge
 from cce_dist.call import ExplainOptions, Options, checked
-from cce_dist.checks import integer, kind, number, tensors
+from cce_dist.checks import boolean, integer, kind, number, tensors
 from cce_dist.given import LinearCrossEntropyOutput, check_class_weights
 from cce_dist.integrations import fsdp
 from cce_dist.loss import linear_cross_entropy
@@ -85,6 +85,7 @@ class VocabParallelHead(nn.Module):
     ) -> None:
         super().__init__()
         _check_kinds(mesh, weight, init_std)
+        boolean("bias", bias)
         if group is None:
             check_alone()
         elif group is ...:

@@ -16,6 +16,7 @@ from support.dense import assert_all_no_worse, dense
 from support.refused import refused
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -94,6 +95,22 @@ def test_a_derivative_that_is_not_there_is_refused(data, name):
     if name in OF_LISTS:
         with refused("linear_log_probs", RuntimeError):
             ask(lambda x: _of_lists(x, weight, target).sum(), hidden)
+
+
+def test_fake_tensors_have_shapes_alone(data):
+    """Catches: a check that reads values of a FakeTensor."""
+    fakes, ids, ones = FakeTensorMode(), torch.arange(3).expand(len(data[2]), 3), torch.ones(len(data[2]))
+    hidden, weight, labels, ids, ones, vocabulary = map(
+        fakes.from_tensor, (*data, ids, ones, torch.arange(len(data[1])))
+    )
+    with fakes:
+        loss = linear_cross_entropy(hidden, weight, labels, weight=vocabulary.float(), num_tokens=ones[0])
+        scores = linear_log_probs(hidden, weight, labels, temperature=ones).log_probs
+        values = linear_kl_divergence(hidden, weight, hidden, weight, teacher_ids=vocabulary)
+        assert topk_kl_divergence(hidden, weight, ids, -ids.float()).shape == scores.shape == values.shape
+        assert torch.autograd.grad(loss, weight)[0].shape == weight.shape
+        with refused("softcap is a FakeTensor"):
+            any_call(hidden, weight, labels, softcap=ones[0])
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def bad(error: type[Exception], says: str, **change: Any) -> tuple[dict[str, Any
 
 
 REQUIRED, OPTIONAL = ("input", "linear_weight", "target"), ("linear_bias", "grad_weight_out")
+NUMBERS = ("label_smoothing", "logit_scale", "softcap", "z_loss_weight", "num_tokens")
 NO_TENSORS = {"NoneType": None, "list": [0.0], "ndarray": np.zeros(2)}
 
 
@@ -49,6 +50,10 @@ def tensors() -> list[Any]:
     return [
         *bad_kinds,
         *sparse,
+        *(bad(TypeError, f"{x}.*sparse", **{x: torch.ones(V, D).to_sparse_csr()}) for x in OPTIONAL),
+        *(bad(TypeError, f"{x} is sparse", **{x: torch.tensor(0.3).to_sparse()}) for x in NUMBERS),
+        *(bad(ValueError, f"{x} is on meta", **{x: torch.tensor(0.3, device="meta")}) for x in NUMBERS),
+        bad(TypeError, "softcap is nested", softcap=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
         bad(TypeError, "input.*nested", input=torch.nested.nested_tensor([torch.zeros(N, D)])),
         bad(TypeError, "input.*(nested|jagged)", input=jagged),
         bad(ValueError, "input is on meta", **of_meta),
@@ -96,7 +101,12 @@ OPTIONS = [
     bad(TypeError, "num_tokens is torch.bfloat16", num_tokens=torch.tensor(5.0).bfloat16()),
     bad(TypeError, "num_tokens.*bool", num_tokens=torch.tensor(True)),
     bad(TypeError, "num_tokens.*complex", num_tokens=torch.tensor(1j)),
-    bad(ValueError, "num_tokens is on meta", num_tokens=torch.tensor(3, device="meta")),
+    bad(TypeError, "num_tokens.*uint64", num_tokens=torch.tensor(3, dtype=torch.uint64)),
+    bad(TypeError, "token_inputs a tuple.*Tensor", token_inputs=torch.ones(N)),
+    bad(ValueError, "backend must be one of", backend=np.ones(2)),
+    bad(TypeError, "reduce_dtype must be", reduce_dtype=np.ones(2)),
+    *(bad(ValueError, "weight must be finite", weight=torch.ones(V).double() * s) for s in (1e-50, 1e40)),
+    bad(ValueError, "weight must be finite", weight=torch.full((V,), 1e-40)),
     bad(ValueError, "softcap.*1e\\+300", softcap=1e300),
     bad(ValueError, "softcap.*1e-300", softcap=1e-300),
     bad(ValueError, "softcap", softcap=10**400),
@@ -143,6 +153,7 @@ OBJECTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: any_shard.even(10, None, multiple_of=0), ValueError, "multiple_of"),
     (lambda: any_shard.even(20, 2), TypeError, "group.*int"),
     (lambda: any_head(D, V, group="tp"), TypeError, "group.*str"),
+    (lambda: any_head(D, V, bias=torch.ones(V)), TypeError, "bias must be a bool, got Tensor"),
     (lambda: any_head(D, V, mesh="tp"), TypeError, "mesh.*str"),
     (lambda: any_head(D, V, weight=nn.Embedding(V, D)), TypeError, "weight.*Embedding"),
     (lambda: any_head(D, V, init_std=-1), ValueError, "init_std"),
@@ -211,6 +222,12 @@ def test_a_weight_that_is_not_finite_is_nothing_to_ignored_tokens(data, number, 
         given: dict[str, Any] = dict(linear_bias=bias, backend=backend, options=None, num_tokens=count)
         loss = linear_cross_entropy(hidden, weight, labels, **given)
         assert not any(gradient.any() for gradient in torch.autograd.grad(loss, operands)) and loss == 0
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_divisor_beyond_int64_is_a_number(data, backend):
+    loss = linear_cross_entropy(**data, num_tokens=2**70, backend=backend)
+    torch.testing.assert_close(loss * 2.0**70, linear_cross_entropy(**data, reduction="sum"))
 
 
 def test_integers_of_numpy_are_integers(data):

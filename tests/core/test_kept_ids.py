@@ -241,6 +241,8 @@ def test_from_lists_does_not_copy_and_checks_the_labels() -> None:
         (dict(lists=[{"meta_info": {}}]), ValueError, "lists has a request without a mask"),
         (dict(lists=[[[1, 2], None]]), TypeError, "a list of integer ids for each token"),
         (dict(labels=[1]), TypeError, "labels must be a tensor, got list"),
+        (dict(labels=torch.tensor([1.5])), TypeError, "labels must be int64 or int32 ids, got torch.float32"),
+        (dict(lists=None), TypeError, "lists must be a sequence, got NoneType"),
         (dict(lists=[[1.5]]), TypeError, "a list of integer ids for each token, got float64"),
         (dict(missing="drop"), ValueError, "missing must be"),
     ]

@@ -42,7 +42,6 @@ SAYS = {  # what the errors of an argument name, if it is not the argument
     "shard": "shard|vocab_size",
     "teacher_shard": "shard",
     "kept_mass": "kept",
-    "mask": "mask|counted tokens",
     "teacher_ids": r"teacher|ids\[0\]",
     "token_loss": "token_loss|no losses|no derivatives",
 }
@@ -50,7 +49,7 @@ Values = dict[str, list[Any]]
 
 
 def _weighted(log_probs: Tensor, _: Any, *weights: Tensor) -> Tensor:
-    return -log_probs * weights[0]
+    return -log_probs * weights[0].float()
 
 
 def _raising(log_probs: Tensor, _: Any) -> Tensor:
@@ -122,7 +121,10 @@ def values_of(function: Callable[..., Any]) -> Values:
                 None, _with_entropy, lambda p, _: -p, lambda p, _: -2 * p, _raising, objectives.dft(),
                 lambda p, _: -p * p.exp(), lambda p, _: -p.detach(), lambda p, _: _NoBackward.apply(p), lambda p, _: -p.sum(),
             ],
-            "token_inputs": [*(a_loss | dict(token_inputs=i) for i in ((), unit, (ones + 1,), (ones, ones), (ones.double(),)))],
+            "token_inputs": [
+                *(a_loss | dict(token_inputs=i) for i in ((), unit, (ones + 1,), (ones, ones), (ones.double(),))),
+                *(a_loss | dict(token_inputs=(ones.to(dtype),)) for dtype in (torch.float8_e4m3fn, torch.uint32)),
+            ],
         }  # fmt: skip
     if function is linear_log_probs:
         del values["reduction"]

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import cce_dist
 from cce_dist import GradFilter, VocabParallelHead, VocabShard, decide, given, linear_cross_entropy, merge
 from cce_dist.call import Call
 from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, dense, memory
@@ -155,6 +156,16 @@ def _check_what_is_refused() -> None:
         linear_cross_entropy(hidden, split, labels, linear_bias=bias)
     with pytest.raises(TypeError, match="input is a DTensor"):
         linear_cross_entropy(distribute_tensor(hidden.detach(), line, [Replicate()]), split, labels)
+    counts, ids = torch.ones(labels.shape, dtype=torch.bool), labels.clamp(min=0)[..., None]
+    of_function: list[tuple[Any, tuple[Any, ...], str, Tensor]] = [
+        (linear_cross_entropy, (labels,), "weight", torch.ones(33)),
+        (linear_cross_entropy, (labels,), "num_tokens", torch.tensor(8)),
+        (cce_dist.linear_kl_divergence, (hidden.detach(), split), "mask", counts),
+        (cce_dist.topk_kl_divergence, (ids, 0.0 - ids), "mask", counts),
+    ]
+    for function, args, name, value in of_function:
+        with pytest.raises(TypeError, match=f"{name} is a DTensor: pass its local tensor"):
+            function(hidden, split, *args, **{name: distribute_tensor(value, line, [Replicate()])})
 
 
 def _check_labels_tell_data_parallel_ranks() -> None:

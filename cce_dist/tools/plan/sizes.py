@@ -234,12 +234,18 @@ def _check_file(path: Path, kinds: Mapping[str, Any]) -> None:
     for part in (given, text) if isinstance(text, dict) else (given,):
         kind = str(part.get("model_type", given.get("model_type")))
         config = kinds[kind] if kind in kinds else None  # noqa: SIM401 - its get() finds no class
-        for name in CONFIG_SIZES.split():
-            name = getattr(config, "attribute_map", {}).get(name, name)
-            value = part.get(name)
+        named = getattr(config, "attribute_map", {})
+        sizes = {}
+        for size_name in CONFIG_SIZES.split():
+            name = named.get(size_name, size_name)
+            value = sizes[size_name] = part.get(name)
             for size in value if isinstance(value, list) else [value]:
                 if size is not None and size != getattr(config, name, None):
                     check_size(name, size)
+        heads = sizes["num_attention_heads"]
+        shared = sizes["num_key_value_heads"] or heads
+        if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+            raise ValueError(f"{heads} heads cannot share {shared} heads of keys and values")
 
 
 def _count(model: Any, config: Any, head: Tensor, is_tied: bool) -> Counted:
