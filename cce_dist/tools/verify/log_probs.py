@@ -89,8 +89,6 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
     if name in ("argmax", "top_ids"):
         return [_wrong_ids(name, ours, baseline, values)]
     more = _slope_noise(drawn) if name in GRADIENTS else 0.0
-    if name == "dbias":  # a short sum: the baseline may be right by luck
-        more += _product_noise(drawn) * sum(map(largest, drawn.upstream.values()))
     more += _softcap_noise(options) if name in OF_LOGITS else 0.0
     if name in (*OF_LOGITS, "entropy"):
         more += EPS[FP32] / 8  # twice the rounding of a sum of exponentials, which is at least 1
