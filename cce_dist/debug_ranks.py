@@ -110,7 +110,7 @@ def _ignored(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def _counted(values: Tensor, ignored: Tensor | None) -> Tensor:
-    """Return per-token values without those of tokens that do not count."""
+    """Return the values of the tokens that count."""
     if ignored is not None and values.shape == ignored.shape[:-1]:
         ignored = ignored.all(-1)
     return values if ignored is None or values.shape != ignored.shape else values[~ignored]
@@ -125,7 +125,7 @@ def check_ranks(shard: VocabShard) -> None:
     refuse_transforms(call.function.__name__, arguments["input"])  # inside of them values cannot be read
     ignored = _ignored(arguments)
     parts = {name: SHARED.get(name, ("shape", "dtype", "requires_grad", "values")) for name in arguments}
-    # Last what differs if other tokens count: the first difference is named.
+    # Errors name the first difference: what differs only because other tokens count comes last.
     for name in sorted(arguments, key=lambda name: "values of counted tokens" in parts[name]):
         facts |= _facts(name, arguments[name], parts[name], ignored)
     facts |= {"vocab_size": shard.vocab_size} | modes_of(arguments["input"])
@@ -136,8 +136,8 @@ def check_ranks(shard: VocabShard) -> None:
 def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a public function: with CCE_DIST_DEBUG=1, all ranks raise the error that one rank raises for its arguments.
 
-    The other ranks receive the error in ``check_ranks``. Later errors stay on their rank, except for those of a
-    ``token_loss``. So do errors of calls whose arguments do not contain the vocabulary-parallel group. The error of
+    The other ranks receive the error in ``check_ranks``. Later errors stay on their rank, unless a ``token_loss`` raises them.
+    If the arguments do not contain the vocabulary-parallel group, all errors stay on their rank. The error of
     a tensor subclass that cannot run the operators is replaced by one that says so.
     """
 

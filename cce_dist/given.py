@@ -185,9 +185,7 @@ def _kind_of(
         if tensor is None:
             key.append(None)
             continue
-        if type(tensor) not in PLAIN or tensor.is_nested:
-            return None
-        if tensor.layout != torch.strided or tensor.is_neg():
+        if type(tensor) not in PLAIN or tensor.is_nested or tensor.layout != torch.strided or tensor.is_neg():
             return None
         key += [_facts_of(tensor), tensor.is_contiguous()]
     if shard is not None:

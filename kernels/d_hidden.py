@@ -58,9 +58,9 @@ def add_d_hidden(
         # One chunk needs no remainder, but uses the kernel for several chunks, so that fewer kernels are compiled.
         assert first
         write, total = 2, total._replace(low_RD=_nothing(device))
-    num_rows, often_empty = dlogits_RV.shape[0], total.parts_PRC is not None
-    sizes = (num_rows, *weight_VD.shape, dlogits_RV.stride(0), write, num_rows if first and not often_empty else 0)
-    few = (total.few_rows, total.parts_PRC.shape[0]) if total.parts_PRC is not None else None
+    num_rows = dlogits_RV.shape[0]
+    few = None if total.parts_PRC is None else (total.few_rows, total.parts_PRC.shape[0])
+    sizes = (num_rows, *weight_VD.shape, dlogits_RV.stride(0), write, num_rows if first and few is None else 0)
     dot_precision = precision(dlogits_RV.dtype)
     tile, parts, products, add_cut = _launches(
         sizes, tile, num_programs(device), few, tma, dot_precision

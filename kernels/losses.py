@@ -325,8 +325,8 @@ def token_losses(stats_TKN: torch.Tensor, x: Operands, spec: Spec) -> tuple[Loss
     num_shards, num_stats, num_tokens = stats_TKN.shape
     programs = max(1, cdiv(num_tokens, _BLOCK))  # without tokens the mean is still to be written
     inner = allocate(x.ids.device, *Finished.shapes_inside(num_tokens, spec.want, programs))
-    order = (x.order or compact(x.ids)) if spec.want.mean else [None, None]
-    out = Finished.new(x, order[1], spec.want, inner)
+    num_labelled = (x.order or compact(x.ids))[1] if spec.want.mean else None
+    out = Finished.new(x, num_labelled, spec.want, inner)
     with on_device(stats_TKN):
         launch = _token_losses_launch(num_shards, num_stats, spec.vocab_size, num_tokens, programs)
         launch(stats_TKN, x.ids, out.part_2B, out.arrived, out.losses, out.softmax)

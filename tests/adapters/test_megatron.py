@@ -370,7 +370,7 @@ def on_layout(case: Case, body: Any, *args: Any) -> None:
 
 
 def logits_without_labels(case: Case) -> None:
-    """Without labels a converted model is Megatron's, gathered logits or not; the streaming maximum is that of its logits.
+    """Without labels a converted model returns Megatron's logits, gathered or not. The streaming maximum is their largest.
 
     It takes a budget of its own, and one token at a time where there is less.
     """

@@ -669,7 +669,7 @@ def test_unserved_tokens_are_exact(case: Case, num_unserved: int, limits, monkey
     weight, hidden = p.weight[: p.logits.num_valid], p.hidden
     assert_no_worse(ours[0], grad.to(DTYPE) @ weight, grad @ weight.double(), DTYPE, "d_hidden")
     assert_no_worse(ours[1][: len(weight)], grad.to(DTYPE).T @ hidden, grad.T @ hidden.double(), DTYPE, "d_weight")
-    if num_unserved:  # their own error, which that of all other tokens must not hide
+    if num_unserved:  # compared apart, because larger errors of other tokens would hide an error here
         exact_grad = exact_grad[unserved]
         baseline, truth = exact_grad.to(DTYPE) @ weight, exact_grad @ weight.double()
         assert_no_worse(ours[0][unserved], baseline, truth, DTYPE, "d_hidden of unserved tokens")

@@ -25,6 +25,12 @@ def check_size(name: str, value: object, most: int = MOST_SIZE) -> None:
         raise ValueError(f"{name} must be a whole number from {least} to {most:,}, got {value!r}")
 
 
+def _check_shared(num_heads: int, num_kv_heads: int | None) -> None:
+    """Raise ValueError unless every head of keys and values serves equally many heads."""
+    if num_heads % (num_kv_heads or num_heads):
+        raise ValueError(f"{num_heads} heads cannot share {num_kv_heads} heads of keys and values")
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """Sizes of a decoder-only transformer, from which formulas compute its parameters."""
@@ -48,8 +54,7 @@ class Model:
                 check_size(field.name, value)
         if not self.head_size and self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size {self.hidden_size} is not num_heads {self.num_heads} equal heads")
-        if self.num_heads % (self.num_kv_heads or self.num_heads):
-            raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} heads of keys and values")
+        _check_shared(self.num_heads, self.num_kv_heads)
 
     @property
     def size_of_head(self) -> int:
@@ -234,18 +239,15 @@ def _check_file(path: Path, kinds: Mapping[str, Any]) -> None:
     for part in (given, text) if isinstance(text, dict) else (given,):
         kind = str(part.get("model_type", given.get("model_type")))
         config = kinds[kind] if kind in kinds else None  # noqa: SIM401 - its get() finds no class
-        named = getattr(config, "attribute_map", {})
-        sizes = {}
-        for size_name in CONFIG_SIZES.split():
-            name = named.get(size_name, size_name)
-            value = sizes[size_name] = part.get(name)
+        names = {size: getattr(config, "attribute_map", {}).get(size, size) for size in CONFIG_SIZES.split()}
+        for name in names.values():
+            value = part.get(name)
             for size in value if isinstance(value, list) else [value]:
                 if size is not None and size != getattr(config, name, None):
                     check_size(name, size)
-        heads = sizes["num_attention_heads"]
-        shared = sizes["num_key_value_heads"] or heads
-        if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
-            raise ValueError(f"{heads} heads cannot share {shared} heads of keys and values")
+        heads, kv_heads = (part.get(names[size]) for size in ("num_attention_heads", "num_key_value_heads"))
+        if isinstance(heads, int) and isinstance(kv_heads, int):
+            _check_shared(heads, kv_heads)
 
 
 def _count(model: Any, config: Any, head: Tensor, is_tied: bool) -> Counted:

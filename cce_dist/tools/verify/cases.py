@@ -279,7 +279,10 @@ def trap(name: str, catches: str, options: Options = None, problem: Recipe | Non
 
 
 def filter_trap(name: str, catches: str, options: Options = None, problem: Recipe | None = None, **others: Any) -> LossCase:
-    """Return a case with a filter, which must remove half of the error of dE, a quarter of dC's, and nearly all of sum dE's."""
+    """Return a case with a filter.
+
+    Compensation must remove half of dE's error, a quarter of dC's, and nearly all of the error of dE's sum over tokens.
+    """
     options = {"grad_filter": FILTERED} | (options or {})
     return trap(name, catches, options, problem or ZIPF, **{"left": (0.5, 0.75, 0.02)} | others)
 
