@@ -17,7 +17,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from itertools import accumulate, count
@@ -178,26 +178,23 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: Sequence[int], *args: Any, **options: Any) -> Any:
-        return self.prepared(grid, **options)(*args)
+        return self.launch((*grid, 1, 1)[:3], (), options, (tuple(options), *options.values()), *args)
 
     def prepared(self, grid: Sequence[int], *numbers: Any, **options: Any) -> Launch:
         """Return a launch that takes the arguments before ``numbers``. Callers keep it for calls of equal sizes and options."""
         kind = (tuple(options), *options.values(), *kinds(numbers)[0])
-        try:
-            number = self.kinds.get(kind)
-            if number is None:
-                number = _keep(self.kinds, kind, next(_COUNT))
-        except TypeError:  # a constexpr that cannot be hashed
-            number = None
+        number = self.kinds.get(kind)
+        if number is None:
+            number = _keep(self.kinds, kind, next(_COUNT))
         return partial(self.launch, (*grid, 1, 1)[:3], numbers, options, number)
 
     def launch(
-        self, grid: Sequence[int], numbers: tuple[Any, ...], options: dict[str, Any], kind: int | None, *args: Any
+        self, grid: Sequence[int], numbers: tuple[Any, ...], options: dict[str, Any], kind: Hashable, *args: Any
     ) -> Any:
-        """Launch with arguments and ``numbers``. ``kind`` stands for the kind of numbers and options; None: it has no hash."""
+        """Launch with arguments and ``numbers``. ``kind`` stands for the kind of numbers and options."""
         if _THREAD.launch is not None:
             return _THREAD.launch(self, (*_tensors(args), *numbers), grid, options)
-        if kind is None or not _is_wanted() or watched() or self.jitted.pre_run_hooks:
+        if not _is_wanted() or watched() or self.jitted.pre_run_hooks:
             return self.by_triton((*_tensors(args), *numbers), grid, options)
         device = torch._C._cuda_getDevice()
         of_args, values = kinds(args)

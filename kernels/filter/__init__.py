@@ -144,7 +144,7 @@ def _sweep(
             bound = bound._replace(bound_N=merge_bound(bound.shard_3N))
 
         # All columns, a group of tokens at a time.
-        groups, programs = token_groups(order, at_once), 0
+        groups, programs, log_eps = token_groups(order, at_once), 0, math.log(spec.filter.eps / SLACK)
         if merge_bound is None:
             all_programs = sum(cdiv(index.shape[0], rows_per_program(False)) for index, _ in groups)
             inner = allocate(device, *Finished.shapes_inside(num_tokens, spec.want, all_programs))
@@ -161,13 +161,13 @@ def _sweep(
             (partials_KPR,) = allocate(device, shape_of_partials(parts, num_rows, spec.want))
             lse_partials(
                 x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=spec.want,
-                marks=Marks(bound.bound_N, math.log(spec.filter.eps / SLACK), words), want_sloped=sloped_N is not None,
+                marks=Marks(bound.bound_N, log_eps, words), want_sloped=sloped_N is not None,
             )
             programs += finish(
                 x, rows, partials_KPR, want=spec.want, target_N=None if out is None else stats_KN[2],
                 vocab_size=spec.vocab_size, stats_KN=stats_KN, sloped_N=sloped_N, out=out, first_program=programs,
             )
-            list_columns(words, frequent_W, x, rows, bound, stats_KN, sloped_N, lists)
+            list_columns(words, frequent_W, x, rows, bound, stats_KN, sloped_N, log_eps, lists)
     return stats_KN, lists, out
 
 

@@ -41,6 +41,7 @@ SLACK = 1.125  # factor by which lists reach below the threshold of the bound: e
 WARP_ELEMENTS = 1024  # elements of the weight's rows that a warp holds at a time: more registers would allow fewer programs
 # With this limit four programs of 4 warps share a multiprocessor, without it three. ROCm's compiler has no such limit.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
+NO_ROOM = tl.constexpr(0x7FFFFFFF)  # count of a list whose columns have nowhere to go
 FARTHEST = tl.constexpr(30.0)  # most nats between bound and LSE: beyond HEADROOM of lse.py, marks are not valid
 
 
@@ -65,26 +66,39 @@ class Lists(NamedTuple):
 
 def list_columns(
     words_RW: torch.Tensor, frequent_W: torch.Tensor, x: Operands, rows: Rows, bound: Bound, stats_KN: torch.Tensor,
-    sloped_N: torch.Tensor | None, lists: Lists,
+    sloped_N: torch.Tensor | None, log_eps: float, lists: Lists,
 ) -> None:
     """Fill the lists of the group's tokens.
 
-    A list has the marked infrequent columns, and the label if it is infrequent. A token without a label needs 0 columns.
+    A list has the marked infrequent columns, and the label if it is infrequent. A token without a label needs 0 columns. A list
+    that is too long has the columns that a higher bound marks, too: the log-sum-exp of this shard.
 
     Args:
-        words_RW: The marks of the group (``lse.Marks``).
+        words_RW: The marks of the group (``lse.Marks``). Columns of lists that are too long overwrite them.
         frequent_W: Words with a bit set for each frequent column.
         bound: Its bound_N is the bound over all shards.
         stats_KN: Maximum and sum of exp over all columns.
         sloped_N: Sum of exp times the softcap's slope over all columns; None without a softcap.
+        log_eps: As in ``lse.Marks``.
     """
-    num_rows, num_words = words_RW.shape
+    (num_rows, num_words), num_slots = words_RW.shape, lists.columns_NL.shape[1]
     aligned = min(16, num_words & -num_words)
     _list_columns_kernel[(num_rows,)](
-        words_RW, frequent_W, x.ids, rows.index, rows.num_labelled, bound, stats_KN, sloped_N,
+        frequent_W, x.ids, rows.index, rows.num_labelled, bound, stats_KN, sloped_N,
+        words_RW,
         lists,
-        num_words // aligned, x.num_tokens, lists.columns_NL.shape[1], x.start, x.num_valid,
+        num_words // aligned, x.num_tokens, num_slots, x.start, x.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
+    )
+    _shorten_lists_kernel[(num_rows,)](
+        # in
+        x.hidden, x.weight, x.head, x.ids, rows.index, words_RW, stats_KN,
+        # in, out
+        lists,
+        # sizes
+        x.hidden.shape[1], x.num_tokens, num_words, num_slots, x.start, x.num_valid, log_eps,
+        # tiles
+        BLOCK_K=256, BLOCK_D=32, STAGES=stages_of_rows(256 * 32 * x.weight.itemsize), num_warps=8,
     )
 
 
@@ -110,7 +124,6 @@ def _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, n
 
 @kernel("words_ptr", "frequent_words_ptr")
 def _list_columns_kernel(
-    words_ptr,  # in: [R, W] int32
     frequent_words_ptr,  # in: [W] int32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
@@ -118,6 +131,7 @@ def _list_columns_kernel(
     bound,  # in: Bound
     stats_ptr,  # in: [K, N] fp32: maximum, sum, ...
     sloped_ptr,  # in: [N] fp32, or None
+    words_ptr,  # in, out: [R, W] int32
     lists,  # out: Lists, except ids_F; count_V is counted up
     num_units,  # number of units of ALIGNED words
     num_tokens,
@@ -155,28 +169,92 @@ def _list_columns_kernel(
         )
     count = tl.sum(counts, 0)
     tl.store(lists.count_N + token, count)
+    # The columns of a list that is too long go to the end of the row's own words, last columns first: most marks are in front.
+    is_long = count > num_slots
     columns_ptr = lists.columns_NL + token * num_slots
-
-    stored = tl.where(count <= num_slots, count, 0)
-    total = tl.zeros((), tl.int32)
     first = tl.zeros((), tl.int32)
-    while total < stored:  # stop after the word with the last column
+    if is_long:
+        columns_ptr = words_ptr + num_words
+        first = (num_words - 1) // BLOCK_W * BLOCK_W
+    total = tl.zeros((), tl.int32)
+    while total < count:  # stop after the word with the last column
         word = _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
         if tl.max(word, 0) > 0:
             counts = _bits_set(word)
-            position = total + tl.cumsum(counts, 0) - counts
+            position = tl.where(is_long, -total - tl.sum(counts, 0), total) + tl.cumsum(counts, 0) - counts
             total += tl.sum(counts, 0)
+            if is_long & (first + total > num_words):
+                tl.store(lists.count_N + token, NO_ROOM)
+                total = count
+                word = tl.zeros((BLOCK_W,), tl.uint32)
             # Store the column of one bit of every word at a time, lowest bits first, so that columns are ascending.
             while tl.max(word, 0) > 0:
                 rest = word & (word - 1)
                 column = (first + tl.arange(0, BLOCK_W)) * 32 + _bits_set((word ^ rest) - 1)
                 tl.store(columns_ptr + position, column, mask=word > 0)
                 # Marks of a token with NaN are set past the last column, too.
-                counted = (word > 0) & (column < num_valid)
+                counted = (word > 0) & (column < num_valid) & (is_long == 0)
                 tl.atomic_add(lists.count_V + column, 1, mask=counted, sem="relaxed")
                 position += (word > 0).to(tl.int32)
                 word = rest
-        first += BLOCK_W
+        first += tl.where(is_long, -BLOCK_W, BLOCK_W)
+
+
+@kernel("hidden_ptr", "weight_ptr", "hidden_size")
+def _shorten_lists_kernel(
+    hidden_ptr,  # in: [N, D]
+    weight_ptr,  # in: [V, D]
+    head,  # in: Head
+    labels_ptr,  # in: [N] int64
+    index_ptr,  # in: [R] int32
+    columns_ptr,  # in: [R, W] int32: columns of lists that are too long, at the end of each row
+    stats_ptr,  # in: [K, N] fp32: maximum, sum, ...
+    lists,  # in, out: Lists
+    hidden_size,
+    num_tokens,
+    num_words,
+    num_slots,
+    start,
+    num_valid,
+    log_eps,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = tl.program_id(0)
+    token = tl.load(index_ptr + row).to(tl.int64)
+    long = tl.load(lists.count_N + token)
+    bound = tl.load(stats_ptr + token) + tl.log(tl.load(stats_ptr + num_tokens + token))
+    nats = bound - tl.load(lists.bound_3N + token)
+    # Comparisons with NaN are false.
+    if (long <= num_slots) | (long == NO_ROOM) | ((nats > 0) & (nats < FARTHEST) == 0):
+        return
+    label = tl.load(labels_ptr + token) - start
+    columns_ptr += (row + 1).to(tl.int64) * num_words - long
+    factors = token_factors(head, token, True)
+    count = tl.zeros((), tl.int32)
+    # Logits z [BLOCK_K] of the next columns, from weight rows [BLOCK_K, BLOCK_D] @ h [BLOCK_D], BLOCK_D elements at a time.
+    for first in range(0, long, BLOCK_K):
+        offs_k = first + tl.arange(0, BLOCK_K)
+        column = tl.load(columns_ptr + offs_k, mask=offs_k < long, other=num_valid)
+        in_k = column < num_valid
+        z = tl.zeros((BLOCK_K,), tl.float32)
+        for inner in tl.range(0, hidden_size, BLOCK_D, num_stages=STAGES):
+            offs_d = inner + tl.arange(0, BLOCK_D)
+            in_d = offs_d < hidden_size
+            h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
+            where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+            w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)
+            z += tl.sum(w * h[None, :], 1)
+        z = logits_of(z, column, in_k, head, factors, False)
+        kept = in_k & ((z >= bound + log_eps) | (column == label))
+        position = count + tl.cumsum(kept.to(tl.int32), 0) - 1
+        count += tl.sum(kept.to(tl.int32), 0)
+        kept = kept & (position < num_slots)
+        tl.store(lists.columns_NL + token * num_slots + position, column, mask=kept)
+        tl.atomic_add(lists.count_V + column, 1, mask=kept, sem="relaxed")
+    tl.store(lists.count_N + token, count)
+    tl.store(lists.bound_3N + token, bound)
 
 
 class Decisions(NamedTuple):

@@ -139,7 +139,9 @@ def kept_of(saved: tuple[Tensor, ...], p: Problem) -> Tensor:
         listed = columns[row, :length].tolist() if length <= columns.shape[1] else []
         assert listed == sorted(set(listed))
         kept[row, listed] = True
-    assert torch.equal(count_V, kept.sum(0).int())
+    # A list that is too long even for the shard's own log-sum-exp may be counted in part.
+    more = count_V - kept.sum(0)
+    assert (more >= 0).all() and more.sum() <= (count > columns.shape[1]).sum() * columns.shape[1]
     assert not kept[:, ids].any()
     kept[:, ids] = True
     return kept
@@ -673,6 +675,28 @@ def test_unserved_tokens_are_exact(case: Case, num_unserved: int, limits, monkey
         exact_grad = exact_grad[unserved]
         baseline, truth = exact_grad.to(DTYPE) @ weight, exact_grad @ weight.double()
         assert_no_worse(ours[0][unserved], baseline, truth, DTYPE, "d_hidden of unserved tokens")
+
+
+def test_long_lists_are_shortened(limits) -> None:
+    """Tokens whose bound is 2 nats too low have lists by the shard's own log-sum-exp. Catches: such tokens exact, a label lost,
+    another threshold in backward than in the list, columns written over marks that are read later."""
+    case = Case(24, 24, 1800, softcap=9.0, logit_scale=0.8, coefs="signed", slots=12, grad_filter=Filter(2.0**-5))
+    limits(case)
+    nats = torch.where(torch.arange(24, device=DEVICE) % 3 > 0, -2.0, 0.0)
+    p, d, saved = prepared(case, nats=nats)
+    bounds, _, _, count, ids, *_ = saved
+    lse, labelled = d.maximum + d.log_sum, p.labels >= 0
+    marked = (d.z >= (lse + nats + math.log(case.grad_filter.eps / lists.SLACK))[:, None]) | d.is_label
+    marked[:, ids] = False
+    long = labelled & (marked.sum(1) > case.slots)
+    assert long.sum() > 6 and (labelled & ~long).sum() > 2
+    torch.testing.assert_close(bounds[0].double(), torch.where(long, lse, lse + nats), rtol=0, atol=1e-5)
+    grad, _, unserved = gradient_of_logits(tuple(saved), p, d, case)
+    assert not unserved.any() and (count <= case.slots).all()
+    assert torch.equal(kept_of(tuple(saved), p)[labelled], kept_by(tuple(saved), p, d, case.grad_filter.eps)[labelled])
+    ours, weight = gradients(p, case, d, saved), p.weight[: p.logits.num_valid]
+    assert_no_worse(ours[0], grad.to(DTYPE) @ weight, grad @ weight.double(), DTYPE, "d_hidden")
+    assert_no_worse(ours[1][: len(weight)], grad.to(DTYPE).T @ p.hidden, grad.T @ p.hidden.double(), DTYPE, "d_weight")
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter counts")
