@@ -145,9 +145,11 @@ def draw_problem(case: Case, generator: torch.Generator) -> Problem:
     """Draw the whole problem, with values that the dtypes and layouts of the case can hold."""
     problem = case.problem(generator)
     arguments = {"hidden": "input", "weight": "linear_weight", "labels": "target", "bias": "linear_bias"}
-    expanded = [name for name, argument in arguments.items() if case.layout(argument) == "expanded"]
-    repeated = {name: constant(getattr(problem, name)) for name in expanded if getattr(problem, name) is not None}
-    return replace(problem, **repeated).rounded(case.held, case.bias or case.dtype)
+    for name, argument in arguments.items():
+        values = getattr(problem, name)
+        if values is not None and case.layout(argument) == "expanded":
+            problem = replace(problem, **{name: constant(values)})
+    return problem.rounded(case.held, case.bias or case.dtype)
 
 
 def draw_upstream(case: Case, shapes: dict[str, tuple[int, ...]], generator: torch.Generator) -> dict[str, Tensor]:
@@ -223,24 +225,28 @@ def compare(quantity: str, ours: Tensor, baseline: Tensor, truth: Tensor, dtype:
     ours, truth = (x.detach().double().cpu() for x in (ours, truth))
     if ours.shape != truth.shape:
         raise AssertionError(f"{quantity} has shape {tuple(ours.shape)}, expected {tuple(truth.shape)}")
-    finite = truth.isfinite()
-    if not torch.equal(ours.isfinite(), finite):
+    if not torch.equal(ours.isfinite(), truth.isfinite()):
         return Error(quantity, float("inf"), 0.0)
-    return Error(quantity, largest((ours - truth)[finite]), bound_of(baseline, truth, dtype))
+    return Error(quantity, largest(ours - truth), bound_of(baseline, truth, dtype))
 
 
 def bound_of(baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
     """Return 2 max|baseline - truth| + eps max|truth| over finite values. Source: the tests of flash-attention and QuACK."""
     baseline, truth = (x.detach().double().cpu() for x in (baseline, truth))
-    finite = truth.isfinite()
-    noise = (baseline - truth)[finite].nan_to_num(0.0, 0.0, 0.0)
-    return 2 * largest(noise) + EPS[dtype] * largest(truth[finite])
+    return 2 * largest(baseline - truth) + EPS[dtype] * largest(truth)
 
 
 def largest(values: Any) -> float:
-    """Return the largest absolute value of a tensor or number; 0 for an empty tensor."""
+    """Return the largest finite absolute value of a tensor or number, or 0."""
     values = torch.as_tensor(values)
+    values = values[values.isfinite()]
     return values.abs().max().item() if values.numel() else 0.0
+
+
+def logit_sizes(problem: Problem) -> Tensor:
+    """Return the root of the sum of squares of each logit's terms, [N, V]."""
+    squares = problem.hidden.square() @ problem.weight.square().t()
+    return (squares if problem.bias is None else squares + problem.bias.square()).sqrt()
 
 
 def assert_no_worse(

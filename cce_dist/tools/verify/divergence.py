@@ -11,7 +11,7 @@ from torch import Tensor
 from cce_dist import reference
 from cce_dist.divergence import linear_kl_divergence
 from cce_dist.shard import VocabShard
-from cce_dist.tools.verify import check
+from cce_dist.tools.verify import check, oracle
 from cce_dist.tools.verify.cases import BF16, FP32, OF_BOTH, DivergenceCase, Drawn, Gaussian, Problem, Truth
 from cce_dist.tools.verify.check import GRADIENTS, Error, Function, Part, bound_of, compare, found, largest
 
@@ -124,8 +124,7 @@ def _unavoidable(drawn: Drawn) -> dict[str, float]:
         log_smaller = torch.minimum(log_p, log_t)
         p = torch.maximum(p, log_smaller.softmax(1)) if options["kind"] == "lk" else p
     d_logits = p * share * (drawn.upstream["divergence"].abs() * abs(options.get("logit_scale", 1.0)))[:, None]
-    hidden, weight = drawn.problem.hidden.abs(), drawn.problem.weight.abs()
-    grads = {"dE": d_logits @ weight, "dC": d_logits.t() @ hidden, "dbias": d_logits.sum(0)}
+    grads = oracle.sums(d_logits, drawn.problem.hidden.abs(), drawn.problem.weight.abs())
     return sizes | {name: largest(grad) for name, grad in grads.items()}
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cce_dist import reference
@@ -14,7 +15,7 @@ from cce_dist.log_probs import LogProbs, linear_log_probs
 from cce_dist.shard import VocabShard
 from cce_dist.tools.verify import check
 from cce_dist.tools.verify.cases import FP32, Drawn, LogProbCase, Truth
-from cce_dist.tools.verify.check import EPS, GRADIENTS, Error, Function, Part, compare, found, largest
+from cce_dist.tools.verify.check import EPS, GRADIENTS, Error, Function, Part, compare, found, largest, logit_sizes
 
 TOP = 5
 OF_LOGITS = ("log_probs", "lse", "max_logit", "top_log_probs", "full_log_probs", "kept_mass")
@@ -89,30 +90,40 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
     if name in ("argmax", "top_ids"):
         return [_wrong_ids(name, ours, baseline, values)]
     more = _slope_noise(drawn) if name in GRADIENTS else 0.0
-    more += _softcap_noise(options) if name in OF_LOGITS else 0.0
+    if name in OF_LOGITS:  # a tanh made of exponentials is right to two units in the last place of 1
+        more += largest(options.get("softcap", 0.0) / options.get("temperature", 1.0)) * EPS[FP32] / 16
     if name in (*OF_LOGITS, "entropy"):
         more += EPS[FP32] / 8  # twice the rounding of a sum of exponentials, which is at least 1
-        more += _product_noise(drawn) if drawn.case.kept else 0.0
-    if name == "kept_mass" and ours.numel():  # exp of a difference of two log-sum-exps
-        more += EPS[FP32] * values["lse"].abs().max().item()
+        more += 2 * largest(_product_noise(drawn)) if drawn.case.kept else 0.0
+    if name == "kept_mass":  # exp of a difference of two log-sum-exps
+        more += EPS[FP32] * largest(values["lse"])
     dtype = drawn.case.dtype if name in GRADIENTS else FP32
-    return [compare(name, ours, part(baseline[name]), part(values[name]), dtype).plus(more)]
+    error = compare(name, ours, part(baseline[name]), part(values[name]), dtype).plus(more)
+    least = _noise_of_sum(drawn, part) if name == "dbias" else 0.0
+    return [error._replace(bound=max(error.bound, least))]
 
 
-def _smallest(value: Any) -> float:
-    return torch.as_tensor(value).abs().amin().item()
+def _product_noise(drawn: Drawn) -> Tensor:
+    """Return the rounding of each token's logits, [N]. Their terms may cancel, and the baseline be right by luck."""
+    scale = drawn.options.get("logit_scale", 1.0)
+    temperature = drawn.options.get("temperature", 1.0)
+    return EPS[FP32] / 32 * (logit_sizes(drawn.problem).amax(1) * scale / temperature).abs()
 
 
-def _softcap_noise(options: dict[str, Any]) -> float:
-    """Bound a logit's error under a softcap: a tanh made of exponentials is right to two units in the last place of 1."""
-    return options.get("softcap", 0.0) / _smallest(options.get("temperature", 1.0)) * EPS[FP32] / 16
+def _noise_of_sum(drawn: Drawn, part: Part) -> float:
+    """Bound the error of a bias's gradient by the terms of its sum over tokens, as they may cancel.
 
-
-def _product_noise(drawn: Drawn) -> float:
-    """Bound the error of a logit whose terms cancel. A short list may hold no other, and the baseline be right by luck."""
-    hidden, weight, options = drawn.problem.hidden.abs(), drawn.problem.weight.abs(), drawn.options
-    factor = largest(options.get("logit_scale", 1.0)) / _smallest(options.get("temperature", 1.0))
-    return largest(hidden @ weight.T) * factor * EPS[FP32] / 64
+    A token's term is the gradient of a column of zeros that the weight gets for this token.
+    """
+    problem, num_tokens = drawn.problem, len(drawn.problem.hidden)
+    hidden = torch.cat((problem.hidden, torch.eye(num_tokens)), 1)
+    weight = F.pad(problem.weight, (0, num_tokens))
+    apart = drawn._replace(problem=replace(problem, hidden=hidden, weight=weight))
+    coefs = sum(grad.abs().view(num_tokens, -1).sum(1) for grad in drawn.upstream.values())
+    both = (apart, apart._replace(upstream={"lse": coefs}))
+    sizes_VN = sum(reference_of(each, torch.float64, "cpu")["dC"][:, -num_tokens:].abs() for each in both)
+    noise_N = EPS[FP32] / 32 + _product_noise(drawn)
+    return largest(part((sizes_VN * noise_N).norm(dim=1)))
 
 
 def _slope_noise(drawn: Drawn) -> float:
@@ -121,20 +132,20 @@ def _slope_noise(drawn: Drawn) -> float:
     if "softcap" not in options:
         return 0.0
     size = max(1.0, largest(problem.hidden), largest(problem.weight))
-    factor = largest(options.get("logit_scale", 1.0)) / _smallest(options.get("temperature", 1.0))
+    factor = largest(options.get("logit_scale", 1.0) / options.get("temperature", 1.0))
     return EPS[FP32] / 8 * sum(map(largest, drawn.upstream.values())) * size * factor
 
 
 def _wrong_ids(name: str, ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor]) -> Error:
     """Return how far our ids' log-probabilities are below the largest ones, place by place."""
-    ours, log_p = ours.cpu(), truth["log_p"].cpu()
-    ours = ours.unsqueeze(-1) if name == "argmax" else ours
+    log_p = truth["log_p"].cpu()
+    ours = ours.cpu().view(len(log_p), -1)
     live = truth["top_ids"].cpu()[:, :1] >= 0
     best = truth["top_log_probs"].cpu()[:, : ours.shape[1]]
     gap = torch.where(live, (best - log_p.gather(1, ours.clamp(min=0))).abs(), (ours != -1).double())
-    noise = (baseline["top_log_probs"].cpu() - truth["top_log_probs"].cpu()).abs().amax().item()
+    noise = largest(baseline["top_log_probs"] - truth["top_log_probs"])
     twice = sum(len(row) - len(set(row)) for row in ours[live[:, 0]].tolist())
-    return Error(name, gap.amax().item() + twice, 4 * noise + EPS[FP32] * best.abs().amax().item())
+    return Error(name, gap.amax().item() + twice, 4 * noise + EPS[FP32] * largest(best))
 
 
 LOG_PROBS = Function(draw, reference_of, call, judge, LogProbs._fields)

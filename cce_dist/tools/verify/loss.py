@@ -47,9 +47,8 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
     leaves = check.leaves_of(drawn.case, drawn.problem, dtype, device)
     hidden, weight, bias = leaves.values()
     scale = options.pop("logit_scale", 1.0)
-    leaves["dscale"] = torch.tensor(
-        float(scale), device=device, dtype=torch.promote_types(dtype, FP32)
-    ).requires_grad_()
+    wide = torch.promote_types(dtype, FP32)
+    leaves["dscale"] = torch.tensor(float(scale), device=device, dtype=wide, requires_grad=True)
     ignore_index = options.pop("ignore_index", -100)  # any id may be ignored; dense PyTorch gathers with it
     labels = labels.masked_fill(labels == ignore_index, -100)
     known = {name: value for name, value in options.items() if name not in OWN}
@@ -101,9 +100,8 @@ def call(drawn: Drawn, shard: VocabShard, backend: Any, device: str) -> dict[str
     """Make the call; return its outputs, dE of this rank's slice, dC and dbias of its rows."""
     case = drawn.case
     labels, options, upstream = drawn.on(device)
-    labels = view_of(
-        labels.view(labels.shape if case.shape is None else case.shape).to(case.ids), case.layout("target")
-    )
+    shape = labels.shape if case.shape is None else case.shape
+    labels = view_of(labels.view(shape).to(case.ids), case.layout("target"))
     leaves = check.local_leaves(case, _tokens(drawn), device, shard)
     hidden, weight, bias = leaves.values()
     buffer = scale = held_before = None
@@ -174,10 +172,9 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
     right = torch.where(right.to(returned).isinf(), right.to(returned).double(), right)  # past the range of the dtype
     floor = _floor(case, name, right, truth) if truth.noise else 0.0
     errors = []
-    if truth.noise and case.dtype == FP32 and right.numel() and "grad_filter" not in case.options:
-        wrong = (rough - right)[rough.isfinite() & right.isfinite()].abs()
+    if truth.noise and case.dtype == FP32 and "grad_filter" not in case.options:
         size = EPS[FP32] * right[right.isfinite()].abs().sum().item() + floor
-        errors += [Error(f"the reference's own {name}", wrong.max().item(), UNSAFE * size)] if len(wrong) else []
+        errors.append(Error(f"the reference's own {name}", check.largest(rough - right), UNSAFE * size))
     if name in truth.defined:
         dense, exact = map(part, truth.defined[name])
         errors.append(compare(f"{name} as defined", ours, dense, exact, dtype))
@@ -203,12 +200,11 @@ def _floor(case: LossCase, name: str, right: Tensor, truth: Truth) -> float:
         floor += EPS[dtype] * noise["parts of dE"]
     logit_noise = 0.0 if exact_products else truth.logit_noise
     floor += EPS[FP32] * (logit_noise * noise[name] + noise[f"{name} unbent"])
-    largest = right.abs().max().item() if right.numel() else 0.0
     if name == "dC" and case.buffer is not None:
-        floor += 2 * EPS[case.buffer] * (noise[name] + largest)
+        floor += 2 * EPS[case.buffer] * (noise[name] + check.largest(right))
     if name == "dC" and case.in_groups and not case.low:  # rounded after each group but the first
         count = -(-len(truth.values["nll"]) // case.in_groups)
-        floor += EPS[dtype] * max(0, count - 1) * largest
+        floor += EPS[dtype] * max(0, count - 1) * check.largest(right)
     return floor
 
 
@@ -236,7 +232,7 @@ def _filter_errors(case: LossCase, name: str, values: tuple[Tensor, ...], floor:
 def _wrong_ties(ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor]) -> Error:
     """Count wrong answers to whether the label has the largest logit, where it is not within rounding of the largest."""
     largest, at_label, rough = (x.cpu() for x in (truth["max_logit"], truth["target_logit"], baseline["max_logit"]))
-    noise = (rough - largest).abs().nan_to_num(0.0, 0.0, 0.0).max() if largest.numel() else 0.0
+    noise = check.largest(rough - largest)
     close = (largest - at_label).abs() <= 2 * noise + 4 * TIE * largest.abs().clamp(min=1)
     wrong = (ours != truth["label_is_max"].cpu()) & ~close & largest.isfinite() & at_label.isfinite()
     return Error("label_is_max", float(wrong.sum()), 0.0)

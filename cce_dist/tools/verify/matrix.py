@@ -99,7 +99,8 @@ def run_matrix(lines: Sequence[Line], device: str, backend: str = "auto", report
             made: Any = [dist.new_group(ranks) if size > 1 else None for ranks in members]
             mine = next((place for place, ranks in enumerate(members) if rank in ranks), None)
             where = None if mine is None else Where(made[mine], mine, device, backend)
-            fitting = [line for line in lines if _fits(line[1], size)]
+            # Sequence parallelism splits 24 tokens or a multiple.
+            fitting = [line for line in lines if 24 % size == 0 or not line[1].options.get("sequence_parallel")]
             for case, worst in _run(fitting, where, ahead, progress):
                 line = _line(size, case, worst)
                 failures += [] if worst.ok else [line]
@@ -147,11 +148,6 @@ def _await(kernels: Kernels, case: Case, progress: Progress) -> None:
         others = f" and {len(names) - 3} more" if len(names) > 3 else ""
         progress.doing = f"{case.name} waits for {len(pending)} kernels to compile: {', '.join(names[:3])}{others}"
         wait(pending, timeout=0.5)
-
-
-def _fits(case: Case, size: int) -> bool:
-    """Return whether a group of this size can run the case: sequence parallelism has 24 tokens to split, or multiples."""
-    return not case.options.get("sequence_parallel") or 24 % size == 0
 
 
 def _line(size: int, case: Case, worst: Error) -> str:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.tools.verify.cases import PER_TOKEN, Problem, Truth
+from cce_dist.tools.verify.check import largest, logit_sizes
 
 
 class _Tokens(NamedTuple):
@@ -75,8 +76,10 @@ def truth(
     values["loss"] = _whole(loss, tokens.rows, problem) if reduction == "none" else loss.sum() / divisor
     gradients, plain, sizes = _backward(problem, options, upstream, tokens, divisor, eps, bounds)
 
-    logit_noise = _logit_noise(problem, options)
-    one_token = max(map(_largest, (loss, *per_token))) + (1 + 2 * abs(z_weight) * _largest(tokens.lse)) * logit_noise
+    # a tanh made of exponentials is right to two units in the last place of 1, EPS[float32] / 16
+    of_softcap = (options.get("softcap") or 0.0) / 16
+    logit_noise = abs(options.get("logit_scale", 1.0)) * largest(logit_sizes(problem)[tokens.rows]) + of_softcap
+    one_token = max(map(largest, (loss, *per_token))) + (1 + 2 * abs(z_weight) * largest(tokens.lse)) * logit_noise
     of_loss = one_token * (1.0 if reduction == "none" else math.sqrt(len(loss)) / divisor)
     noise = {**dict.fromkeys(names, one_token), "loss": of_loss, **sizes}
     return Truth(values | gradients, plain, {}, noise, logit_noise)
@@ -153,10 +156,10 @@ def _backward(
     size = size + label_coef.abs()[:, None] * is_label + uniform_coef.abs()
     terms = size * scale * bend
     sizes = _root_of_squares(terms, hidden, weight, "")
-    of_equal = _sums(terms.abs(), hidden.abs(), weight.abs())
-    sizes |= {f"{name} alike": _largest(x) for name, x in of_equal.items()}
+    of_equal = sums(terms.abs(), hidden.abs(), weight.abs())
+    sizes |= {f"{name} alike": largest(x) for name, x in of_equal.items()}
     du = (softmax_part + rest) * scale * bend
-    sizes["parts of dE"] = sum(_largest(du[:, start:stop] @ weight[start:stop]) for start, stop in bounds)
+    sizes["parts of dE"] = sum(largest(du[:, start:stop] @ weight[start:stop]) for start, stop in bounds)
     of_scale = [exact["dE"][tokens.rows] * hidden]
     if problem.bias is not None:
         of_scale.append(exact["dbias"] * torch.where(problem.bias.isfinite(), problem.bias, 0.0))
@@ -171,28 +174,12 @@ def _backward(
 
 def _root_of_squares(terms: Tensor, hidden: Tensor, weight: Tensor, suffix: str) -> dict[str, float]:
     """Return the largest root of the sum of squares of the terms, for dE, dC and dbias."""
-    sums = _sums(terms.square(), hidden.square(), weight.square())
-    return {name + suffix: math.sqrt(_largest(x)) for name, x in sums.items()}
+    squares = sums(terms.square(), hidden.square(), weight.square())
+    return {name + suffix: math.sqrt(largest(x)) for name, x in squares.items()}
 
 
-def _sums(terms: Tensor, hidden: Tensor, weight: Tensor) -> dict[str, Tensor]:
+def sums(terms: Tensor, hidden: Tensor, weight: Tensor) -> dict[str, Tensor]:
     return {"dE": terms @ weight, "dC": terms.t() @ hidden, "dbias": terms.sum(0)}
-
-
-def _logit_noise(problem: Problem, options: dict[str, Any]) -> float:
-    rows = problem.labels != options.get("ignore_index", -100)
-    squares = problem.hidden[rows].square() @ problem.weight.square().t()
-    if problem.bias is not None:
-        squares = squares + problem.bias.square()
-    # a tanh made of exponentials is right to two units in the last place of 1, EPS[float32] / 16
-    of_softcap = (options.get("softcap") or 0.0) / 16
-    return abs(options.get("logit_scale", 1.0)) * math.sqrt(_largest(squares)) + of_softcap
-
-
-def _largest(values: Tensor) -> float:
-    """Return the largest absolute value that is finite, or 0."""
-    values = values[values.isfinite()]
-    return values.abs().max().item() if values.numel() else 0.0
 
 
 def _whole(of_kept: Tensor, rows: Tensor, problem: Problem) -> Tensor:
