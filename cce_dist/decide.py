@@ -229,7 +229,7 @@ def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:
     # As if all gradients were wanted, because all ranks must agree.
     can_keep = spec._replace(want=spec.want._replace(grad=True)).can_keep(where.dtype)
     exact_sides = (not kept.hidden) + (not kept.weight)
-    if kept.always or costs.filter_pays(sizes, can_keep, spec.workspace_bytes, exact_sides):
+    if kept.always or costs.filter_pays(sizes, spec.vocab_size, can_keep, spec.workspace_bytes, exact_sides):
         return "filter", ""
     return "exact", "the filter is off because exact is faster at these sizes"
 

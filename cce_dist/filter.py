@@ -23,8 +23,8 @@ class GradFilter:
     formulas.
 
     The filter has a cost of its own, so the Triton backend computes exact gradients for a small head. The decision depends on
-    the number of tokens, D, the size of an even shard, the dtype and ``workspace_bytes`` alone, so it is the same on every rank
-    and in every step. The torch backend always filters, as a reference that saves no time.
+    the number of tokens, D, the sizes of the vocabulary and of an even shard, the dtype and ``workspace_bytes`` alone, so it is
+    the same on every rank and in every step. The torch backend always filters, as a reference that saves no time.
 
     Args:
         eps: Threshold in [0, 1), in units of a probability. 0 keeps everything.

@@ -8,19 +8,14 @@ forward                                               backward
     threshold is marked (lse)                           frequent columns: dlogits, d_hidden and d_weight as matrix
   marks become lists of columns (lists)                   products, to which the listed ones are added (d_weight)
 
-Each element is judged by itself, and every element that reaches the threshold is kept: about a hundred in a row of 10^5
-logits. They are scattered, so keeping whole tiles of any size would keep thousands. Most kept elements belong to ids that are
-frequent in every text. These frequent columns are kept for all tokens, as a matrix. The other elements are kept in lists, and
-their rows of the weight are gathered.
-
-A rank-1 matrix ``m_i share_j`` replaces the dropped elements: m_i is the softmax mass of token i outside frequent and listed
-columns, and share_j is column j's part of all dropped mass, estimated from sampled tokens. So the row sums of the softmax are
-right to rounding, and its column sums to the sample's error. Sampled columns correct d_hidden, and sampled tokens correct
-d_weight (sampling).
+Kept elements are scattered: about a hundred in a row of 10^5 logits. Keeping whole tiles of any size would keep thousands. Most
+of these elements belong to ids that are frequent in every text. Such frequent columns are kept for all tokens, as a matrix. The
+other elements are kept in lists, and their rows of the weight are gathered. A rank-1 matrix, corrected by samples, replaces the
+dropped elements (compensation).
 
 A token is unserved if its list is too long, backward needs more columns than forward listed, the bound was too high, or a
-number is not finite. The exact kernels compute the gradients of unserved tokens. Most steps have none, and these kernels return
-at once. Only the device knows which tokens are unserved, and nothing waits for it.
+number is not finite. The exact kernels compute the gradients of unserved tokens, and return at once if there are none. Only the
+device knows which tokens are unserved, and nothing waits for it.
 
 Source: the filter of *Cut Your Losses* (Wijmans et al., 2024, section 4.3), which judges tiles of a sorted vocabulary. Lists,
 frequent columns and compensation are this project's.
@@ -150,7 +145,9 @@ def _sweep(
             inner = allocate(device, *Finished.shapes_inside(num_tokens, spec.want, all_programs))
             out = Finished.new(x, order[1], spec.want, inner)
         sloped_N = None if x.head.softcap is None else torch.empty_like(bound.bound_N)
-        words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=device)
+        # Marks, and behind them room for a list.
+        width = num_words + lists.columns_NL.shape[1]
+        words_RW = torch.empty(min(at_once, num_tokens), width, dtype=torch.int32, device=device)
         for group in groups:
             if at_once < num_tokens:
                 rows = gathered(x.hidden, group, buffer_RD)

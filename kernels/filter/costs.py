@@ -12,37 +12,31 @@ from cce_dist.kernels.rates import H200, Rates
 # Time of exact gradients for ``filter_pays``, in matrix products of the logits' size: one H200, bf16, N 8,192; 2026-11.
 EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
 RECOMPUTED = 1.1  # additional products if no exponentials are kept
-USUAL_LIST = 40  # listed columns per token: 34 while a model trains, 25 to 59 with flat softmaxes
-# Seconds that the host takes for a filtered call: 4.1 to 5.7 ms on eight of ten heads, 7.6 and 9.0 ms at V 256,000 and more.
-FILTER_HOST = 5.2e-3
-# Largest share of the exact time that the estimate of a filter's may be. Measured times are 0.85 of exact's there, because the
-# kernels have become faster since the fit.
-MARGIN = 0.9
+USUAL_LIST = 40  # listed columns per token of a whole vocabulary: 34 while a model trains, 25 to 59 with flat softmaxes
+# Seconds that the host takes for a filtered call: 3.7 to 5.7 ms on seven of ten heads, on two hosts.
+FILTER_HOST = 4.7e-3
+MARGIN = 0.85  # largest share of the exact time that a filter may take
 
 
 class FilterCosts(NamedTuple):
     """Measured costs of a filter beyond operations and bytes."""
 
-    marks: float = 0.053  # Time that marking adds to the log-sum-exp, in products of the logits' size
-    forward: float = 0.24e-3  # Seconds of small kernels in forward
-    backward: float = 0.9e-3  # Seconds of small kernels in backward, and fixed costs of larger ones
-    passes: float = 3.7  # Passes over the weight or its gradient in backward
-    listed: float = 1.5e-9  # Seconds per listed column of a token, for rows of any width
-    listed_wide: float = 0.99e-9  # Additional seconds per listed column and 1,024 elements of its row
-    # Increase of ``listed_wide`` for each doubling of the vocabulary above ``LISTED_OF``: rows of rarer ids miss the cache
-    rarer: float = 0.23e-9
+    marks: float = 0.038  # Time that marking adds to the log-sum-exp, in products of the logits' size
+    forward: float = 0.31e-3  # Seconds of small kernels in forward
+    backward: float = 0.48e-3  # Seconds of small kernels in backward, and fixed costs of larger ones
+    passes: float = 3.1  # Passes over the weight or its gradient in backward
+    listed: float = 4.2e-9  # Seconds per listed column of a token
+    rarer: float = 4.5e-9  # More for each doubling of the vocabulary above ``RARE``: rows miss the cache, lists are long
 
 
-# A fit to twenty filtered times at eps 2^-10: six synthetic softmaxes on the heads of Llama-3-8B, Gemma-2-2B and Phi-3.5, two
-# captured ones of D 768, V 32,768 (H200s, bf16, N 8,192, 2026-11). The kernels have become faster since. Estimates are within
-# 12 % of times of the synthetic softmaxes, mostly above them, and of older times of six captured states
-# (tests/kernels/test_filter_costs.py). Backward still has the 0.2 ms that torch's sort of the listed columns took.
+# A fit to thirty filtered times at eps 2^-10: three synthetic softmaxes on the ten heads of docs/filter.md (one H200, bf16,
+# N 8,192, 2026-11). Estimates are within 10 % of these times, and within 18 % of forward's.
 FILTER_COSTS = FilterCosts()
-LISTED_OF = 32_064  # rows of Phi-3.5's head
+RARE = 65_536
 
 
-def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: int = 0) -> bool:
-    """Return whether a filter takes at most ``MARGIN`` of the time of exact gradients on an even shard.
+def filter_pays(sizes: Sizes, vocab_size: int, keeps: bool, workspace_bytes: int, exact_sides: int = 0) -> bool:
+    """Return whether a filter takes at most ``MARGIN`` of the time of exact gradients on an even shard of a vocabulary.
 
     It does not where exact gradients are done before the host has launched a filter. Exact gradients take 3 products, and a
     fourth for columns whose exponentials are not kept (``keeps``: they can be kept). A filter takes the forward product,
@@ -55,7 +49,8 @@ def filter_pays(sizes: Sizes, keeps: bool, workspace_bytes: int, exact_sides: in
     recomputed = RECOMPUTED * (1 - min(1.0, kept / max(1, num_columns)))
     exact = (EXACT_PRODUCTS + recomputed) * product
     more = filter_seconds(sizes, workspace_bytes or LEAST_DEFAULT, rates, memory.frequent_columns(num_columns, 0.0))
-    lists = listed_seconds(sizes, min(USUAL_LIST, num_columns // COLUMNS_PER_SLOT))
+    usual = USUAL_LIST * num_columns / max(1, vocab_size)
+    lists = listed_seconds(sizes, min(usual, num_columns // COLUMNS_PER_SLOT))
     filtered = (1 + exact_sides * (1 + RECOMPUTED)) * product + sum(more) + lists
     return exact > FILTER_HOST and filtered <= MARGIN * exact
 
@@ -82,7 +77,6 @@ def filter_seconds(sizes: Sizes, workspace_bytes: int, rates: Rates, frequent: i
 
 
 def listed_seconds(sizes: Sizes, num_columns: float) -> float:
-    """Return the time of ``num_columns`` listed columns per token, which grows with the width of rows and the vocabulary."""
-    doublings = max(0.0, math.log2(max(1, sizes.num_columns) / LISTED_OF))
-    wide = FILTER_COSTS.listed_wide + FILTER_COSTS.rarer * doublings
-    return sizes.num_tokens * num_columns * (FILTER_COSTS.listed + sizes.hidden_size / 1024 * wide)
+    """Return the time of ``num_columns`` listed columns per token."""
+    doublings = max(0.0, math.log2(max(1, sizes.num_columns) / RARE))
+    return sizes.num_tokens * num_columns * (FILTER_COSTS.listed + FILTER_COSTS.rarer * doublings)

@@ -4,12 +4,9 @@ For a column j, with m_i the softmax mass of token i outside listed and frequent
 
     d_weight_j  = sum_i g_ij hidden_i    + share_j sum_i scale P_i m_i hidden_i    + the correction of column j
 
-where ``share_j`` is column j's part of the mass that all tokens drop (``shares.py``). m is computed by subtraction, so the row
-sums of the softmax are right whatever was dropped.
-
-A kernel sorts each column's gradients by token. So each row of d_weight is summed in registers, in token order, and
-written once: no atomics on floats, and the same bits every run. Rows of frequent columns come from a matrix product
-(``filter/__init__.py``).
+where ``share_j`` is column j's part of the mass that all tokens drop (``shares.py``). A kernel sorts each column's gradients by
+token. So each row of d_weight is summed in registers, in token order, and written once: no atomics on floats, and the same bits
+every run. Rows of frequent columns come from a matrix product (``filter/__init__.py``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import json
 import statistics
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 
@@ -11,61 +11,47 @@ from cce_dist.kernels import memory
 from cce_dist.kernels.filter import costs
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+CASES = json.loads((RESULTS / "h200-filter-pays.json").read_text())["cases"]
 # Columns of a token outside the frequent ids whose probability reaches 2^-10: those that lists must hold. The workloads of
-# benchmarks/heads.py as drawn on CPUs in fp32, of 8,192 tokens (Phi-3.5) and 4,096. Of captured states the kernels
-# counted them: less the frequent ids, to 2 of a vocabulary of 32,768 and to 7 of 131,072.
+# benchmarks/heads.py as drawn on a GPU, 8,192 tokens: middle, early, trained.
 LISTED = {
-    "gemma-2-2b": {"unigram": 0.5, "early": 35.0, "spread": 46.9, "middle": 33.3, "trained": 1.8, "sharp": 3.6},
-    "llama-3-8b": {"unigram": 0.9, "early": 29.6, "spread": 58.5, "middle": 38.8, "trained": 1.7, "sharp": 3.4},
-    "phi-3.5": {"unigram": 0.2, "early": 24.6, "spread": 51.3, "middle": 33.5, "trained": 1.4, "sharp": 2.9},
-    "captured, V 32,768": {"step-60": 21.0, "step-400": 44.0, "step-1200": 34.0},
-    "captured, V 131,072": {"step-60": 38.0, "step-300": 38.0, "step-700": 38.0},
+    "4096x128256": (34.7, 25.3, 1.6),
+    "4096x64128": (33.5, 23.4, 1.4),
+    "4096x32064": (31.1, 20.6, 1.3),
+    "4096x16032": (28.3, 17.5, 1.1),
+    "2304x256000": (28.8, 29.1, 1.7),
+    "2304x32000": (27.0, 21.0, 1.3),
+    "1024x151936": (21.1, 34.3, 1.7),
+    "1024x37984": (22.0, 28.3, 1.4),
+    "640x262144": (18.9, 43.8, 1.8),
+    "576x49152": (16.4, 36.7, 1.4),
 }
 
 
-class Timed(NamedTuple):
-    """Medians of one run, in seconds; a row is forward alone, loss and gradient."""
-
-    sizes: memory.Sizes
-    listed: float  # columns of a token that are listed
-    rates: costs.Rates  # those of the run's own plain product
-    filtered: tuple[float, float]
-    kept: float | None  # loss and gradient without a filter, exponentials kept; None where they were not measured
+def sizes_of(case: dict[str, Any]) -> memory.Sizes:
+    return memory.Sizes(case["num_tokens"], case["hidden_size"], case["vocab_size"], 2)
 
 
-def _timed() -> dict[str, Timed]:
-    found = {}
-    for name in ("ladder", "ladder-phi", "captured-eps10"):
-        for case in json.loads((RESULTS / f"h200-{name}.json").read_text())["cases"]:
-            rows = {}
-            for row in case["rows"]:
-                rows[row["name"]] = tuple(statistics.median(row[part]["seconds"]) for part in ("forward", "total"))
-            sizes = memory.Sizes(case["num_tokens"], case["hidden_size"], case["vocab_size"], 2)
-            product = statistics.median(case["floor"]["one"]["seconds"])
-            flops = 2 * sizes.num_tokens * sizes.hidden_size * sizes.num_columns / product
-            shape = case["shape"] + (f", V {case['vocab_size']:,}" if case["shape"] == "captured" else "")
-            listed, kept = LISTED[shape][case["rung"]], rows.get("cce-dist-cached", (0, None))[1]
-            rates = costs.Rates(flops, costs.H200[2][1])
-            found[f"{shape}, {case['rung']}"] = Timed(sizes, listed, rates, rows["cce-dist-filtered"], kept)
-    return found
+def seconds(case: dict[str, Any], name: str, part: str = "total", of: str = "seconds") -> float:
+    (row,) = (row for row in case["rows"] if row["name"] == f"cce-dist-{name}")
+    return statistics.median(row[part][of])
 
 
 def test_costs_are_those_that_were_measured() -> None:
-    """Forward, and forward with backward, within 12 % at the rate of the run's own product.
+    """Forward within 20 %, and forward with backward within 12 %, at the rate of the run's own matmul.
 
     Catches: a cost that moves, a rule that takes the slower of two ways."""
-    timed_of = _timed()
-    assert len(timed_of) == sum(map(len, LISTED.values()))
-    for name, timed in timed_of.items():
-        product = costs.product_seconds(timed.sizes, timed.rates)
-        frequent = memory.frequent_columns(timed.sizes.num_columns, 2.0**-10)
-        forward, backward = costs.filter_seconds(timed.sizes, memory.LEAST_DEFAULT, timed.rates, frequent)
-        assert product + forward == pytest.approx(timed.filtered[0], rel=0.12), name
-        said = product + forward + backward + costs.listed_seconds(timed.sizes, timed.listed)
-        assert said == pytest.approx(timed.filtered[1], rel=0.12), name
-
-        if timed.kept is not None:
-            assert costs.filter_pays(timed.sizes, True, 0) == (timed.filtered[1] < timed.kept), name
+    assert len(CASES) == 3 * len(LISTED)
+    for case in CASES:
+        sizes, name = sizes_of(case), f"{case['shape']}, {case['rung']}"
+        product = statistics.median(case["floor"]["one"]["seconds"])
+        flops = 2 * sizes.num_tokens * sizes.hidden_size * sizes.num_columns / product
+        rates, frequent = costs.Rates(flops, costs.H200[2][1]), memory.frequent_columns(sizes.num_columns, 2.0**-10)
+        forward, backward = costs.filter_seconds(sizes, memory.LEAST_DEFAULT, rates, frequent)
+        assert product + forward == pytest.approx(seconds(case, "filtered", "forward"), rel=0.2), name
+        listed = LISTED[case["shape"]][("middle", "early", "trained").index(case["rung"])]
+        said = product + forward + backward + costs.listed_seconds(sizes, listed)
+        assert said == pytest.approx(seconds(case, "filtered"), rel=0.12), name
 
 
 def test_the_filter_is_taken_where_it_pays() -> None:
@@ -73,19 +59,19 @@ def test_the_filter_is_taken_where_it_pays() -> None:
 
     Catches a rule that a measured head contradicts, and a table of docs/filter.md that is not what was measured."""
     page, close = (RESULTS.parents[1] / "docs/filter.md").read_text(), []
-    cases = json.loads((RESULTS / "h200-filter-pays.json").read_text())["cases"]
-    for case in cases:
-        rows = {row["name"]: row["total"] for row in case["rows"]}
-        exact, filtered = (statistics.median(rows[f"cce-dist-{name}"]["seconds"]) for name in ("default", "filtered"))
-        host = statistics.median(rows["cce-dist-filtered"]["host"])
-        taken = costs.filter_pays(memory.Sizes(case["num_tokens"], case["hidden_size"], case["vocab_size"], 2), True, 0)
+    for case in CASES:
+        if case["rung"] != "middle":
+            continue
+        sizes, exact, filtered = sizes_of(case), seconds(case, "default"), seconds(case, "filtered")
+        host = seconds(case, "filtered", of="host")
+        taken = [costs.filter_pays(sizes, tp * sizes.num_columns, True, 0) for tp in (1, 8)]
         if abs(filtered / exact - 0.85) < 0.03:
             close.append(case["vocab_size"])
         else:
-            assert taken == (filtered < 0.85 * exact and host < exact), case["shape"]
-        times = f"{1e3 * exact:.1f} | {1e3 * filtered:.1f} | {1e3 * host:.1f} | {'filter' if taken else 'exact'} |"
+            assert taken == [filtered < 0.85 * exact and host < exact] * 2, case["shape"]
+        times = f"{1e3 * exact:.1f} | {1e3 * filtered:.1f} | {1e3 * host:.1f} | {'filter' if taken[1] else 'exact'} |"
         assert f"| {case['hidden_size']:,} | {case['vocab_size']:,} | {times}" in page
-    assert len(cases) == 10 and close == [16_032, 262_144]
+    assert close == [16_032]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +87,8 @@ def test_the_filter_is_taken_where_it_pays() -> None:
 )
 def test_filter_pays_where_it_was_faster(sizes: tuple[int, int, int], faster: bool) -> None:
     """Catches a rule that another head contradicts, and one that asks less of a filter where exact is slower."""
-    of = memory.Sizes(*sizes, 2)
-    assert costs.filter_pays(of, True, 0) == faster
+    of = memory.Sizes(*sizes, 2), sizes[2]
+    assert costs.filter_pays(*of, True, 0) == faster
     # Exact gradients recompute within a small budget.
-    assert costs.filter_pays(of, True, 1) >= costs.filter_pays(of, True, 1 << 40)
-    assert costs.filter_pays(of, False, 0) >= faster
+    assert costs.filter_pays(*of, True, 1) >= costs.filter_pays(*of, True, 1 << 40)
+    assert costs.filter_pays(*of, False, 0) >= faster

@@ -69,7 +69,7 @@ def test_a_filter_has_two_times() -> None:
         head, longer = (Head(num_tokens, hidden_size, vocab_size) for num_tokens in (8192, 32_768))
         product = head.product / DEVICES["h200"].flops
         said = cost(head, "filtered", DEVICES["h200"], None)
-        assert 1.3 * product < said.seconds < said.at_most < 3.1 * product
+        assert 1.25 * product < said.seconds < said.at_most < 3.1 * product
         tight = cost(longer, "filtered", DEVICES["h200"], 32 << 20)
         assert tight.at_most > tight.seconds + 2 * 4 * product
 
