@@ -42,6 +42,7 @@ def _deterministic() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
+    torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)  # a training run leaves them on, and memory as it is
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -1,7 +1,4 @@
-"""Divergence of two heads against dense logits in float64: both backends, every split, and what is refused.
-
-Each test names the mistake that it catches.
-"""
+"""Divergence of two heads against dense logits in float64: both backends, every split, and what is refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -525,29 +522,13 @@ def test_no_rank_waits_for_another_that_lacks_a_row(ranks2) -> None:
 
 
 def _four_ranks() -> None:
-    _check_dtensors()
-    _check_refusals()
-
-
-@pytest.mark.slow
-def test_four_ranks(ranks4) -> None:
-    """Weights that are DTensors, shards that do not fit, and ranks that disagree."""
-    ranks4(_four_ranks)
-
-
-def _check_dtensors() -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     hidden, weight, teacher, teacher_weight = (x.cpu() for x in on_device(drawn_of()))
     expected = linear_kl_divergence(hidden, weight, teacher, teacher_weight)
-    weight, teacher_weight = (distribute_tensor(x, mesh, [Shard(0)]) for x in (weight, teacher_weight))
-    torch.testing.assert_close(linear_kl_divergence(hidden, weight.requires_grad_(), teacher, teacher_weight), expected)
-
-
-def _check_refusals() -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    split, of_teacher = (distribute_tensor(x, mesh, [Shard(0)]) for x in (weight, teacher_weight))
+    torch.testing.assert_close(linear_kl_divergence(hidden, split.requires_grad_(), teacher, of_teacher), expected)
+    group: Any = dist.group.WORLD
     shard, other = VocabShard.even(V, group), VocabShard(*uneven(V, 4)[group.rank()], V, group)
-    hidden, weight, teacher, teacher_weight = (x.cpu() for x in on_device(drawn_of()))
     rows = slice(shard.start, shard.stop)
     heads = (hidden, weight[rows], teacher, teacher_weight[other.start : other.stop])
     with pytest.raises(ValueError, match="both heads' rows must cover the same ids"):
@@ -556,3 +537,9 @@ def _check_refusals() -> None:
         any_call(*heads, shard=shard, teacher_shard=other, teacher_ids=torch.arange(V).flip(0))
     with pytest.raises(ValueError, match="process group"):
         any_call(*heads[:3], teacher_weight, shard=shard, teacher_shard=VocabShard(0, V, V))
+
+
+@pytest.mark.slow
+def test_four_ranks(ranks4) -> None:
+    """Weights that are DTensors, shards that do not fit, and ranks that disagree."""
+    ranks4(_four_ranks)

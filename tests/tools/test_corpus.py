@@ -169,12 +169,6 @@ def test_an_odd_file_is_one_line(tmp_path, texts: Path, capfd, spoil: Callable[[
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock"]
 
 
-def test_a_name_need_not_be_utf8(tmp_path, texts: Path) -> None:
-    (texts / ODD_NAME).write_text("good text")
-    folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
-    assert "good text" in decode(folder, ids(folder))
-
-
 def test_an_unreadable_folder_is_told(texts: Path, tmp_path, monkeypatch) -> None:
     """Root reads everything, so the system's refusal is played."""
     (texts / "closed").mkdir()
@@ -190,12 +184,16 @@ def test_an_unreadable_folder_is_told(texts: Path, tmp_path, monkeypatch) -> Non
         prepare(texts, "*.txt", 300, tmp_path / "cache")
 
 
-def test_the_text_of_the_special_token_is_text(tmp_path, texts: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.txt", "before<eos>after"), (ODD_NAME, "good text")], ids=["eos", "name"]
+)
+def test_the_text_of_the_special_token_is_text_and_a_name_need_not_be_utf8(
+    tmp_path, texts, name: str, text: str
+) -> None:
     """Catches documents that end where somebody wrote <eos>."""
-    (texts / "a.txt").write_text("before<eos>after")
+    (texts / name).write_text(text)
     folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
-    assert ids(folder).count(data.EOS) == 4
-    assert "before<eos>after" in decode(folder, ids(folder))
+    assert ids(folder).count(data.EOS) == len(os.listdir(texts)) and text in decode(folder, ids(folder))
 
 
 @pytest.mark.parametrize("change", [4, -4], ids=["grows", "shrinks"])
