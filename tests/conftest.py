@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(cache: Path) -> Path:
-    """The folder of a run of eight steps on one rank, with checkpoints after four and eight. Copy it before you change it."""
+    """The folder of a run of eight steps on one rank, with checkpoints after four and eight."""
     pytest.importorskip("tokenizers")
     from filelock import FileLock
     from toy_runs import pretrain
@@ -68,6 +69,12 @@ def trained(cache: Path) -> Path:
             assert pretrain(cache, unfinished) == 0
             unfinished.rename(finished)
     return finished
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run, to be changed."""
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 @pytest.fixture(scope="session")

@@ -182,8 +182,7 @@ def nemo_rl(policy: Policy, drawn: Rollout) -> Tensor:
     rows = torch.cat((torch.full((BATCH, PROMPT, VOCAB), -1), drawn.mask), 1)
     rows[-1] = torch.arange(VOCAB)  # NeMo-RL has no token whose sampler cut nothing
     ids.replay = cce_nemo_rl.Replay(rows)  # type: ignore[attr-defined]
-    alone: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    found = score(policy(drawn.ids).transpose(0, 1), policy.head.weight, None, ids, 0, VOCAB, alone)
+    found = score(policy(drawn.ids).transpose(0, 1), policy.head.weight, None, ids, 0, VOCAB, test_rl.alone())
     return found[:, PROMPT - 1 :]
 
 

@@ -24,10 +24,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import cce_dist
 from cce_dist import GradFilter, VocabParallelHead, VocabShard, decide, given, linear_cross_entropy, merge
-from cce_dist.call import Call
-from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, dense, memory
+from cce_dist.kernels import Operands, dense, memory
 from cce_dist.kernels.tiles import interpreted
-from cce_dist.merge import Layout
 from cce_dist.tools.verify.check import assert_no_worse
 from collectives import Collectives, _is_kernel_of
 
@@ -42,20 +40,6 @@ def meshes() -> tuple[DeviceMesh, DeviceMesh]:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     return square, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-
-
-def test_groups_are_those_of_an_even_shard():
-    """Catches ranks that disagree on the sums, and more than one where all tokens are one group."""
-    llama, phi = (4096, 128256, 4), (3072, 32064, 8)
-    # Of 16,384 tokens at Phi's sizes all exponentials are kept.
-    ready = {(8192, llama): 8192, (16384, llama): 8192, (16384, phi): 0, (65536, phi): 10880}
-    for (num_tokens, (hidden_size, vocab_size, num_ranks)), rows in ready.items():
-        hidden = torch.empty(1, hidden_size, dtype=torch.bfloat16)
-        for num_valid in (0, 1, vocab_size // num_ranks, vocab_size):
-            call = Call(Spec(ShardLogits(0, num_valid), vocab_size), Layout("tp"), "triton")
-            assert call.decided(hidden, num_tokens, num_ranks).way.ready_rows == rows
-    filtered = call.spec._replace(filter=Filter(2.0**-12, always=True))
-    assert call._replace(spec=filtered).decided(hidden, 16384, 8).way.ready_rows == 10880
 
 
 def test_kernels_of_a_collective():

@@ -289,7 +289,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "expected": ({"expected_weights": torch.ones(N), "reduction": "none"}, ValueError, "expected_weights"),
     "names": ({"return_aux": ("nll",)}, TypeError, "return_aux with token_loss must be a bool"),
     "returns a number": ({"token_loss": lambda log_probs, _: 0.5}, TypeError, r"got losses of type float"),
-    "other shape": ({"token_loss": lambda log_probs, _: log_probs.repeat(2)}, ValueError, r"one number per token, \[\d+\], got losses \[\d+\]"),
+    "other shape": ({"token_loss": lambda p, _: p.repeat(2)}, ValueError, r"one number per token, \[\d+\], got losses \[\d+\]"),
     "sum": ({"token_loss": lambda log_probs, _: -log_probs.sum()}, ValueError, r"got losses \[\]"),
     "integers": ({"token_loss": lambda log_probs, _: log_probs.long()}, TypeError, "got torch.int64"),
     "bf16": ({"token_loss": lambda log_probs, _: log_probs.bfloat16()}, TypeError, "got torch.bfloat16"),

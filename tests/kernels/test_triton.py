@@ -1,11 +1,6 @@
-"""The Triton kernels against dense torch in float64: interpreted on the CPU, compiled on a GPU by the same command.
-
-Uninitialised memory is NaN here, so a cell that a kernel forgot to write, or reads without having written, shows.
-Each test names the mutation of the kernels that it catches.
-"""
+"""The Triton kernels against dense torch in float64: interpreted on the CPU, compiled on a GPU by the same command."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from shards import DEVICE, GPU, Problem, launch_nothing, nan_memory, needs_gpu, upstream_of
+from shards import DEVICE, GPU, Problem, launch_nothing, nan_memory, needs_gpu, operators_of_host, upstream_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -518,15 +513,13 @@ def test_where_exponentials_are_kept() -> None:
     assert exact.saved_columns(x, Spec(logits._replace(tensors="factors"), 8, want=Want(uniform=True))) == 0
 
 
-class Seen(NamedTuple):
-    """Bytes of a step whose launches are left out, outputs and gradients not counted."""
+def seen_of(
+    spec: Spec, num_tokens: int, needs: tuple[bool, bool], into: bool = False, backwards: int = 1
+) -> tuple[list[Tensor], int, int]:
+    """Return what is saved by a step whose launches are left out, and the most bytes in forward and in any backward.
 
-    saved: list[Tensor]
-    forward: int  # at most, what is saved not counted
-    backward: int  # likewise, at most in any of the backwards
-
-
-def seen_of(spec: Spec, num_tokens: int, needs: tuple[bool, bool], into: bool = False, backwards: int = 1) -> Seen:
+    Neither what is saved counts, nor outputs and gradients.
+    """
     hidden = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16, device=DEVICE)
     weight, labels = hidden[:3000].clone(), torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
     buffer = torch.zeros_like(weight, dtype=torch.float32) if into else None
@@ -541,7 +534,7 @@ def seen_of(spec: Spec, num_tokens: int, needs: tuple[bool, bool], into: bool = 
             grads = op._backward(upstream, hidden, weight, [], saved, buffer, [*needs], *call)
             peaks.append(live.peak - kept - sum(x.nbytes for x in grads))
             del grads
-    return Seen(saved, forward, max(peaks))
+    return saved, forward, max(peaks)
 
 
 @pytest.mark.parametrize("grad_filter", [Filter(), Filter(GradFilter().eps, always=True)], ids=["exact", "filtered"])
@@ -556,14 +549,14 @@ def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, grad_filter: 
     sizes = memory.Sizes(num_tokens, 2048, 3000, 2, alone=True)
     said = dry_run.peak("filter" if grad_filter.eps else "exact", sizes, spec._replace(alone=True), None)
     launch_nothing(monkeypatch)
-    seen, workspace = seen_of(spec, num_tokens, (True, True)), mib << 20
-    kept = sum(x.nbytes for x in tree_leaves(seen.saved))
-    for name, ours, true in (("forward", said.forward, seen.forward), ("backward", said.backward, seen.backward)):
+    (saved, forward, backward), workspace = seen_of(spec, num_tokens, (True, True)), mib << 20
+    kept = sum(x.nbytes for x in tree_leaves(saved))
+    for name, ours, true in (("forward", said.forward, forward), ("backward", said.backward, backward)):
         assert abs(ours - true - kept) <= 2 << 20, f"{name}: said {ours >> 20} MiB, seen {true + kept >> 20}"
     if not grad_filter.eps:
-        workspace = max(0, workspace - sum(x.nbytes for x in seen.saved[2:]))
+        workspace = max(0, workspace - sum(x.nbytes for x in saved[2:]))
     few = 16 << 20  # a few numbers for each token and each column, and the rows of a filter's head
-    assert max(seen.forward, seen.backward) <= workspace + few
+    assert max(forward, backward) <= workspace + few
 
 
 @pytest.mark.parametrize(
@@ -586,12 +579,12 @@ def test_all_kept_in_the_least_budget(what: str, needs: tuple[bool, bool], monke
     num_tokens, hidden_bytes = 32768, 32768 * 2048 * 2
     least = memory.bytes_of_all(memory.Sizes(num_tokens, 2048, 3000, 2, alone=True))
     spec = Spec(ShardLogits(0, 3000), 3000, want=Want(entropy=what == "entropy"), workspace_bytes=least)
-    seen = seen_of(spec, num_tokens, needs, what == "main_grad", backwards=2)
-    exponentials = max(x.nbytes for x in seen.saved)
+    saved, forward, backward = seen_of(spec, num_tokens, needs, what == "main_grad", backwards=2)
+    exponentials = max(x.nbytes for x in saved)
     assert exponentials == 2 * num_tokens * 3072
     room, few = least - exponentials, 12 << 20  # a few numbers for each token and each column
-    assert room < 0.3 * hidden_bytes and seen.forward <= room + few
-    assert seen.backward <= max(room, 0 if needs[0] else hidden_bytes) + few
+    assert room < 0.3 * hidden_bytes and forward <= room + few
+    assert backward <= max(room, 0 if needs[0] else hidden_bytes) + few
 
 
 @pytest.mark.parametrize(
@@ -774,26 +767,19 @@ def test_more_than_2_to_31_elements(cached: bool) -> None:
 
 
 def test_the_host_calls_few_operators(monkeypatch) -> None:
-    """A loss with saved exponentials, and its gradients. An operator of torch takes the host 2 us. Catches: an allocation of
-    its own for what only kernels read, views, and arithmetic in torch."""
-    monkeypatch.undo()
-    torch.use_deterministic_algorithms(False)  # which fill what is not initialised
-    hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16, device=DEVICE) for n in (512, 4096))
-    labels, logits = torch.arange(512, device=DEVICE), ShardLogits(0, 4096)
+    """A loss with saved exponentials, and its gradients. Catches: an allocation of its own for what only kernels read, views,
+    and arithmetic in torch."""
+    logits = ShardLogits(0, 4096)
     spec = Spec(logits, 4096, want=Want(mean=True, tokens=False), workspace_bytes=256 << 20, alone=True)
-    monkeypatch.setattr(direct, "_tensors", lambda args: args)  # no views of what only kernels read
 
-    def call() -> None:
+    def step(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+        monkeypatch.setattr(direct, "_tensors", lambda args: args)  # no views of what only kernels read
         ids, order = exact.ordered_ids(labels, -100, 4096)
         x = Operands.of(hidden, weight, ids, logits)._replace(order=order)
         losses, softmax, _, saved = exact.losses_alone(x, spec)
         exact.gradients(x, softmax, Upstream(mean=losses.mean, count=losses.count), saved, Grads(want_bias=False), spec)
 
-    with direct.launching(lambda *_: None):
-        call()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            call()
-    called = Counter(event.name for event in profile.events() or () if event.name.startswith("aten::"))
+    called = operators_of_host(monkeypatch, step)
     assert called.keys() == {"aten::empty"} and called.total() <= 16, called
 
 

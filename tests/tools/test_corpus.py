@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from commands import Command, kill
-from toy_runs import pretrain
+from toy_runs import one_line, pretrain
 
 from cce_dist.tools.pretrain import corpus, data
 from cce_dist.tools.pretrain.data import Corpus, CorpusError, prepare
@@ -164,8 +164,7 @@ def test_a_cache_serves_all_users(tmp_path, texts: Path) -> None:
 def test_an_odd_file_is_one_line(tmp_path, texts: Path, capfd, spoil: Callable[[Path], None], reason: str) -> None:
     spoil(texts / "odd.txt")
     assert pretrain(tmp_path / "cache", tmp_path / "out", "--corpus", str(texts), "--pattern", "*.txt") == 1
-    [line] = capfd.readouterr().err.splitlines()
-    assert reason in line
+    assert reason in one_line(capfd)
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock"]
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 pytest.importorskip("tokenizers")
 
-from toy_runs import ALONE, go_back, losses, newest, options, prepared, pretrain, records
+from toy_runs import ALONE, go_back, losses, newest, one_line, options, prepared, pretrain, records
 
 from cce_dist.tools.pretrain import checkpoint, exits, launch, log
 from cce_dist.tools.pretrain.engine import Engine, Step
@@ -33,13 +33,6 @@ from cce_dist.tools.pretrain.ranks import make_mesh
 pytestmark = pytest.mark.xdist_group("damage")
 
 EIGHT = "step-00000008"
-
-
-@pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run, to be spoiled."""
-    shutil.copytree(trained, tmp_path / "run")
-    return tmp_path / "run"
 
 
 def go_on(cache: Path, out: Path, *more: str) -> None:
@@ -200,11 +193,6 @@ def test_no_resume_deletes_its_own_and_nothing_else(cache, run: Path) -> None:
     go_on(cache, run, "--no-resume", "--steps", "4")
     assert [(folder / name).read_text() for name in others] == ["mine"] * 4
     assert not (folder / EIGHT).exists() and (folder / "step-00000004").exists()
-
-
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    [line] = capsys.readouterr().err.splitlines()
-    return line
 
 
 def test_a_checkpoint_that_finds_the_disk_full_loses_nothing(cache, run: Path, trained, capsys) -> None:
