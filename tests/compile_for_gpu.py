@@ -48,10 +48,6 @@ class SharedIsKnown(Exception):
     """A kernel has been laid out in shared memory, and is not compiled further."""
 
 
-def stop(*args: Any) -> None:
-    raise SharedIsKnown
-
-
 def laid_out(module: Any, metadata: dict[str, Any], lower: Any) -> str:
     """Run the stage that lays a kernel out in shared memory as far as that, without its way to LLVM."""
     backend: Any = sys.modules[backends["amd" if HIP else "nvidia"].compiler.__module__]
@@ -60,7 +56,7 @@ def laid_out(module: Any, metadata: dict[str, Any], lower: Any) -> str:
     with contextlib.ExitStack() as stack:
         for owner, name in passes:
             stack.enter_context(mock.patch.object(owner, name, lambda *args: None))
-        stack.enter_context(mock.patch.object(backend.llvm, "to_module", stop))
+        stack.enter_context(mock.patch.object(backend.llvm, "to_module", side_effect=SharedIsKnown))
         stack.enter_context(contextlib.suppress(SharedIsKnown))
         lower(module, metadata)
     metadata |= {"shared": module.get_int_attr("ttg.shared"), "name": ""}

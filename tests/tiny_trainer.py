@@ -98,20 +98,13 @@ def counted(module: Any, name: str = "linear_cross_entropy") -> Any:
     return mock.patch.object(module, name, wraps=getattr(module, name))
 
 
-class Sentences(torch.utils.data.Dataset):
-    """Random ids; of each sentence other labels are ignored."""
-
-    def __init__(self, count: int = 32) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if index >= self.count:
-            raise IndexError(index)
+def sentences(count: int = 32) -> list[dict[str, Tensor]]:
+    """Return random ids; of each sentence other labels are ignored."""
+    rows = []
+    for index in range(count):
         ids = torch.randint(1, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) < index % 5, -100)}
+        rows.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) < index % 5, -100)})
+    return rows
 
 
 def prepare_rank() -> None:

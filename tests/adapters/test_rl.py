@@ -170,7 +170,7 @@ def nemo() -> Any:
     names = from_parallel_hidden_states_to_logprobs, _gpt_forward_with_linear_ce_fusion, allgather_cp_sharded_tensor
     names += (get_next_token_logprobs_from_logits,)
     home = stand_in(cce_nemo_rl.PATCH.module, **{each.__name__: each for each in names})
-    if hasattr(home, "__file__"):  # NeMo-RL itself
+    if is_here(home):
         use_stand_ins()
     else:
         step = {"forward_with_post_processing_fn": forward_with_post_processing_fn}
@@ -178,12 +178,9 @@ def nemo() -> Any:
     return home
 
 
-def verl_is_here() -> bool:
-    return hasattr(verl(), "__file__")
-
-
-def nemo_rl_is_here() -> bool:
-    return hasattr(nemo(), "__file__")
+def is_here(module: Any) -> bool:
+    """Return whether a module is the package's own, and no stand-in."""
+    return hasattr(module, "__file__")
 
 
 ADAPTERS = {"verl": cce_verl, "NeMo-RL": cce_nemo_rl, "TRL": cce_trl}
@@ -400,7 +397,7 @@ def packed_by_nemo(group: Any, replay: bool = False) -> None:
     compare(ours, dense, hidden, weight, mine)
 
 
-@pytest.mark.skipif(nemo_rl_is_here(), reason="test_nemo_rl.py has NeMo-RL's own forward")
+@pytest.mark.skipif(is_here(nemo()), reason="test_nemo_rl.py has NeMo-RL's own forward")
 def test_packed_sequences_of_nemo_rl() -> None:
     """Log-probabilities that are unpacked already go around NeMo-RL's own unpacking, with its width."""
     cce_nemo_rl.install()
@@ -457,7 +454,7 @@ def nemo_rl_over_two_ranks(mine: slice, rows: slice) -> None:
     how = labels, dist.group.WORLD, dist.get_rank()
     given = hidden.transpose(0, 1), weight, mine, rows
     compare(lambda h, w: nemos(h, w, *how), lambda h, w: next_ids(h, w, labels), *given)
-    if not nemo_rl_is_here():  # test_nemo_rl.py has NeMo-RL's own forward
+    if not is_here(nemo()):  # test_nemo_rl.py has NeMo-RL's own forward
         packed_by_nemo(dist.group.WORLD)
         packed_by_nemo(dist.group.WORLD, replay=True)
 
@@ -475,7 +472,7 @@ def two_ranks() -> None:
         verl_over_two_ranks(sequence_parallel, mine, rows)
         nemo_rl_over_two_ranks(mine, rows)
         test_megatron_scores.over_two_ranks(sequence_parallel)
-        if verl_is_here():
+        if is_here(verl()):
             from test_megatron import Case, on_layout
 
             how: dict[str, Any] = {"own_tokens": True, "positions": "rope"}

@@ -18,7 +18,6 @@ from support.refused import refused
 from tiny_trainer import (
     STEPS,
     VOCAB,
-    Sentences,
     arguments,
     assert_same,
     counted,
@@ -28,6 +27,7 @@ from tiny_trainer import (
     over_ranks,
     prepare_rank,
     saved,
+    sentences,
     tiny_model,
     zero,
 )
@@ -100,7 +100,7 @@ def trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
         cce_dist.convert(model, shard_over=mesh)
     if ours and case.way == "section":
         cce.install()
-    data: dict[str, Any] = {"train_dataset": Sentences(), "eval_dataset": Sentences(6)}
+    data: dict[str, Any] = {"train_dataset": sentences(), "eval_dataset": sentences(6)}
     return Trainer(model, args, compute_metrics=metrics if case.metrics else None, compute_loss_func=case.loss, **data)
 
 
@@ -153,7 +153,7 @@ def test_trainer_on_two_ranks(tmp_path: Path) -> None:
 
 def test_generate_in_training_mode_and_resized_embeddings() -> None:
     stock, ours = tiny_model(), cce_dist.convert(tiny_model())
-    ids = Sentences()[0]["input_ids"][None]
+    ids = sentences()[0]["input_ids"][None]
     answers = [model.train().generate(ids, max_new_tokens=4, do_sample=False) for model in (stock, ours)]
     assert torch.equal(answers[0], answers[1])
     for model in (stock, ours):
@@ -171,7 +171,7 @@ def test_a_dispatched_model(tmp_path: Path, converted: str) -> None:
     """With accelerate's hooks, as ``device_map`` adds them, around every forward; the head's weight is on disk."""
     from accelerate import dispatch_model
 
-    ids = Sentences()[0]["input_ids"][None]
+    ids = sentences()[0]["input_ids"][None]
     expected = tiny_model().eval()(input_ids=ids, labels=ids)
     model = tiny_model().eval()
     if converted == "before":
