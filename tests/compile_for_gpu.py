@@ -6,8 +6,7 @@
 
 The host code runs as it is, on CPU tensors of a model's width; every launch is compiled instead of made. What the kernels
 would have written is then zeros, so this says nothing of their arithmetic, which the interpreter tests, but does say whether
-they compile for the device, at the sizes that it gets, and what they spill. Where spills do not matter, a kernel is compiled as
-far as its layout in shared memory, which takes a fifth of the time.
+they compile for the device, at the sizes that it gets, and what they spill.
 """
 
 import contextlib
@@ -83,7 +82,7 @@ class Step:
 
 
 def is_whole() -> bool:
-    """Whether the step's kernels are compiled to the end, and not only laid out in shared memory.
+    """Whether the step's kernels are compiled to the end, and not only laid out in shared memory, in a fifth of the time.
 
     The end tells whether the device's assembler takes a kernel, and what it spills. Kernels with options and the filter's may
     spill, so they are only laid out. So are most kernels for devices whose tiles were not tuned.

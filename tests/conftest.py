@@ -80,15 +80,12 @@ def run(trained: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[Callable]:
     """Call it with a body at the top of a module and arguments: two ranks run it, and the first failure is raised here."""
-    yield from _ranks(2)
+    with ranks.Pool(2, limit_seconds=200, seed=0) as pool:
+        yield pool.run
 
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Callable]:
     """As ``ranks2``, on four ranks."""
-    yield from _ranks(4)
-
-
-def _ranks(world: int) -> Iterator[Callable]:
-    with ranks.Pool(world, limit_seconds=200, seed=0) as pool:
+    with ranks.Pool(4, limit_seconds=200, seed=0) as pool:
         yield pool.run

@@ -62,12 +62,10 @@ def test_rows_that_mislead_pieces(size: int, top_k: int) -> None:
 
 @pytest.mark.parametrize("top_k", [1, K])
 def test_from_hidden_states(top_k: int) -> None:
-    """Catches: columns past the vocabulary's end, columns of a piece in place of columns of the shard.
-
-    Each row's hidden state selects its own column of the weight.
-    """
+    """Catches: columns past the vocabulary's end, columns of a piece in place of columns of the shard."""
     rows = misleading(V, top_k)
     z = torch.stack([rows[name] for name in rows if name != "nearly all at -inf"])  # 0 * -inf would be NaN
+    # Each row's hidden state selects its own column of the weight.
     found = top(torch.eye(len(z), device=DEVICE), z.t().contiguous().to(DEVICE), top_k=top_k)
     log_p, ids = (x.cpu() for x in found)
     values, expected = largest(z, top_k)

@@ -34,9 +34,6 @@ def signal_share(signal: Tensor, noise: Tensor) -> Tensor:
 def linear(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float) -> tuple[Tensor, Tensor]:
     """Return two 0-d factors: on the linear correction, and on the samples' estimate of the error that remains.
 
-    The factor on the linear correction is chosen from a grid, so that the expected error is smallest. This error is what the
-    samples leave after their own factor, plus the noise of the linear correction.
-
     Args:
         estimate: The samples' estimate of the rank-1 matrix's error.
         lines: The samples' estimate of the linear correction.
