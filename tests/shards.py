@@ -10,7 +10,7 @@ import torch
 from interpreted import add_bf16, make_quick
 from torch import Tensor
 
-from cce_dist.kernels import ShardLogits, Upstream, direct
+from cce_dist.kernels import Operands, ShardLogits, Upstream, direct
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -39,6 +39,10 @@ class Problem(NamedTuple):
     labels: Tensor
     logits: ShardLogits
     coef: Tensor
+
+    @property
+    def operands(self) -> Operands:
+        return Operands.of(self.hidden, self.weight, self.labels, self.logits, bias=self.bias)
 
 
 def upstream_of(coef: Tensor, vocab_size: int) -> Upstream:

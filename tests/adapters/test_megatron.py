@@ -714,17 +714,14 @@ def hybrid(case: Case) -> Any:
     )
 
 
-def replace_loss(model: Any) -> None:
-    model.__class__ = type("Scaled", (type(model),), {"compute_language_model_loss": lambda *_: None})
-
-
 def heads_that_cannot_be_taken_over() -> None:
+    own = {"compute_language_model_loss": lambda *_: None}
     for change, message in (
         (lambda m: setattr(m.config, "defer_embedding_wgrad_compute", True), "GPTModel: defer_embedding_wgrad_compute"),
         (lambda m: setattr(m, "output_layer", torch.nn.Linear(16, VOCAB)), "output_layer is a Linear, not"),
         (lambda m: setattr(m.output_layer, "bias", torch.nn.Parameter(torch.zeros(VOCAB))), "output_layer has a bias"),
         (lambda m: vars(m.output_layer).update(forward=None), "output_layer has a forward of its own"),
-        (replace_loss, "compute_language_model_loss of its own"),
+        (lambda m: setattr(m, "__class__", type("Scaled", (type(m),), own)), "compute_language_model_loss of its own"),
     ):
         model = build(Case())[0]
         change(model)

@@ -198,10 +198,6 @@ def correction(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case, colu
     return signal_share * whole, signal_share
 
 
-def operands(p: Problem) -> Operands:
-    return Operands.of(p.hidden, p.weight, p.labels, p.logits)
-
-
 def spec_of(p: Problem, case: Case) -> Spec:
     return Spec(p.logits, case.ids or case.num_rows, filter=case.grad_filter, workspace_bytes=case.budget)
 
@@ -212,7 +208,7 @@ def whole(stats: Tensor) -> Tensor:
 
 
 def local_stats(p: Problem, case: Case, merge_bound: Callable[[Tensor], Tensor] = whole) -> tuple[Any, ...]:
-    stats, saved = filter.statistics(operands(p), spec_of(p, case), merge_bound)
+    stats, saved = filter.statistics(p.operands, spec_of(p, case), merge_bound)
     return stats, *saved
 
 
@@ -241,12 +237,12 @@ def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> 
         merged = Softmax(merged.maximum.float(), merged.log_sum.float())
     grads = Grads(want_bias=False)._replace(**how)
     spec = spec_of(p, case)
-    return list(filter.gradients(operands(p), merged, upstream_of(p.coef, spec.vocab_size), list(saved), grads, spec))
+    return list(filter.gradients(p.operands, merged, upstream_of(p.coef, spec.vocab_size), list(saved), grads, spec))
 
 
 def exact_gradients(p: Problem, case: Case, d: Dense) -> list[Any]:
     """Return the gradients of a call that keeps nothing for backward."""
-    x, spec = operands(p), spec_of(p, case)
+    x, spec = p.operands, spec_of(p, case)
     softmax = Softmax(d.maximum.float(), d.log_sum.float())
     saved: Any = list(exact.new_saved(x, exact.compact(p.labels)))
     return list(exact.gradients(x, softmax, upstream_of(p.coef, spec.vocab_size), saved, Grads(want_bias=False), spec))
@@ -798,7 +794,7 @@ def test_non_finite_and_ignored_tokens_stay_alone() -> None:
 
 def assert_saved_as_said(p: Problem, case: Case, saved: list[Tensor]) -> None:
     """What the fakes of the operator say is what is saved."""
-    for tensor, like in zip(saved, filter.saved_like(operands(p), spec_of(p, case)), strict=True):
+    for tensor, like in zip(saved, filter.saved_like(p.operands, spec_of(p, case)), strict=True):
         assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
 
 
@@ -961,7 +957,7 @@ def test_a_shard_far_below_the_others(gap: float) -> None:
     lse = torch.logsumexp(p.hidden.float() @ p.weight.float().T, 1) + gap
     stats, *_ = local_stats(p, case, merge_bound=lambda _: lse)
     others = torch.stack((lse, torch.ones_like(lse), torch.zeros_like(lse)))
-    x = operands(p)._replace(ids=p.labels)
+    x = p.operands._replace(ids=p.labels)
     found, _ = filter.token_losses(torch.stack((stats, others)), x, spec_of(p, case))
     torch.testing.assert_close(found.lse, lse, rtol=1e-6, atol=0)
 

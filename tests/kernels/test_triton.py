@@ -176,10 +176,6 @@ def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
     return Truth(torch.stack(rows), merged, grads[0], F.pad(grads[1], padding), F.pad(grads[2], padding[2:]))
 
 
-def operands(p: Problem) -> Operands:
-    return Operands.of(p.hidden, p.weight, p.labels, p.logits, bias=p.bias)
-
-
 def spec_of(p: Problem, case: Case) -> Spec:
     want = Want(uniform=case.uniform, entropy=case.entropy)
     return Spec(p.logits, case.ids or case.num_rows, want=want, workspace_bytes=case.budget, alone=True)
@@ -188,7 +184,7 @@ def spec_of(p: Problem, case: Case) -> Spec:
 def local_stats(p: Problem, case: Case) -> tuple[Tensor, ...]:
     """The statistics, and what is saved; ``case`` says how many columns keep their exponentials, in any dtype."""
     with mock.patch.object(exact, "saved_columns", lambda *_: case.cached):
-        stats, saved = exact.statistics(operands(p), spec_of(p, case))
+        stats, saved = exact.statistics(p.operands, spec_of(p, case))
     return stats, *saved
 
 
@@ -196,7 +192,7 @@ def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], saved: Sequenc
     softmax = Softmax(*merged[: 2 + case.entropy])
     grads = Grads(want_bias=p.bias is not None)._replace(**how)
     spec = spec_of(p, case)
-    return exact.gradients(operands(p), softmax, upstream_of(p.coef, spec.vocab_size), list(saved), grads, spec)
+    return exact.gradients(p.operands, softmax, upstream_of(p.coef, spec.vocab_size), list(saved), grads, spec)
 
 
 def prepared(case: Case, dtype: torch.dtype = KEPT_IN) -> tuple[Problem, tuple[Tensor, ...], list[Tensor]]:
@@ -608,7 +604,7 @@ def test_one_rank_finishes_in_one_launch(case: Case, further: bool, monkeypatch)
     p = problem(case, KEPT_IN)
     p.labels[1:2] = p.labels[5:7] = -100
     ids = tokens.label_ids(p.labels, -100, 1 << 20)
-    x, spec = operands(p)._replace(ids=ids), spec_of(p, case)
+    x, spec = p.operands._replace(ids=ids), spec_of(p, case)
     want = spec.want._replace(mean=True, sum_p_squared=further, best=further)
     x, spec = x._replace(order=tokens.compact(ids)), spec._replace(want=want)
     with nan_memory():  # rows of tokens without a label are not written

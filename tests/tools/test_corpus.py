@@ -63,15 +63,14 @@ def test_a_line_without_spaces_takes_linear_time(tmp_path, texts: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_a_file(tmp_path) -> None:
+def test_memory_does_not_grow_with_a_file(tmp_path, texts: Path) -> None:
     """A file of 4 MiB took 1.1 GB, one of 2 MiB half as much."""
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "large.txt").write_text("words of a line, one after another\n" * (2 << 20 >> 5))
+    (texts / "large.txt").write_text("words of a line, one after another\n" * (2 << 20 >> 5))
     code = """import resource, sys; from pathlib import Path; from cce_dist.tools.pretrain import corpus; import tokenizers
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 corpus.prepare(Path(sys.argv[1]), '*.txt', 384, Path(sys.argv[2]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
-    argv = [sys.executable, "-c", code, tmp_path / "texts", tmp_path / "cache"]
+    argv = [sys.executable, "-c", code, texts, tmp_path / "cache"]
     taken = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     assert int(taken) < 200 << 10  # KiB
 
@@ -87,11 +86,10 @@ def test_pieces_are_encoded_as_the_whole_is(tmp_path, texts: Path, monkeypatch) 
     assert "\r" not in decode(whole, ids(whole))
 
 
-def test_tokenizing_can_be_stopped(tmp_path) -> None:
-    (tmp_path / "texts").mkdir()
+def test_tokenizing_can_be_stopped(tmp_path, texts: Path) -> None:
     rng = np.random.default_rng(0)
     words = [bytes(rng.integers(97, 123, 8, dtype=np.uint8)).decode() for _ in range(60_000)]
-    (tmp_path / "texts" / "words.txt").write_text("\n".join(words * 4))
+    (texts / "words.txt").write_text("\n".join(words * 4))
     argv = ["pretrain", "--preset", "toy", "--vocab-size", "30000", "--device", "cpu", "--tp", "2"]
     for option, folder in (("--corpus", "texts"), ("--cache", "cache"), ("--out", "out")):
         argv += [option, str(tmp_path / folder)]
