@@ -1,7 +1,4 @@
-"""Tables of heads: the workload is what it says, no time for a wrong gradient, and a failure that ends its own row alone.
-
-Every method is right on each task; on the ranks of torchrun every rank is checked, and the worst of them reported.
-"""
+"""Tables of heads: workloads and tasks, no time for a wrong gradient, failures that end their own row, the worst rank's row."""
 
 import json
 import math

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shards import DEVICE, GPU, launch_nothing, nan_memory
+from support.dense import assert_holds
 from support.refused import assert_changes_refused
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +28,6 @@ from cce_dist.kernels.tiles import choose_tiles, table_tiles
 from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.tools.verify import check
 from cce_dist.tools.verify.cases import BF16, DIVERGENCE_CASES, FP32, OF_BOTH, DivergenceCase, Drawn, Gaussian, uneven
-from cce_dist.tools.verify.check import run_case
 from cce_dist.tools.verify.divergence import DIVERGENCE
 
 any_call: Any = linear_kl_divergence  # options by name, and some that a type checker would refuse
@@ -98,13 +98,11 @@ KEPT: list[tuple[int, DivergenceCase, tuple[str, ...]]] = [  # and how many colu
 ]
 
 
-def assert_holds(case: DivergenceCase, kinds: tuple[str, ...], backend: str) -> None:
+def assert_kinds_hold(case: DivergenceCase, kinds: tuple[str, ...]) -> None:
     """Check a case of each kind, in memory full of NaN."""
     for kind in kinds:
         with nan_memory():
-            errors = run_case(BOTH_HEADS, replace(case, options=case.options | {"kind": kind}), None, DEVICE, backend)
-        wrong = [error for error in errors if not error.ok]
-        assert not wrong, f"{kind}: {wrong}"
+            assert_holds(BOTH_HEADS, replace(case, options=case.options | {"kind": kind}))
 
 
 def drawn_of(**fields: Any) -> Drawn:
@@ -149,7 +147,7 @@ def test_matches_dense(case: DivergenceCase, kinds: tuple[str, ...], monkeypatch
         monkeypatch.setattr(memory, "LEAST_BYTES", 8000)
         monkeypatch.setattr(memory, "ROWS", 16)
         monkeypatch.setattr(memory, "LEAST_PAIR_ROWS", UNCUT if "again" in case.name else 1)
-    assert_holds(case, kinds, "triton")
+    assert_kinds_hold(case, kinds)
 
 
 @pytest.mark.parametrize(("kept", "case", "kinds"), KEPT, ids=[case.name for _, case, _ in KEPT])
@@ -164,7 +162,7 @@ def test_kept_exponentials_match_dense(kept: int, case: DivergenceCase, kinds: t
     monkeypatch.setattr(memory, "exact_chunks", lambda sizes, *_: memory.Chunks(sizes.num_tokens, kept_columns(32)))
     if GPU and case.name != "both-at-1e4":  # a dense head's logits are all equal there in bf16
         case = replace(case, dtype=BF16)
-    assert_holds(case, kinds, "triton")
+    assert_kinds_hold(case, kinds)
 
 
 def test_logits_of_16_bits_are_precise_near_the_largest_of_their_tile() -> None:
@@ -487,8 +485,7 @@ def _kernels_on_two_ranks() -> None:
             if case.name in OF_KERNELS:
                 shards = case.shards if "empty" in case.name else uneven
                 smaller = replace(case, shards=shards, problem=Gaussian(12, 24, 75))
-                errors = run_case(DIVERGENCE, smaller, dist.group.WORLD, "cpu", "triton")
-                assert all(error.ok for error in errors), f"{case.name} <- {case.catches}? {errors}"
+                assert_holds(DIVERGENCE, smaller, dist.group.WORLD, "cpu")
 
 
 @pytest.mark.skipif(GPU, reason="of the interpreter")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shards import DEVICE, GPU, nan_memory
+from support.dense import assert_holds
 from support.refused import assert_changes_refused
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from cce_dist import LogProbs, VocabShard, linear_log_probs, merge, reference
 from cce_dist.kernels import IGNORED, OUTSIDE, ShardLogits, Softmax, Spec, exact, memory, outputs
 from cce_dist.kernels.tiles import choose_tiles, interpreted
 from cce_dist.tools.verify.cases import KEPT_CASES, LOG_PROB_CASES, Gaussian, LogProbCase
-from cce_dist.tools.verify.check import assert_no_worse, run_case
+from cce_dist.tools.verify.check import assert_no_worse
 from cce_dist.tools.verify.log_probs import LOG_PROBS
 
 N, D, V = 11, 8, 37
@@ -34,8 +35,7 @@ def check(case: LogProbCase) -> None:
     elif not GPU:
         case = replace(case, twice=False)
     with nan_memory():
-        for error in run_case(LOG_PROBS, case, None, DEVICE, "triton"):
-            assert error.ok, f"{error}: {case.catches}?"
+        assert_holds(LOG_PROBS, case)
 
 
 INTERPRETED = ["64-entropy", "everything", "fp16", "kept-everything", "kept-whole"]
@@ -273,8 +273,7 @@ def test_autocast_casts_as_linear_does(softcap: float | None) -> None:
 
 def _on_ranks() -> None:
     for name in ("uneven-shards", "sequence-parallel") if interpreted() else ():  # the ranks are on CPUs
-        for error in run_case(LOG_PROBS, CASES[name], dist.group.WORLD, "cpu", "triton"):
-            assert error.ok, f"{name}: {error}"
+        assert_holds(LOG_PROBS, CASES[name], dist.group.WORLD, "cpu")
     shard = VocabShard.even(40, dist.group.WORLD)
     hidden, weight, ids = torch.randn(5, 8), torch.randn(shard.num_rows, 8), torch.arange(15).view(5, 3)
     everything: dict[str, Any] = {"argmax": True, "entropy": True, "top_k": 7}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.dense import dense as dense_loss
 from support.ranks import shared_folder
+from tiny_trainer import counted
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -93,11 +94,12 @@ def _check_fsdp(vocab_size: int, with_tp: bool) -> None:
     losses = [linear_cross_entropy(hidden, weight, labels, linear_bias=bias) for hidden, _, labels in batches]
     expected = torch.autograd.grad(torch.stack(losses).mean(), (weight, bias, mine))  # FSDP2 averages
 
-    with mock.patch.object(dense, "statistics", wraps=dense.statistics) as seen, gathers() as forward:
+    gathers = functools.partial(counted, _fsdp_param_group, "foreach_all_gather")  # of weights
+    with counted(dense, "statistics") as seen, gathers() as forward:
         loss = head(mine, my_labels)
     [call] = seen.call_args_list
     assert call.args[0].weight.untyped_storage().size() == 0, "the weight outlives forward"
-    with mock.patch.object(dense, "gradients", wraps=dense.gradients) as seen, gathers() as backward:
+    with counted(dense, "gradients") as seen, gathers() as backward:
         loss.backward()
     assert seen.call_count == forward.call_count == backward.call_count == 1
     torch.testing.assert_close(loss, losses[dp.get_local_rank()])
@@ -106,11 +108,6 @@ def _check_fsdp(vocab_size: int, with_tp: bool) -> None:
         assert parameter.grad.placements == parameter.placements
         torch.testing.assert_close(whole(parameter.grad), gradient)
     torch.testing.assert_close(mine.grad, expected[2] * dp.size())
-
-
-def gathers():
-    """Count FSDP2's all-gathers of weights."""
-    return mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=_fsdp_param_group.foreach_all_gather)
 
 
 def _check_what_is_refused() -> None:

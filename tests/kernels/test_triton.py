@@ -221,7 +221,21 @@ def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def check(case: Case, dtype: torch.dtype) -> None:
+MATCHED = [
+    *(pytest.param(*case.values, dtype, id=f"{case.id}-{dtype}") for case in CASES for dtype in DTYPES),
+    *(pytest.param(*case.values, torch.float16, id=f"{case.id}-fp16") for case in CASES if case.id in IN_FP16.split()),
+    *(pytest.param(*case.values, KEPT_IN, id=f"{case.id}-kept") for case in CACHED),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), MATCHED)
+def test_matches_dense(case: Case, dtype: torch.dtype) -> None:
+    """Catches: the vocabulary mask removed, a bias or scale left out or added per chunk, a chunk's edge off by a tile, the
+    softcap's slope left out, sums not moved when the maximum moves, the maximum floored at 0; in fp16 a descriptor of another
+    dtype, a sum that is made in 16 bits. Of kept exponentials: rows left with two references, the label's cell or its slope not
+    written, the scale put on the rows of the recomputed part, the remainder of d_hidden dropped between the two parts; 0 times
+    the logarithm of 0, an entropy whose logarithm is relative to another number than log p, a label's cell written before the
+    others."""
     p = problem(case, dtype)
     truth, baseline = dense(p, case, torch.float64), dense(p, case, dtype)
     stats, *cache = local_stats(p, case)
@@ -240,28 +254,6 @@ def check(case: Case, dtype: torch.dtype) -> None:
         assert_no_worse(d_bias, baseline.d_bias.to(dtype), truth.d_bias, dtype, "d_bias")
     assert (d_hidden[~kept] == 0).all()
     assert (d_weight[p.logits.num_valid :] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_matches_dense(case: Case, dtype: torch.dtype) -> None:
-    """Catches: the vocabulary mask removed, a bias or scale left out or added per chunk, a chunk's edge off by a tile, the
-    softcap's slope left out, sums not moved when the maximum moves, the maximum floored at 0."""
-    check(case, dtype)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_FP16.split()])
-def test_matches_dense_in_fp16(case: Case) -> None:
-    """Catches: a descriptor of another dtype, a sum that is made in 16 bits."""
-    check(case, torch.float16)
-
-
-@pytest.mark.parametrize("case", CACHED)
-def test_cached_matches_dense(case: Case) -> None:
-    """Catches: rows left with two references, the label's cell or its slope not written, the scale put on the rows of the
-    recomputed part, the remainder of d_hidden dropped between the two parts; 0 times the logarithm of 0, an entropy whose
-    logarithm is relative to another number than log p, a label's cell written before the others."""
-    check(case, KEPT_IN)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
