@@ -399,7 +399,8 @@ def check_require(zero: int) -> None:
 
     The model computes its logits from the head's weight, as fused losses of others do, and never asks the head.
     """
-    engine = engine_of(model := Model(linear), True, Case(zero=zero))
+    model: Any = Model(linear)
+    engine = engine_of(model, True, Case(zero=zero))
     model.logits = lambda hidden: F.linear(hidden, model.lm_head.weight, model.lm_head.bias)
     ids, labels = next(batches(0, False, 0))
     engine.eval()

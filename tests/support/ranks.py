@@ -70,7 +70,7 @@ class Pool(contextlib.AbstractContextManager):
         self._ranks: list[tuple[Any, Connection]] = []  # process, pipe
         self._folder: tempfile.TemporaryDirectory | None = None
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         """Have the ranks leave their group and end."""
         for _, pipe in self._ranks:
             with contextlib.suppress(OSError):
