@@ -1,4 +1,4 @@
-"""Tables of heads: workloads and tasks, no time for a wrong gradient, failures that end their own row, the worst rank's row."""
+"""Tables of heads: workloads, tasks, no time for a wrong gradient, and the row of the worst rank."""
 
 import json
 import math

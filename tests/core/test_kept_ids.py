@@ -1,8 +1,4 @@
-"""Log-softmax over lists of kept ids: the cases in which lists are delicate, on torch and on the kernels.
-
-The lines "kept" of the matrix (test_verify.py: one to four ranks), of test_log_probs.py and of the fuzzer hold values and
-gradients to fp64.
-"""
+"""Log-softmax over lists of kept ids: the cases in which lists are delicate. Others are in test_log_probs.py."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -26,11 +26,8 @@ CASES = {case.name.removeprefix("log-probs-"): case for case in (*LOG_PROB_CASES
 
 
 def check(case: LogProbCase) -> None:
-    """Check a case in memory full of NaN.
-
-    The interpreter calls most backwards once; see ``test_a_second_backward_has_the_same_bits``. 300 tokens take it a minute.
-    """
-    if not GPU and case.name == "kept-everything":
+    """Check a case in memory full of NaN."""
+    if not GPU and case.name == "kept-everything":  # its 300 tokens take a minute
         case = replace(case, problem=Gaussian(7, 70, 40, bias=True), kept=30)
     elif not GPU:
         case = replace(case, twice=False)
