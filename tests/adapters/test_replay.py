@@ -1,7 +1,4 @@
-"""Sampling replay: 30 steps on what a sampler kept, beside the arithmetic that trainers do on masked logits.
-
-NeMo-RL's and verl's own code is in test_nemo_rl.py and test_rl.py, TRL's in test_trl.py.
-"""
+"""Sampling replay: 30 steps on what a sampler kept, beside the arithmetic that trainers do on masked logits."""
 
 import runpy
 from collections.abc import Callable

@@ -524,7 +524,8 @@ def _four_ranks() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     split, of_teacher = (distribute_tensor(x, mesh, [Shard(0)]) for x in (weight, teacher_weight))
     torch.testing.assert_close(any_call(hidden, split.requires_grad_(), teacher, of_teacher), expected)
-    group: Any = dist.group.WORLD
+    group = dist.group.WORLD
+    assert group is not None
     shard, other = VocabShard.even(V, group), VocabShard(*uneven(V, 4)[group.rank()], V, group)
     rows = slice(shard.start, shard.stop)
     heads = (hidden, weight[rows], teacher, teacher_weight[other.start : other.stop])

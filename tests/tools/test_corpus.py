@@ -184,9 +184,7 @@ def test_an_unreadable_folder_is_told(texts: Path, tmp_path, monkeypatch) -> Non
 @pytest.mark.parametrize(
     ("name", "text"), [("a.txt", "before<eos>after"), (ODD_NAME, "good text")], ids=["eos", "name"]
 )
-def test_the_text_of_the_special_token_is_text_and_a_name_need_not_be_utf8(
-    tmp_path, texts, name: str, text: str
-) -> None:
+def test_odd_texts_and_names_are_kept(tmp_path, texts: Path, name: str, text: str) -> None:
     """Catches documents that end where somebody wrote <eos>."""
     (texts / name).write_text(text)
     folder = prepare(texts, "*.txt", 300, tmp_path / "cache")

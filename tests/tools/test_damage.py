@@ -172,7 +172,7 @@ def _leave_scratch(folder: Path) -> None:
         (EIGHT, _leave_scratch, 8),
     ],
 )
-def test_damage_is_one_line_and_the_newest_whole_checkpoint_is_taken(
+def test_damage_is_one_line_and_a_whole_checkpoint_is_taken(
     cache, run: Path, trained, capsys, name: str, spoil: Callable[[Path], Any], resumed: int
 ) -> None:
     spoil(run / "checkpoints" / name)
