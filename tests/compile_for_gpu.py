@@ -6,8 +6,7 @@
 
 The host code runs as it is, on CPU tensors of a model's width; every launch is compiled instead of made. What the kernels
 would have written is then zeros, so this says nothing of their arithmetic, which the interpreter tests, but does say whether
-they compile for the device, at the sizes that it gets, and what they spill. Where spills do not matter, a kernel is compiled as
-far as its layout in shared memory, which takes a fifth of the time.
+they compile for the device, at the sizes that it gets, and what they spill.
 """
 
 import contextlib
@@ -48,10 +47,6 @@ class SharedIsKnown(Exception):
     """A kernel has been laid out in shared memory, and is not compiled further."""
 
 
-def stop(*args: Any) -> None:
-    raise SharedIsKnown
-
-
 def laid_out(module: Any, metadata: dict[str, Any], lower: Any) -> str:
     """Run the stage that lays a kernel out in shared memory as far as that, without its way to LLVM."""
     backend: Any = sys.modules[backends["amd" if HIP else "nvidia"].compiler.__module__]
@@ -60,7 +55,7 @@ def laid_out(module: Any, metadata: dict[str, Any], lower: Any) -> str:
     with contextlib.ExitStack() as stack:
         for owner, name in passes:
             stack.enter_context(mock.patch.object(owner, name, lambda *args: None))
-        stack.enter_context(mock.patch.object(backend.llvm, "to_module", stop))
+        stack.enter_context(mock.patch.object(backend.llvm, "to_module", side_effect=SharedIsKnown))
         stack.enter_context(contextlib.suppress(SharedIsKnown))
         lower(module, metadata)
     metadata |= {"shared": module.get_int_attr("ttg.shared"), "name": ""}
@@ -87,7 +82,7 @@ class Step:
 
 
 def is_whole() -> bool:
-    """Whether the step's kernels are compiled to the end, and not only laid out in shared memory.
+    """Whether the step's kernels are compiled to the end, and not only laid out in shared memory, in a fifth of the time.
 
     The end tells whether the device's assembler takes a kernel, and what it spills. Kernels with options and the filter's may
     spill, so they are only laid out. So are most kernels for devices whose tiles were not tuned.

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def _deterministic() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
+    torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)  # a training run leaves them on, and memory as it is
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -55,7 +57,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(cache: Path) -> Path:
-    """The folder of a run of eight steps on one rank, with checkpoints after four and eight. Copy it before you change it."""
+    """The folder of a run of eight steps on one rank, with checkpoints after four and eight."""
     pytest.importorskip("tokenizers")
     from filelock import FileLock
     from toy_runs import pretrain
@@ -69,18 +71,21 @@ def trained(cache: Path) -> Path:
     return finished
 
 
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run, to be changed."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[Callable]:
     """Call it with a body at the top of a module and arguments: two ranks run it, and the first failure is raised here."""
-    yield from _ranks(2)
+    with ranks.Pool(2, limit_seconds=200, seed=0) as pool:
+        yield pool.run
 
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Callable]:
     """As ``ranks2``, on four ranks."""
-    yield from _ranks(4)
-
-
-def _ranks(world: int) -> Iterator[Callable]:
-    with ranks.Pool(world, limit_seconds=200, seed=0) as pool:
+    with ranks.Pool(4, limit_seconds=200, seed=0) as pool:
         yield pool.run

@@ -22,14 +22,6 @@ class CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class NoStream:
-    """The one stream of a CPU."""
-
-    def wait_event(self, _: Any) -> None: ...
-
-    def wait_stream(self, _: Any) -> None: ...
-
-
 @functools.cache
 def use_cpu() -> None:
     """Lead this process's Megatron to the CPU, for good."""
@@ -46,6 +38,7 @@ def use_cpu() -> None:
         return "torch.cuda." + answer.split(".")[-1] if isinstance(answer, str) else answer
 
     tensor: Any = torch.tensor
+    stream = SimpleNamespace(wait_event=lambda _: None, wait_stream=lambda _: None)
 
     def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return tensor(*args, **kwargs)
@@ -53,7 +46,7 @@ def use_cpu() -> None:
     replacements: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: cpu),
         (torch.cuda, "synchronize", lambda *_: None),
-        (torch.cuda, "current_stream", lambda *_: NoStream()),
+        (torch.cuda, "current_stream", lambda *_: stream),
         (torch.cuda.random, "get_rng_state", lambda **_: torch.get_rng_state()),
         (torch, "tensor", unpinned),  # NeMo-RL pins an index
         (torch.Tensor, "cuda", lambda self, *_, **__: self),

@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cce_dist import GradFilter, groups, linear_cross_entropy
 from cce_dist.tools.verify.check import assert_no_worse
@@ -98,20 +97,13 @@ def counted(module: Any, name: str = "linear_cross_entropy") -> Any:
     return mock.patch.object(module, name, wraps=getattr(module, name))
 
 
-class Sentences(torch.utils.data.Dataset):
-    """Random ids; of each sentence other labels are ignored."""
-
-    def __init__(self, count: int = 32) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if index >= self.count:
-            raise IndexError(index)
+def sentences(count: int = 32) -> list[dict[str, Tensor]]:
+    """Return random ids; of each sentence other labels are ignored."""
+    rows = []
+    for index in range(count):
         ids = torch.randint(1, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) < index % 5, -100)}
+        rows.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) < index % 5, -100)})
+    return rows
 
 
 def prepare_rank() -> None:
@@ -233,17 +225,6 @@ def arguments(folder: Path, kind: Any = None, **more: Any) -> Any:
     return (kind or transformers.TrainingArguments)(str(folder), **given | more)
 
 
-def over_ranks() -> DeviceMesh:
-    """Have Accelerate's FSDP2 leave the head alone, and return the mesh that ``convert`` splits it over."""
-    os.environ["FSDP_IGNORED_MODULES"] = "lm_head"
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def metrics(prediction: Any) -> dict[str, float]:
-    right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
-    return {"accuracy": float(right.mean()), "size": float(abs(prediction.predictions).mean())}
-
-
 def logged(trainer: Any) -> list[dict[str, float]]:
     """Return what a trainer logged, but for times."""
     times = ("second", "runtime", "flos", "step_time")
@@ -268,12 +249,3 @@ def assert_gradients_no_worse(ours: Any, stock: Any, truth: Any, dtype: torch.dt
             names.append(name)
             assert_no_worse(mine.grad, theirs.grad, true.grad, dtype, name)
     return names
-
-
-def saved(folder: Path) -> dict[str, Tensor]:
-    """Return the parameters of a model that was saved."""
-    from safetensors.torch import load_file
-
-    files = sorted(folder.glob("*.safetensors"))
-    assert files, f"nothing was saved in {folder}"
-    return {name: value for file in files for name, value in load_file(file).items()}

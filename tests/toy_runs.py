@@ -5,6 +5,7 @@ import json
 import sysconfig
 from pathlib import Path
 
+import pytest
 import torch
 
 from cce_dist.tools import cli
@@ -60,6 +61,12 @@ def newest(out: Path) -> int:
         return int((out / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
     except (OSError, ValueError):
         return 0
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one line that was said of an error."""
+    [line] = capsys.readouterr().err.splitlines()
+    return line
 
 
 def go_back(out: Path, step: int = 4) -> None:

@@ -8,6 +8,7 @@ import threading
 import types
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -50,24 +51,17 @@ class Model(nn.Module):
 
 
 class BiasOutside(Model):
-    """Adds a bias to its logits that the head does not know, as BART does."""
+    """Adds a bias to its logits that the head does not know, as BART does, and hands its hidden states out."""
+
+    hidden: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.final_logits_bias = nn.Buffer(torch.randn(1, VOCAB))
 
     def logits(self, hidden: Tensor) -> Any:
-        return self.lm_head(hidden) + self.final_logits_bias
-
-
-class KeepsHidden(Model):
-    """Hands its hidden states out, as models with ``output_hidden_states`` do."""
-
-    hidden: Tensor
-
-    def logits(self, hidden: Tensor) -> Any:
         self.hidden = hidden
-        return self.lm_head(hidden)
+        return self.lm_head(hidden) + self.final_logits_bias
 
 
 def loss_of(logits: Any, labels: Tensor) -> Tensor:
@@ -121,10 +115,6 @@ def test_a_converted_model_trains_as_it_did() -> None:
     assert cce_dist.convert(ours, grad_filter=chosen).lm_head.cce_task.options.grad_filter is chosen
 
 
-def causal(logits: Any, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, logits.size(-1)), labels[:, 1:].flatten())
-
-
 def capped(logits: Any, labels: Tensor) -> Tensor:
     logits = torch.tanh(0.5 * logits / 3.0) * 3.0
     return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.float().reshape((-1, VOCAB)), labels.view(-1))
@@ -134,11 +124,6 @@ def picked(logits: Any, labels: Tensor) -> Tensor:
     kept = labels != IGNORED
     one = F.cross_entropy(logits[kept] * 2, labels[kept], reduction="sum")
     return one + F.cross_entropy(logits[0, 1:], labels[0, 1:])
-
-
-def biased(logits: Any, labels: Tensor) -> Tensor:
-    """As BART's family does: the bias is a buffer of the model, [1, V]."""
-    return loss_of(torch.tanh((logits + torch.arange(VOCAB).sin()[None]) * 0.5) * 3, labels)
 
 
 def cut_short(logits: Any, labels: Tensor) -> Tensor:
@@ -155,7 +140,15 @@ def weighed(logits: Any, labels: Tensor) -> Tensor:
     return one + F.cross_entropy(logits, labels, weights, size_average=False)
 
 
-@pytest.mark.parametrize("loss", [loss_of, causal, capped, picked, biased, cut_short, weighed])
+BIAS = torch.arange(VOCAB).sin()[None]  # as a buffer of BART's family is
+LOSSES: dict[str, Callable] = {
+    "plain": loss_of, "capped": capped, "picked": picked, "cut-short": cut_short, "weighed": weighed,
+    "causal": lambda x, y: F.cross_entropy(x[..., :-1, :].contiguous().view(-1, x.size(-1)), y[:, 1:].flatten()),
+    "biased": lambda x, y: loss_of(torch.tanh((x + BIAS) * 0.5) * 3, y),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_deferred_logits_meet_the_users_own_loss(loss: Callable) -> None:
     """In a loop of training, behind the model's forward, where the weight is whole on one GPU and under DDP."""
     stock, ours = pair()
@@ -330,21 +323,41 @@ CHANGES: dict[str, Callable] = {
 }
 
 
+class Hides(Model):
+    """Computes no loss, and answers in a form of its own."""
+
+    output: Callable
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        return self.output(self.logits(self.embed(ids)))
+
+
+MODES = (torch.no_grad, torch.inference_mode, torch.enable_grad)
+OUTPUTS: dict[str, Callable] = {
+    "named tuple": namedtuple("Output", "logits"),
+    "object": lambda logits: types.SimpleNamespace(logits=logits),
+}
+
+
 @pytest.mark.parametrize(
-    ("change", "mode"),
+    ("kind", "change", "mode"),
     [
-        pytest.param(change, mode, id=f"{name}-{mode.__name__}")
+        pytest.param(BiasOutside, change, mode, id=f"{name}-{mode.__name__}")
         for name, change in CHANGES.items()
-        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad)
+        for mode in MODES
         if (name, mode) != ("hidden", torch.inference_mode)  # such a tensor has no version
+    ]
+    + [
+        pytest.param(type("Hides", (Hides,), {"output": staticmethod(output)}), step, torch.no_grad, id=name)
+        for name, output in OUTPUTS.items()
     ],
 )
-def test_stale_logits_of_evaluation_raise(change: Callable, mode: Callable) -> None:
-    """Catches logits of other weights or hidden states than the loss beside them."""
-    stock, ours = (model.eval() for model in pair(KeepsHidden))
+def test_stale_logits_of_evaluation_raise(kind: type, change: Callable, mode: Callable) -> None:
+    """Catches logits of other weights or hidden states than the loss beside them, also where an output hides them."""
+    stock, ours = (model.eval() for model in pair(kind))
     with mode():
-        looked, unseen = (ours(batch(), labels=batch())["logits"] for _ in range(2))
-        expected = stock(batch())["logits"]
+        outputs = [model(batch(), labels=batch()) for model in (stock, ours, ours)]
+        expected, looked, unseen = (x["logits"] if isinstance(x, dict) else x.logits for x in outputs)
         torch.testing.assert_close(looked + 0, expected)
     with torch.no_grad():
         change(ours)
@@ -355,7 +368,7 @@ def test_stale_logits_of_evaluation_raise(change: Callable, mode: Callable) -> N
 
 def test_stale_hidden_states_raise_before_they_are_copied() -> None:
     """Catches a part of changed hidden states that is taken for what the head was called with."""
-    _, ours = pair(KeepsHidden)
+    _, ours = pair(BiasOutside)
     logits = ours(batch(), labels=batch())["logits"]
     with torch.no_grad():
         ours.hidden.mul_(2)
@@ -380,30 +393,6 @@ def test_a_loss_may_follow_another_forward_in_training() -> None:
     ours(batch(), labels=batch())
     losses = [loss_of(x, batch()) for x in logits]
     torch.testing.assert_close(losses[1], losses[0])
-
-
-OUTPUTS: dict[str, Callable] = {
-    "named tuple": namedtuple("Output", "logits"),
-    "object": lambda logits: types.SimpleNamespace(logits=logits),
-}
-
-
-@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
-def test_stale_logits_that_an_output_hides_raise(output: Callable) -> None:
-    """Catches logits of other weights where the model is given labels, computes no loss, and answers in a form of its own."""
-
-    class Hides(Model):
-        def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
-            return output(self.logits(self.embed(ids)))
-
-    stock, ours = (model.eval() for model in pair(Hides))
-    with torch.no_grad():
-        expected, looked, unseen = (model(batch(), labels=batch()).logits for model in (stock, ours, ours))
-        torch.testing.assert_close(looked + 0, expected)
-        step(ours)
-    torch.testing.assert_close(looked + 0, expected)
-    with pytest.raises(RuntimeError, match="these logits are stale"):
-        unseen.argmax(-1)
 
 
 IN_PLACE: dict[str, Callable] = {
@@ -587,26 +576,21 @@ def test_replicas_and_threads_are_refused(train: bool) -> None:
     with pytest.raises(RuntimeError, match=r"as nn\.DataParallel does"):
         ours.train(train)._replicate_for_data_parallel()(batch(), labels=batch())
     inside, found = threading.Event(), threading.Event()
-    answers: list[Any] = []
 
     def wait(*_: Any) -> None:
         inside.set()
         found.wait(20)
 
-    def first() -> None:
-        answers.append(ours(batch(), labels=batch())["loss"])
-
     ours.embed.register_forward_hook(wait)
-    thread = threading.Thread(target=first)
-    thread.start()
-    inside.wait(20)
-    try:
-        with pytest.raises(RuntimeError, match="is called in several threads"):
-            ours(batch(), labels=batch())
-    finally:
-        found.set()
-        thread.join()
-    torch.testing.assert_close(answers[0], stock(batch(), labels=batch())["loss"])
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(forward, ours)
+        inside.wait(20)
+        try:
+            with pytest.raises(RuntimeError, match="is called in several threads"):
+                forward(ours)
+        finally:
+            found.set()
+    torch.testing.assert_close(first.result(), forward(stock))
 
 
 def test_labels_that_are_shifted_for_a_loss_outside() -> None:

@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast, get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -289,18 +291,18 @@ def microbatches(step: int, count: int) -> Any:
         yield ids, labels.masked_fill(~mask & (ids < VOCAB // 2), IGNORED), mask.float()
 
 
+def of_this_rank(tokens: Tensor, rank: int, size: int) -> Tensor:
+    """Return the two of 2 size pieces that Megatron gives a context-parallel rank: for causal attention all work as much."""
+    pieces = tokens.chunk(2 * size)
+    return torch.cat([pieces[rank], pieces[-1 - rank]]) if size > 1 else tokens
+
+
 def forward_step(data: Any, model: Any, case: Case) -> tuple[Tensor, Any]:
     from megatron.core import parallel_state
 
     ids, labels, mask = next(data)
-    rank = parallel_state.get_context_parallel_rank()
-
-    def mine(tokens: Tensor) -> Tensor:
-        """Return the two of 2 cp pieces that Megatron gives this rank: for causal attention all then work as much."""
-        pieces = tokens.chunk(2 * case.cp, dim=1)
-        return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1) if case.cp > 1 else tokens
-
-    ids, positions, labels, mask = map(mine, (ids, torch.arange(SEQ).expand(BATCH, SEQ), labels, mask))
+    whole, rank = (ids, torch.arange(SEQ).expand(BATCH, SEQ), labels, mask), parallel_state.get_context_parallel_rank()
+    ids, positions, labels, mask = (of_this_rank(tokens.t(), rank, case.cp).t() for tokens in whole)
     causal = torch.ones(SEQ, SEQ).tril()[None, None] < 0.5
     losses = model(ids, positions, causal, labels=labels, loss_mask=mask)
 
@@ -712,17 +714,14 @@ def hybrid(case: Case) -> Any:
     )
 
 
-def replace_loss(model: Any) -> None:
-    model.__class__ = type("Scaled", (type(model),), {"compute_language_model_loss": lambda *_: None})
-
-
 def heads_that_cannot_be_taken_over() -> None:
+    own = {"compute_language_model_loss": lambda *_: None}
     for change, message in (
         (lambda m: setattr(m.config, "defer_embedding_wgrad_compute", True), "GPTModel: defer_embedding_wgrad_compute"),
         (lambda m: setattr(m, "output_layer", torch.nn.Linear(16, VOCAB)), "output_layer is a Linear, not"),
         (lambda m: setattr(m.output_layer, "bias", torch.nn.Parameter(torch.zeros(VOCAB))), "output_layer has a bias"),
         (lambda m: vars(m.output_layer).update(forward=None), "output_layer has a forward of its own"),
-        (replace_loss, "compute_language_model_loss of its own"),
+        (lambda m: setattr(m, "__class__", type("Scaled", (type(m),), own)), "compute_language_model_loss of its own"),
     ):
         model = build(Case())[0]
         change(model)
@@ -756,13 +755,9 @@ def the_flag_converts_what_is_built() -> None:
     cce.uninstall()
     assert LanguageModule.setup_embeddings_and_output_layer is original
     assert not converted(cross_entropy_fusion_impl="cce")
-    module: Any = LanguageModule
-    compute, module.compute_language_model_loss = module.compute_language_model_loss, None
-    try:
-        with pytest.raises(ImportError, match=r"LanguageModule.compute_language_model_loss, which megatron-core \d"):
-            cce.install()
-    finally:
-        module.compute_language_model_loss = compute
+    says = r"LanguageModule.compute_language_model_loss, which megatron-core \d"
+    with mock.patch.object(LanguageModule, "compute_language_model_loss", None), pytest.raises(ImportError, match=says):
+        cce.install()
 
 
 def megatrons_parser_takes_our_flags() -> None:
@@ -780,11 +775,8 @@ def megatrons_parser_takes_our_flags() -> None:
     assert cce.options_from_args(args) == cce.Options(GradFilter(1e-3, compensate=False), 60)
     assert cce.options_from_args(parser.parse_args([])) == cce.Options()
     assert flags._options_of_the_command_line() is None
-    module: Any = type(sys)("megatron.training.global_vars")
-    module._GLOBAL_ARGS = args
-    sys.modules[module.__name__] = module
-    assert flags._options_of_the_command_line() == cce.options_from_args(args)
-    del sys.modules[module.__name__]
+    with mock.patch.dict(sys.modules, {"megatron.training.global_vars": SimpleNamespace(_GLOBAL_ARGS=args)}):
+        assert flags._options_of_the_command_line() == cce.options_from_args(args)
 
 
 CHECKS = (
@@ -874,15 +866,6 @@ WRONG: list[tuple[list[str], str]] = [
 ]
 
 
-def test_the_launcher_says_what_is_wrong(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(flags, "_defaults", {})
-    for line, message in WRONG:
-        with pytest.raises(SystemExit):
-            flags.main(line)
-        assert message in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_the_launcher_starts_torchrun_once_its_line_is_right(capsys, monkeypatch) -> None:
     """Catches a missing script that only the ranks notice: torchrun's traceback would follow their error."""
     started: list[list[str]] = []
@@ -891,11 +874,13 @@ def test_the_launcher_starts_torchrun_once_its_line_is_right(capsys, monkeypatch
     monkeypatch.setattr(flags, "install", lambda options, every_model: None)
     monkeypatch.setattr("torch.distributed.run.main", started.append)
     before = ["--nnodes", "1", "--cce-filter", "plain", "--nproc-per-node=2"]
-    with pytest.raises(SystemExit):
-        flags.main([*before, "nowhere.py", "--lr", "1"])
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "no such script: nowhere.py" in said and not started
     flags.main([*before, __file__, "--lr", "1", "--cce-vocab-size", "60"])
     module = ["-m", "cce_dist.integrations.megatron", "--cce-filter=plain"]
     behind = [__file__, "--lr", "1", "--cce-vocab-size", "60"]
     assert started == [["--nnodes", "1", "--nproc-per-node=2", *module, *behind]]
+    for line, message in (*WRONG, ([*before, "nowhere.py", "--lr", "1"], "no such script: nowhere.py")):
+        with pytest.raises(SystemExit):
+            flags.main(line)
+        said = capsys.readouterr().err.splitlines()
+        assert message in said[-1] and len(started) == 1
+    assert len(said) == 1

@@ -26,6 +26,7 @@ from test_megatron import (
     batch,
     build,
     hybrid,
+    of_this_rank,
     on_layout,
     takes_a_processor,
     with_processor,
@@ -132,12 +133,6 @@ def packed_lengths(*lengths: int) -> Any:
 
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
-
-
-def of_this_rank(tokens: Tensor, rank: int, size: int) -> Tensor:
-    """Return what Megatron gives a context-parallel rank of a sequence: two of 2 size pieces."""
-    pieces = tokens.chunk(2 * size)
-    return torch.cat([pieces[rank], pieces[-1 - rank]])
 
 
 def in_slices(ours: bool, dtype: torch.dtype, make: Callable, tokens: tuple, labels: Tensor, packed: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Sampling replay: 30 steps on what a sampler kept, beside the arithmetic that trainers do on masked logits.
-
-NeMo-RL's and verl's own code is in test_nemo_rl.py and test_rl.py, TRL's in test_trl.py.
-"""
+"""Sampling replay: 30 steps on what a sampler kept, beside the arithmetic that trainers do on masked logits."""
 
 import runpy
 from collections.abc import Callable
@@ -162,7 +159,7 @@ def verl_fsdp(policy: Policy, drawn: Rollout) -> Tensor:
 def verl_megatron(policy: Policy, drawn: Rollout) -> Tensor:
     """Two tokens of padding come behind each sequence. test_rl.py has verl's own packing."""
     kernel, names = test_rl.verl(), (MegatronEngineWithLMHead, test_rl.MegatronEngine)
-    if test_rl.verl_is_here():
+    if test_rl.is_here(test_rl.verl()):
         pytest.skip("packed_by_verl has verl's own")
     inputs, forward = cce_verl.REPLAY["megatron"]
     kind = test_rl.stand_in(inputs.module, **{each.__name__: each for each in names}).MegatronEngineWithLMHead
@@ -182,8 +179,7 @@ def nemo_rl(policy: Policy, drawn: Rollout) -> Tensor:
     rows = torch.cat((torch.full((BATCH, PROMPT, VOCAB), -1), drawn.mask), 1)
     rows[-1] = torch.arange(VOCAB)  # NeMo-RL has no token whose sampler cut nothing
     ids.replay = cce_nemo_rl.Replay(rows)  # type: ignore[attr-defined]
-    alone: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    found = score(policy(drawn.ids).transpose(0, 1), policy.head.weight, None, ids, 0, VOCAB, alone)
+    found = score(policy(drawn.ids).transpose(0, 1), policy.head.weight, None, ids, 0, VOCAB, test_rl.alone())
     return found[:, PROMPT - 1 :]
 
 

@@ -29,7 +29,8 @@ from nemo_rl_on_cpu import use_stand_ins
 from shards import DEVICE
 from support.ranks import run_ranks
 from support.refused import refused
-from test_megatron_scores import of_this_rank, packed_lengths
+from test_megatron import of_this_rank
+from test_megatron_scores import packed_lengths
 
 from cce_dist import linear_log_probs
 from cce_dist.integrations import megatron as cce_megatron
@@ -169,7 +170,7 @@ def nemo() -> Any:
     names = from_parallel_hidden_states_to_logprobs, _gpt_forward_with_linear_ce_fusion, allgather_cp_sharded_tensor
     names += (get_next_token_logprobs_from_logits,)
     home = stand_in(cce_nemo_rl.PATCH.module, **{each.__name__: each for each in names})
-    if hasattr(home, "__file__"):  # NeMo-RL itself
+    if is_here(home):
         use_stand_ins()
     else:
         step = {"forward_with_post_processing_fn": forward_with_post_processing_fn}
@@ -177,12 +178,9 @@ def nemo() -> Any:
     return home
 
 
-def verl_is_here() -> bool:
-    return hasattr(verl(), "__file__")
-
-
-def nemo_rl_is_here() -> bool:
-    return hasattr(nemo(), "__file__")
+def is_here(module: Any) -> bool:
+    """Return whether a module is the package's own, and no stand-in."""
+    return hasattr(module, "__file__")
 
 
 ADAPTERS = {"verl": cce_verl, "NeMo-RL": cce_nemo_rl, "TRL": cce_trl}
@@ -304,14 +302,9 @@ def packed_by_verl(case: Any, replay: bool = False) -> None:
     compare_models(f"verl's packing, {case}, {replay=}", run)  # which finds no gradient of the second prediction
 
 
-class Alone:
-    """A group of one rank, or of another size."""
-
-    def __init__(self, size: int = 1) -> None:
-        self.size = lambda: size
-
-    def rank(self) -> int:
-        return 0
+def alone(size: int = 1) -> Any:
+    """Return a group of one rank, or of another size."""
+    return SimpleNamespace(size=lambda: size, rank=lambda: 0)
 
 
 def nemos(hidden: Tensor, weight: Tensor, labels: Tensor, group: Any, rank: int = 0, **more: Any) -> tuple:
@@ -333,8 +326,8 @@ def test_nemo_rl_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     cce_nemo_rl.install()
     hidden, weight, labels = operands(2)
     hidden = hidden.transpose(0, 1)
-    compare(lambda h, w: nemos(h, w, labels, Alone()), lambda h, w: next_ids(h, w, labels), hidden, weight)
-    log_probs, _ = nemos(hidden, weight.requires_grad_(), labels, Alone(), inference_only=True)
+    compare(lambda h, w: nemos(h, w, labels, alone()), lambda h, w: next_ids(h, w, labels), hidden, weight)
+    log_probs, _ = nemos(hidden, weight.requires_grad_(), labels, alone(), inference_only=True)
     assert not log_probs.requires_grad and log_probs.shape == (2, TOKENS - 1)
     assert caplog.messages == ["cce_dist: NeMo-RL's log-probabilities come from hidden states (linear_log_probs)"]
 
@@ -366,7 +359,7 @@ def packed_by_nemo(group: Any, replay: bool = False) -> None:
     hidden = hidden.view(-1, 1, hidden.shape[-1])[: sum(lengths)]
     ids = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(3))
     pieces = torch.arange(sum(lengths)).split(lengths)
-    mine = torch.cat([of_this_rank(each, group.rank(), size) for each in pieces]) if size > 1 else torch.cat(pieces)
+    mine = torch.cat([of_this_rank(each, group.rank(), size) for each in pieces])
     mask, kept = nemos_mask(ids.split(lengths))
     given: dict[str, Any] = {"sampling_params": SimpleNamespace(top_k=5 if replay else -1, top_p=1.0)}
     given["use_fused_linear_logprobs"] = True
@@ -378,7 +371,7 @@ def packed_by_nemo(group: Any, replay: bool = False) -> None:
     def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         whole = weight.view_as(weight)
         whole.register_hook(summed)
-        model = SimpleNamespace(weight=whole, tp_group=Alone(), cp_group=group)
+        model = SimpleNamespace(weight=whole, tp_group=alone(), cp_group=group)
         forward = functools.partial(nemo()._gpt_forward_with_linear_ce_fusion, model, hidden)
         data = mask | {"input_ids": pad_sequence([*ids.split(lengths)], batch_first=True)}
         batch = SimpleNamespace(data_dict=data, input_ids_cp_sharded=ids[None, mine], packed_seq_params=packed)
@@ -404,12 +397,12 @@ def packed_by_nemo(group: Any, replay: bool = False) -> None:
     compare(ours, dense, hidden, weight, mine)
 
 
-@pytest.mark.skipif(nemo_rl_is_here(), reason="test_nemo_rl.py has NeMo-RL's own forward")
+@pytest.mark.skipif(is_here(nemo()), reason="test_nemo_rl.py has NeMo-RL's own forward")
 def test_packed_sequences_of_nemo_rl() -> None:
     """Log-probabilities that are unpacked already go around NeMo-RL's own unpacking, with its width."""
     cce_nemo_rl.install()
-    packed_by_nemo(Alone())
-    packed_by_nemo(Alone(), replay=True)
+    packed_by_nemo(alone())
+    packed_by_nemo(alone(), replay=True)
     given: dict[str, Any] = dict(sampling_params=SimpleNamespace(top_k=-1, top_p=0.9), use_fused_linear_logprobs=True)
     batch = SimpleNamespace(data_dict={"sampling_mask_sizes": 1}, input_ids_cp_sharded=torch.zeros(1, 8).long())
     with pytest.raises(ValueError, match="the microbatch has no sampling_mask_token_ids"):
@@ -420,7 +413,7 @@ def test_packed_sequences_of_nemo_rl() -> None:
         found, lengths = process({"input_ids": torch.zeros(2, 6)}, packed)(scores)
         assert lengths is wanted and found.shape == ((2, 5) if fused else (2, 3))
     hidden, weight, _ = operands(2)
-    model = SimpleNamespace(weight=weight, tp_group=Alone(), cp_group=None)
+    model = SimpleNamespace(weight=weight, tp_group=alone(), cp_group=None)
     for boundaries, message in (([0, 6, 4, 8], "rise from 0"), ([0.0, 8.0], "be a vector of integers")):
         packed.cu_seqlens_q = torch.tensor(boundaries)
         with pytest.raises(ValueError, match=f"cu_seqlens_q must {message}"):
@@ -461,7 +454,7 @@ def nemo_rl_over_two_ranks(mine: slice, rows: slice) -> None:
     how = labels, dist.group.WORLD, dist.get_rank()
     given = hidden.transpose(0, 1), weight, mine, rows
     compare(lambda h, w: nemos(h, w, *how), lambda h, w: next_ids(h, w, labels), *given)
-    if not nemo_rl_is_here():  # test_nemo_rl.py has NeMo-RL's own forward
+    if not is_here(nemo()):  # test_nemo_rl.py has NeMo-RL's own forward
         packed_by_nemo(dist.group.WORLD)
         packed_by_nemo(dist.group.WORLD, replay=True)
 
@@ -479,7 +472,7 @@ def two_ranks() -> None:
         verl_over_two_ranks(sequence_parallel, mine, rows)
         nemo_rl_over_two_ranks(mine, rows)
         test_megatron_scores.over_two_ranks(sequence_parallel)
-        if verl_is_here():
+        if is_here(verl()):
             from test_megatron import Case, on_layout
 
             how: dict[str, Any] = {"own_tokens": True, "positions": "rope"}
@@ -537,7 +530,7 @@ def test_batch_invariance_reaches_the_call(monkeypatch: pytest.MonkeyPatch) -> N
     hidden, weight, labels = (x.to(DEVICE) for x in operands(2))
     verl().linear_cross_entropy(hidden, weight, labels)
     hidden = hidden.transpose(0, 1)
-    nemos(hidden, weight, labels, Alone())
+    nemos(hidden, weight, labels, alone())
     cce_megatron.vocab_parallel_log_probs(hidden, weight, labels, None, options=cce_megatron.Options(**how))
     assert [call.kwargs["batch_invariant"] for call in calls.call_args_list] == [True] * 3
 
@@ -555,9 +548,9 @@ def test_batch_invariance_is_refused_on_torch() -> None:
 
 
 NOT_SERVED: dict[str, tuple[Callable, str]] = {
-    "context": (lambda h, w, y: nemos(h, w, y, Alone(), cp_group=Alone(2)), "need packed_seq_params"),
-    "rows": (lambda h, w, y: nemos(h, w, y, Alone(), rank=1), r"has the rows \[0, 64\], NeMo-RL says"),
-    "length": (lambda h, w, y: nemos(h[1:], w, y, Alone()), "neither whole nor slices"),
+    "context": (lambda h, w, y: nemos(h, w, y, alone(), cp_group=alone(2)), "need packed_seq_params"),
+    "rows": (lambda h, w, y: nemos(h, w, y, alone(), rank=1), r"has the rows \[0, 64\], NeMo-RL says"),
+    "length": (lambda h, w, y: nemos(h[1:], w, y, alone()), "neither whole nor slices"),
     "order": (lambda h, w, y: verl().linear_cross_entropy(h, w, y), "one order of tokens"),
     "mean": (lambda h, w, y: verl().linear_cross_entropy(h, w, y, reduction="mean"), "reduction 'none', got 'mean'"),
 }

@@ -22,7 +22,6 @@ from support.ranks import run_ranks
 from tiny_trainer import (
     LENGTH,
     VOCAB,
-    Sentences,
     arguments,
     assert_gradients_no_worse,
     assert_same,
@@ -31,6 +30,7 @@ from tiny_trainer import (
     forget,
     logged,
     prepare_rank,
+    sentences,
     tiny_model,
     zero,
 )
@@ -203,7 +203,7 @@ def sft(model: Any, out: Path, **more: Any) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    data = Dataset.from_list([{name: x.tolist() for name, x in row.items()} for row in Sentences()])
+    data = Dataset.from_list([{name: x.tolist() for name, x in row.items()} for row in sentences()])
     args = arguments(out, SFTConfig, packing=False, bf16=False, gradient_checkpointing=False, **more)
     return SFTTrainer(model, args, train_dataset=data, eval_dataset=data.select(range(6)), processing_class=tokenizer())
 

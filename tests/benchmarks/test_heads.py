@@ -1,9 +1,10 @@
-"""Tables of heads: the workload is what it says, no time for a wrong gradient, and a failure that ends its own row alone."""
+"""Tables of heads: workloads, tasks, no time for a wrong gradient, and the row of the worst rank."""
 
 import json
 import math
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,17 +12,23 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import outputs_of
 from torch._inductor import metrics
 
 import command
 import heads
 import methods
+import problem as problems
 import report
+import tasks
 from cce_dist import VocabShard
-from loop import Clock, Job, Method, time_in_turns
+from cce_dist.kernels.divergence.heads import KINDS
+from collectives import _times, _union
+from loop import Clock, Job, Method, least_waiting, time_in_turns, worst
 from peers import dense
 from problem import loss_of, measure_problem
-from records import Case, Collective, Results, Row, read_json, write_json
+from records import Case, Collective, Errors, Results, Row, read_json, write_json
+from tasks import KEPT_IDS, LOG_PROBS, OBJECTIVES
 from workload import IGNORE_INDEX, RUNGS, SHAPES, HeadShape, make_workload
 
 TINY = HeadShape(hidden_size=32, vocab_size=300)
@@ -276,3 +283,90 @@ def test_the_auto_chunker_says_if_it_split_nothing(settings, split, says, monkey
     monkeypatch.setattr(torch, "compile", lambda function, **options: run)
     (row,), _, _ = measure(tiny_workload(), {"chunked": methods.methods_of()["torch-compile-chunked"]}, repeats=1)
     assert row.problem == says and row.missing == bool(says)
+
+
+@pytest.mark.slow
+def test_ranks_split_the_vocabulary_and_say_what_they_send(tmp_path, capsys):
+    methods = ["cce-dist", "cce-dist-sp", "megatron-sp"]
+    argv = ["--shapes", "toy", "--tokens", "32", "--repeats", "2", "--device", "cpu", "--methods", *methods]
+    output, other = outputs_of(heads.main, [*argv, "--out", str(tmp_path)], tmp_path, 2)
+    assert "###" not in other
+    output = output[output.index("###") :]  # behind the progress
+    assert "### toy, N 32, D 256, V 4,096 / 2" in output
+    assert "Not here: megatron-sp (needs a GPU)" in output
+    [case] = json.loads((tmp_path / "bench.json").read_text())["cases"]
+    assert [row["name"] for row in case["rows"]] == methods
+    for row in case["rows"][:2]:
+        assert not row["problem"] and len(row["total"]["seconds"]) == 2 and 0 < row["errors"]["d_weight"] < 2e-2
+    statistics = ["all_gather", 32 * 2 * 3 * 4, 1, None, None]  # T x K x N in fp32; a CPU has no times
+    d_hidden = ["all_reduce", 32 * 256 * 2, 1, None, None]  # in bf16; gloo makes its reduce-scatter of one
+    gathers = ["all_gather", 32 * 256 * 2, 1, None, None]  # one pass
+    sent = {name: [list(kind.values()) for kind in kinds] for name, kinds in case["collectives"].items()}
+    assert sent["cce-dist"] == [statistics, d_hidden]
+    assert sent["cce-dist-sp"] == [gathers, statistics, d_hidden]
+
+    assert heads.main(["--show", str(tmp_path / "bench.json")]) == 0
+    assert output.startswith(capsys.readouterr().out.rstrip())
+
+
+def test_a_row_is_what_its_worst_rank_says():
+    """Catches an error that only rank 0 looks for."""
+    right = Row("x", False, errors=Errors(1e-3, 2e-3, 3e-3, 4e-3), peak_bytes=10)
+    wrong = Row("x", False, problem="wrong gradient", errors=Errors(1e-3, 0.5, 1e-4, 4e-3), peak_bytes=20)
+    row = worst([right, wrong])
+    assert row.problem == "wrong gradient" and row.peak_bytes == 20
+    assert row.errors == Errors(1e-3, 0.5, 3e-3, 4e-3)
+
+
+def test_exposed_is_what_no_computation_covers():
+    computing = _union([(10, 20), (15, 30), (50, 60)])
+    assert computing == [(10, 30), (50, 60)]
+    seconds, exposed = _times([(5, 25), (28, 55)], computing)
+    assert seconds is not None and exposed is not None
+    assert seconds == pytest.approx(47e-9) and exposed == pytest.approx((5 + 20) * 1e-9)
+    assert _times([(5, 25), None], computing) == (None, None)
+
+
+def test_a_collective_takes_what_it_takes_the_rank_that_waits_least():
+    ranks = [[Collective("all_reduce", 8, 1, seconds, seconds / 2)] for seconds in (3e-3, 1e-3, 2e-3)]
+    other = Collective("all_reduce", 4, 1)
+    ranks = [[*ranks[0], other], [other, *ranks[1]], [*ranks[2], other]]
+    assert least_waiting(ranks) == [Collective("all_reduce", 8, 1, 1e-3, 5e-4), other]
+
+
+N, D, V = 24, 16, 70
+
+
+@pytest.mark.parametrize("name", [*LOG_PROBS, *KEPT_IDS, *KINDS, *OBJECTIVES])
+def test_every_method_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an upstream gradient that one method forgets, values in another order, chunks of the truth in a wrong place."""
+    monkeypatch.setattr(problems, "REFERENCE_CHUNK_BYTES", 8 * V * 10)  # 10 tokens
+    monkeypatch.setitem(LOG_PROBS, "scores", (1, True, 5, False))
+    monkeypatch.setitem(KEPT_IDS, "kept-512", (33, 0))
+    makers = {tuple(LOG_PROBS): tasks.scores_task, tuple(KEPT_IDS): tasks.kept_task, KINDS: tasks.divergence_task}
+    task = next((make for names, make in makers.items() if name in names), tasks.objective_task)(name)
+    problem = task.problem(make_workload(HeadShape(D, V), N, dtype=torch.float32))
+    truth = problems.reference_of(problem)
+    if name in LOG_PROBS:
+        assert truth.value.shape == (N, sum(LOG_PROBS[name][:3]))  # ids, the entropy, the largest logits
+    rows = task.methods([256])
+    assert list(rows) == ["cce-dist", "cce-dist-default", "cce-dist-cached", "torch", "torch-compile"]
+    del rows["torch-compile"]
+    for method in rows.values():
+        function = method.build(VocabShard(0, V, V), problem.tokens[0])
+        expected = truth if problem.grad else truth[:1]
+        found = [x.double() for x in problems.step(function, problem)]
+        torch.testing.assert_close(found, [*expected], atol=1e-5, rtol=1e-4)
+
+
+def test_a_task_without_gradients_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches steps that are timed without gradients, and a file that --show cannot read."""
+    options = ["--repeats", "1", "--methods", "cce-dist", "--dtype", "float32", "--device", "cpu"]
+    shape = ["--shapes", "toy", "--tokens", "32", "--out", str(tmp_path)]
+    assert heads.main(["--log-probs", "scores", *shape, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "| cce-dist " in printed and "/1 GEMM" in printed and "wrong" not in printed
+    (row,) = read_json(tmp_path / "bench.json", Results).cases[0].rows
+    assert len(row.forward.seconds) == 1 and not row.total.seconds
+    assert heads.main(["--show", str(tmp_path / "bench.json"), "--columns", "fwd/1", "total/3", "dE"]) == 0
+    assert "/1 GEMM" in capsys.readouterr().out

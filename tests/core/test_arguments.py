@@ -3,6 +3,7 @@
 import importlib
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -77,21 +78,20 @@ def test_wrong_files_to_plot_are_one_line(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_the_system_refuses_in_one_line(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+def test_what_the_system_refuses_and_ctrl_c_are_one_line(command: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """An error of the system that a command lets through, and a full disk under its output. Catches a traceback."""
     module = importlib.import_module(cli.COMMANDS[command].module)
     argv = [command, *(["x"] if command == "plot" else [])]
-
-    def refuse(args: object) -> int:
-        raise PermissionError(13, "Permission denied", "secret")
-
-    monkeypatch.setattr(module, "run", refuse)
+    monkeypatch.setattr(module, "run", mock.Mock(side_effect=PermissionError(13, "Permission denied", "secret")))
     assert cli.main(argv) == 1
     assert capsys.readouterr().err == f"cce-dist {command}: [Errno 13] Permission denied: 'secret'\n"
     monkeypatch.setenv("CCE_DIST_DEBUG", "1")
     with pytest.raises(PermissionError):
         cli.main(argv)
     monkeypatch.delenv("CCE_DIST_DEBUG")
+    monkeypatch.setattr(module, "run", mock.Mock(side_effect=KeyboardInterrupt))
+    assert cli.main(argv) == 130
+    assert capsys.readouterr().err == f"cce-dist {command}: stopped\n"
 
     def talk(args: object) -> int:
         print("much")
@@ -102,14 +102,3 @@ def test_the_system_refuses_in_one_line(command: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr("sys.stdout", full)
         assert cli.main(argv) == 1
     assert capsys.readouterr().err == f"cce-dist {command}: [Errno 28] No space left on device\n"
-
-
-def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from cce_dist.tools import verify
-
-    def stop(args: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(verify, "run", stop)
-    assert cli.main(["verify"]) == 130
-    assert capsys.readouterr().err == "cce-dist verify: stopped\n"

@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from shards import DEVICE, nan_memory
+from shards import nan_memory
+from support.dense import assert_holds
 
 from cce_dist import GradFilter, groups
 from cce_dist.tools.verify.cases import BF16, FP32, Gaussian, LogProbCase, LossCase, ignore
-from cce_dist.tools.verify.check import run_case
 from cce_dist.tools.verify.log_probs import LOG_PROBS
 from cce_dist.tools.verify.loss import LOSS
 
@@ -27,6 +27,7 @@ def case_of(name: str, problem: Any = NO_BIAS, options: dict[str, Any] | None = 
 
 SMOOTHED = dict(label_smoothing=0.1, z_loss_weight=torch.tensor(0.1), logit_scale=0.7)
 CASES = [
+    LogProbCase("log-probs", problem=NO_BIAS, dtype=BF16, num_ids=3, twice=False),
     case_of("kept"),
     case_of("groups", in_groups=15, low=True),
     case_of("groups-in-a-buffer", in_groups=15, low=True, buffer=FP32),
@@ -43,17 +44,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_losses(case: LossCase) -> None:
+def test_matches_dense(case: LossCase | LogProbCase) -> None:
     """Catches: rounding of an exponential, of a group's part of dC, or of a sum that fp32 hides; of groups an upstream gradient
-    left out, a divisor of the group's own tokens, weights of another group's classes, and a group that sets dC."""
+    left out, a divisor of the group's own tokens, weights of another group's classes, and a group that sets dC; gradients of a
+    log-probability and of an entropy that read exponentials of another tile."""
+    function: Any = LOSS if isinstance(case, LossCase) else LOG_PROBS
     with nan_memory(), mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as one_pass:
-        wrong = [error for error in run_case(LOSS, case, None, DEVICE, "triton") if not error.ok]
-    assert not wrong and one_pass.called == (case.in_groups is not None)
-
-
-def test_log_probs() -> None:
-    """Catches: gradients of a log-probability and of an entropy that read exponentials of another tile."""
-    case = LogProbCase("log-probs", problem=NO_BIAS, dtype=BF16, num_ids=3, twice=False)
-    with nan_memory():
-        wrong = [error for error in run_case(LOG_PROBS, case, None, DEVICE, "triton") if not error.ok]
-    assert not wrong
+        assert_holds(function, case)
+    assert one_pass.called == (getattr(case, "in_groups", None) is not None)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
+from support.refused import result_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -75,21 +76,13 @@ def _destroyed() -> None:
         for debug in "01":
             for name, call in calls.items():
                 with mock.patch.dict(os.environ, CCE_DIST_DEBUG=debug):
-                    found = _error(call)
+                    found = result_of(call)
                 assert "destroyed" in str(found), f"{name}, again {again}, debug {debug}: {found!r}"
-    assert "destroyed" in str(_error(before.backward))
+    assert "destroyed" in str(result_of(before.backward))
     new = VocabShard.even(V, dist.group.WORLD)
     whole = linear_cross_entropy(hidden, weight, labels)
     torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, shard=new), whole)
     assert len(over.state_dict()) == 1
-
-
-def _error(function: Callable[[], Any]) -> Exception | None:
-    try:
-        function()
-    except Exception as error:
-        return error
-    return None
 
 
 def test_no_group_yet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,4 @@
-"""Divergence of two heads against dense logits in float64: both backends, every split, and what is refused.
-
-Each test names the mistake that it catches.
-"""
+"""Divergence of two heads against dense logits in float64: both backends, every split, and what is refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shards import DEVICE, GPU, launch_nothing, nan_memory
+from support.dense import assert_holds
 from support.refused import assert_changes_refused
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +28,6 @@ from cce_dist.kernels.tiles import choose_tiles, table_tiles
 from cce_dist.kernels.tokens import compact, gathered
 from cce_dist.tools.verify import check
 from cce_dist.tools.verify.cases import BF16, DIVERGENCE_CASES, FP32, OF_BOTH, DivergenceCase, Drawn, Gaussian, uneven
-from cce_dist.tools.verify.check import run_case
 from cce_dist.tools.verify.divergence import DIVERGENCE
 
 any_call: Any = linear_kl_divergence  # options by name, and some that a type checker would refuse
@@ -101,13 +98,11 @@ KEPT: list[tuple[int, DivergenceCase, tuple[str, ...]]] = [  # and how many colu
 ]
 
 
-def assert_holds(case: DivergenceCase, kinds: tuple[str, ...], backend: str) -> None:
+def assert_kinds_hold(case: DivergenceCase, kinds: tuple[str, ...]) -> None:
     """Check a case of each kind, in memory full of NaN."""
     for kind in kinds:
         with nan_memory():
-            errors = run_case(BOTH_HEADS, replace(case, options=case.options | {"kind": kind}), None, DEVICE, backend)
-        wrong = [error for error in errors if not error.ok]
-        assert not wrong, f"{kind}: {wrong}"
+            assert_holds(BOTH_HEADS, replace(case, options=case.options | {"kind": kind}))
 
 
 def drawn_of(**fields: Any) -> Drawn:
@@ -152,7 +147,7 @@ def test_matches_dense(case: DivergenceCase, kinds: tuple[str, ...], monkeypatch
         monkeypatch.setattr(memory, "LEAST_BYTES", 8000)
         monkeypatch.setattr(memory, "ROWS", 16)
         monkeypatch.setattr(memory, "LEAST_PAIR_ROWS", UNCUT if "again" in case.name else 1)
-    assert_holds(case, kinds, "triton")
+    assert_kinds_hold(case, kinds)
 
 
 @pytest.mark.parametrize(("kept", "case", "kinds"), KEPT, ids=[case.name for _, case, _ in KEPT])
@@ -167,7 +162,7 @@ def test_kept_exponentials_match_dense(kept: int, case: DivergenceCase, kinds: t
     monkeypatch.setattr(memory, "exact_chunks", lambda sizes, *_: memory.Chunks(sizes.num_tokens, kept_columns(32)))
     if GPU and case.name != "both-at-1e4":  # a dense head's logits are all equal there in bf16
         case = replace(case, dtype=BF16)
-    assert_holds(case, kinds, "triton")
+    assert_kinds_hold(case, kinds)
 
 
 def test_logits_of_16_bits_are_precise_near_the_largest_of_their_tile() -> None:
@@ -490,8 +485,7 @@ def _kernels_on_two_ranks() -> None:
             if case.name in OF_KERNELS:
                 shards = case.shards if "empty" in case.name else uneven
                 smaller = replace(case, shards=shards, problem=Gaussian(12, 24, 75))
-                errors = run_case(DIVERGENCE, smaller, dist.group.WORLD, "cpu", "triton")
-                assert all(error.ok for error in errors), f"{case.name} <- {case.catches}? {errors}"
+                assert_holds(DIVERGENCE, smaller, dist.group.WORLD, "cpu")
 
 
 @pytest.mark.skipif(GPU, reason="of the interpreter")
@@ -525,29 +519,14 @@ def test_no_rank_waits_for_another_that_lacks_a_row(ranks2) -> None:
 
 
 def _four_ranks() -> None:
-    _check_dtensors()
-    _check_refusals()
-
-
-@pytest.mark.slow
-def test_four_ranks(ranks4) -> None:
-    """Weights that are DTensors, shards that do not fit, and ranks that disagree."""
-    ranks4(_four_ranks)
-
-
-def _check_dtensors() -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     hidden, weight, teacher, teacher_weight = (x.cpu() for x in on_device(drawn_of()))
     expected = linear_kl_divergence(hidden, weight, teacher, teacher_weight)
-    weight, teacher_weight = (distribute_tensor(x, mesh, [Shard(0)]) for x in (weight, teacher_weight))
-    torch.testing.assert_close(linear_kl_divergence(hidden, weight.requires_grad_(), teacher, teacher_weight), expected)
-
-
-def _check_refusals() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    split, of_teacher = (distribute_tensor(x, mesh, [Shard(0)]) for x in (weight, teacher_weight))
+    torch.testing.assert_close(any_call(hidden, split.requires_grad_(), teacher, of_teacher), expected)
     group = dist.group.WORLD
     assert group is not None
     shard, other = VocabShard.even(V, group), VocabShard(*uneven(V, 4)[group.rank()], V, group)
-    hidden, weight, teacher, teacher_weight = (x.cpu() for x in on_device(drawn_of()))
     rows = slice(shard.start, shard.stop)
     heads = (hidden, weight[rows], teacher, teacher_weight[other.start : other.stop])
     with pytest.raises(ValueError, match="both heads' rows must cover the same ids"):
@@ -556,3 +535,9 @@ def _check_refusals() -> None:
         any_call(*heads, shard=shard, teacher_shard=other, teacher_ids=torch.arange(V).flip(0))
     with pytest.raises(ValueError, match="process group"):
         any_call(*heads[:3], teacher_weight, shard=shard, teacher_shard=VocabShard(0, V, V))
+
+
+@pytest.mark.slow
+def test_four_ranks(ranks4) -> None:
+    """Weights that are DTensors, shards that do not fit, and ranks that disagree."""
+    ranks4(_four_ranks)

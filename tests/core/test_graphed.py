@@ -9,7 +9,7 @@ from shards import needs_gpu
 from support.dense import large_operands
 from torch import Tensor, nn
 
-from cce_dist import GradFilter, groups, linear_cross_entropy
+from cce_dist import GradFilter, VocabParallelHead, groups
 
 CALLS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -17,19 +17,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "filtered": {"grad_filter": GradFilter(always=True)},
     "each-token-in-groups": {"reduction": "none", "workspace_bytes": 160 << 20},
 }
-
-
-class Head(nn.Module):
-    """A head that adds the weight's gradient to ``out``, or returns it."""
-
-    def __init__(self, weight: Tensor, out: Tensor | None, **options: Any) -> None:
-        super().__init__()
-        self.weight, self.out, self.options = nn.Parameter(weight.detach().clone()), out, options
-
-    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return linear_cross_entropy(
-            hidden, self.weight, labels, grad_weight_out=self.out, backend="triton", **self.options
-        )
 
 
 @needs_gpu
@@ -43,10 +30,16 @@ def test_a_graphed_head(name: str, buffered: bool) -> None:
     """
     (hidden, weight), labels = large_operands()
     out = torch.zeros_like(weight, dtype=torch.float32).detach() if buffered else None
-    plain: Any = Head(weight, None if out is None else out.clone(), **CALLS[name])
+
+    def head_of(out: Tensor | None) -> Any:
+        own = nn.Parameter(weight.detach().clone())
+        options = {"grad_weight_out": out, "backend": "triton"} | CALLS[name]
+        return VocabParallelHead(weight.shape[1], len(weight), weight=own, **options)
+
+    plain = head_of(None if out is None else out.clone())
     sample = torch.randn_like(hidden).requires_grad_(), labels.roll(5)
     with mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as made_in_groups:
-        head = Head(weight, out, **CALLS[name])
+        head = head_of(out)
         graphed: Any = torch.cuda.make_graphed_callables(head, sample, allow_unused_input=buffered)
     assert made_in_groups.called or not name.endswith("in-groups")
     if out is not None:
@@ -61,5 +54,6 @@ def test_a_graphed_head(name: str, buffered: bool) -> None:
             head.weight.grad = None
             loss = head(x, others)
             (loss * factors).sum().backward()
-            found.append([loss.detach().clone(), x.grad, head.weight.grad if head.out is None else head.out.clone()])
+            d_weight = head.weight.grad if out is None else head.loss_options["grad_weight_out"].clone()
+            found.append([loss.detach().clone(), x.grad, d_weight])
         assert all(torch.equal(ours, right) for ours, right in zip(*found, strict=True))

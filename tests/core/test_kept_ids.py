@@ -1,7 +1,4 @@
-"""Log-softmax over lists of kept ids: the cases in which lists are delicate, on torch and on the kernels.
-
-The lines "kept" of the matrix (test_verify.py: one to four ranks) and of the fuzzer hold values and gradients to fp64.
-"""
+"""Log-softmax over lists of kept ids: the cases in which lists are delicate. Others are in test_log_probs.py."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from shards import DEVICE, GPU, nan_memory
+from shards import DEVICE, GPU
+from support.dense import assert_holds
 from support.refused import assert_changes_refused, refused
 from torch import Tensor
 
@@ -21,12 +19,9 @@ from cce_dist import KeptIds, VocabShard, linear_log_probs, merge
 from cce_dist.kernels import dense
 from cce_dist.kernels.dry_run import Live
 from cce_dist.tools.verify.cases import KEPT_CASES, Gaussian
-from cce_dist.tools.verify.check import run_case
 from cce_dist.tools.verify.log_probs import LOG_PROBS
 
 N, D, V = 5, 8, 30
-CASES = {case.name: case for case in KEPT_CASES}
-SLOW = ("kept", "kept-gap-of-1e4", "kept-bf16")
 any_call: Any = linear_log_probs
 
 
@@ -50,21 +45,6 @@ def kept() -> Iterator[KeptIds]:
     """``KEPT`` where kernels run. Tensors that the test makes are there, too."""
     with torch.device(DEVICE):
         yield KEPT.to(DEVICE)
-
-
-@pytest.mark.parametrize(
-    "name", ["kept-everything", "kept-whole", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
-def test_kernels_match_dense(name: str) -> None:
-    """In memory full of NaN. Catches an entry that is not written, a tail of a list, a row of zeros that is not."""
-    case = CASES[name]
-    if DEVICE == "cpu" and name == "kept-everything":  # 300 tokens take the interpreter a minute
-        case = replace(case, problem=Gaussian(7, 70, 40, bias=True), kept=30)
-    elif DEVICE == "cpu":
-        case = replace(case, twice=False)
-    with nan_memory():
-        wrong = [error for error in run_case(LOG_PROBS, case, None, DEVICE, "triton") if not error.ok]
-    assert not wrong
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -307,9 +287,9 @@ def test_lists_of_tokens_that_do_not_count_may_hold_anything() -> None:
 
 def _on_ranks() -> None:
     group: Any = dist.group.WORLD
-    case = replace(CASES["kept-empty-shards"], problem=Gaussian(7, 20, 20))
-    for error in run_case(LOG_PROBS, case, group, "cpu", "torch" if GPU else "triton"):  # interpreted where no GPU is
-        assert error.ok, error
+    (case,) = (case for case in KEPT_CASES if case.name == "kept-empty-shards")
+    case = replace(case, problem=Gaussian(7, 20, 20))
+    assert_holds(LOG_PROBS, case, group, "cpu", "torch" if GPU else "triton")  # interpreted where no GPU is
     hidden, weight, ids = draw()
     shard = VocabShard.even(V, group)
     local = weight.detach()[shard.start : shard.stop]

@@ -8,15 +8,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shards import DEVICE, GPU
+from shards import DEVICE, GPU, nan_memory
+from support.dense import assert_holds
 from support.refused import assert_changes_refused
 from torch import Tensor
 
 from cce_dist import LogProbs, VocabShard, linear_log_probs, merge, reference
 from cce_dist.kernels import IGNORED, OUTSIDE, ShardLogits, Softmax, Spec, exact, memory, outputs
 from cce_dist.kernels.tiles import choose_tiles, interpreted
-from cce_dist.tools.verify.cases import KEPT_CASES, LOG_PROB_CASES, LogProbCase
-from cce_dist.tools.verify.check import assert_no_worse, run_case
+from cce_dist.tools.verify.cases import KEPT_CASES, LOG_PROB_CASES, Gaussian, LogProbCase
+from cce_dist.tools.verify.check import assert_no_worse
 from cce_dist.tools.verify.log_probs import LOG_PROBS
 
 N, D, V = 11, 8, 37
@@ -25,18 +26,24 @@ CASES = {case.name.removeprefix("log-probs-"): case for case in (*LOG_PROB_CASES
 
 
 def check(case: LogProbCase) -> None:
-    """Check a case; the interpreter calls backward once, and ``test_a_second_backward_has_the_same_bits`` twice."""
-    for error in run_case(LOG_PROBS, replace(case, twice=GPU), None, DEVICE, "triton"):
-        assert error.ok, f"{error}: {case.catches}?"
+    """Check a case in memory full of NaN."""
+    if not GPU and case.name == "kept-everything":  # its 300 tokens take a minute
+        case = replace(case, problem=Gaussian(7, 70, 40, bias=True), kept=30)
+    elif not GPU:
+        case = replace(case, twice=False)
+    with nan_memory():
+        assert_holds(LOG_PROBS, case)
 
 
-INTERPRETED = ["64-entropy", "everything", "fp16"]
-INTERPRETED += [pytest.param(name, marks=pytest.mark.slow) for name in ("padded-shards", "gap-of-1e4")]
+INTERPRETED = ["64-entropy", "everything", "fp16", "kept-everything", "kept-whole"]
+SLOW = ("padded-shards", "gap-of-1e4", "kept", "kept-gap-of-1e4", "kept-bf16")
+INTERPRETED += [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 
 
 @pytest.mark.parametrize("name", CASES if GPU else INTERPRETED)
 def test_kernels_match_dense(name: str) -> None:
-    """Catches: a cell at another chunk's column, factors left out of a slope or a gradient, a best id of another part."""
+    """Catches: a cell at another chunk's column, factors left out of a slope or a gradient, a best id of another part;
+    of lists an entry that is not written, a tail, a row of zeros that is not."""
     check(CASES[name])
 
 
@@ -261,13 +268,9 @@ def test_autocast_casts_as_linear_does(softcap: float | None) -> None:
     assert_no_worse(out.log_probs, baseline.log_probs, truth.log_probs)
 
 
-def _check_kernels() -> None:
-    for name in ("uneven-shards", "sequence-parallel"):
-        for error in run_case(LOG_PROBS, CASES[name], dist.group.WORLD, "cpu", "triton"):
-            assert error.ok, f"{name}: {error}"
-
-
-def _check_collectives() -> None:
+def _on_ranks() -> None:
+    for name in ("uneven-shards", "sequence-parallel") if interpreted() else ():  # the ranks are on CPUs
+        assert_holds(LOG_PROBS, CASES[name], dist.group.WORLD, "cpu")
     shard = VocabShard.even(40, dist.group.WORLD)
     hidden, weight, ids = torch.randn(5, 8), torch.randn(shard.num_rows, 8), torch.arange(15).view(5, 3)
     everything: dict[str, Any] = {"argmax": True, "entropy": True, "top_k": 7}
@@ -275,12 +278,6 @@ def _check_collectives() -> None:
         with mock.patch.object(merge, "_all_gather_into", wraps=merge._all_gather_into) as gather:
             linear_log_probs(hidden, weight, ids, shard=shard, **options)
         assert [call.args[1].nbytes for call in gather.call_args_list] == counts
-
-
-def _on_ranks() -> None:
-    if interpreted():  # the ranks are on CPUs
-        _check_kernels()
-    _check_collectives()
 
 
 @pytest.mark.slow

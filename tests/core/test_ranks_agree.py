@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
+from support.refused import result_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -185,18 +186,11 @@ def _call(function: Callable[..., Any], values: Values, *changes: tuple[str, int
             sum(with_gradient, torch.zeros(())).backward()
         return found
 
-    return _result(call)
+    return result_of(call)
 
 
 def _defaults(values: Values) -> dict[str, Any]:
     return {name: of_name[0] for name, of_name in values.items() if not isinstance(of_name[0], dict)}
-
-
-def _result(function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except Exception as error:
-        return error
 
 
 def test_every_argument_is_in_the_tables() -> None:
@@ -275,7 +269,7 @@ def _bad_calls() -> list[str]:
         (lambda: (loss, torch.no_grad()(loss))[rank](*tensors, shard=shard), RuntimeError, "grad_mode"),
     ]  # fmt: skip
     for call, kind, says in calls:
-        found = _result(call)
+        found = result_of(call)
         if not _is_error(found, says, kind):
             wrong.append(f"expected {says!r}, got {found!r}")
         dist.barrier()
@@ -290,7 +284,7 @@ def _agreement() -> list[str]:
     own[1] = rank
     given |= dict(linear_bias=torch.full((V // 2,), rank), target=target)
     for more in (dict(token_loss=_weighted, token_inputs=(own,)), dict(reduction="none", expected_weights=own)):
-        found = _result(lambda more=more: loss(**(given | more)))
+        found = result_of(lambda more=more: loss(**(given | more)))
         if isinstance(found, Exception):
             return [f"a call that agrees: got {found!r}"]
     return []

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.dense import dense as dense_loss
 from support.ranks import shared_folder
+from tiny_trainer import counted
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,10 +25,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import cce_dist
 from cce_dist import GradFilter, VocabParallelHead, VocabShard, decide, given, linear_cross_entropy, merge
-from cce_dist.call import Call
-from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, dense, memory
+from cce_dist.kernels import Operands, dense, memory
 from cce_dist.kernels.tiles import interpreted
-from cce_dist.merge import Layout
 from cce_dist.tools.verify.check import assert_no_worse
 from collectives import Collectives, _is_kernel_of
 
@@ -42,20 +41,6 @@ def meshes() -> tuple[DeviceMesh, DeviceMesh]:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     return square, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-
-
-def test_groups_are_those_of_an_even_shard():
-    """Catches ranks that disagree on the sums, and more than one where all tokens are one group."""
-    llama, phi = (4096, 128256, 4), (3072, 32064, 8)
-    # Of 16,384 tokens at Phi's sizes all exponentials are kept.
-    ready = {(8192, llama): 8192, (16384, llama): 8192, (16384, phi): 0, (65536, phi): 10880}
-    for (num_tokens, (hidden_size, vocab_size, num_ranks)), rows in ready.items():
-        hidden = torch.empty(1, hidden_size, dtype=torch.bfloat16)
-        for num_valid in (0, 1, vocab_size // num_ranks, vocab_size):
-            call = Call(Spec(ShardLogits(0, num_valid), vocab_size), Layout("tp"), "triton")
-            assert call.decided(hidden, num_tokens, num_ranks).way.ready_rows == rows
-    filtered = call.spec._replace(filter=Filter(2.0**-12, always=True))
-    assert call._replace(spec=filtered).decided(hidden, 16384, 8).way.ready_rows == 10880
 
 
 def test_kernels_of_a_collective():
@@ -109,11 +94,12 @@ def _check_fsdp(vocab_size: int, with_tp: bool) -> None:
     losses = [linear_cross_entropy(hidden, weight, labels, linear_bias=bias) for hidden, _, labels in batches]
     expected = torch.autograd.grad(torch.stack(losses).mean(), (weight, bias, mine))  # FSDP2 averages
 
-    with mock.patch.object(dense, "statistics", wraps=dense.statistics) as seen, gathers() as forward:
+    gathers = functools.partial(counted, _fsdp_param_group, "foreach_all_gather")  # of weights
+    with counted(dense, "statistics") as seen, gathers() as forward:
         loss = head(mine, my_labels)
     [call] = seen.call_args_list
     assert call.args[0].weight.untyped_storage().size() == 0, "the weight outlives forward"
-    with mock.patch.object(dense, "gradients", wraps=dense.gradients) as seen, gathers() as backward:
+    with counted(dense, "gradients") as seen, gathers() as backward:
         loss.backward()
     assert seen.call_count == forward.call_count == backward.call_count == 1
     torch.testing.assert_close(loss, losses[dp.get_local_rank()])
@@ -122,11 +108,6 @@ def _check_fsdp(vocab_size: int, with_tp: bool) -> None:
         assert parameter.grad.placements == parameter.placements
         torch.testing.assert_close(whole(parameter.grad), gradient)
     torch.testing.assert_close(mine.grad, expected[2] * dp.size())
-
-
-def gathers():
-    """Count FSDP2's all-gathers of weights."""
-    return mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=_fsdp_param_group.foreach_all_gather)
 
 
 def _check_what_is_refused() -> None:

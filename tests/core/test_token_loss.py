@@ -12,6 +12,7 @@ from dense_scores import assert_same_loss
 from shards import DEVICE, backends_of_ranks, needs_gpu
 from support.dense import DTYPE, ROWS, N, V, assert_all_no_worse, assert_near, dense, large_operands, loss_of, operands
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from cce_dist import TokenLossOutput, explain, groups, linear_cross_entropy, linear_log_probs, merge, objectives
@@ -86,17 +87,10 @@ def test_same_numbers_as_dense(
 
 def assert_outputs(out: TokenLossOutput, name: str, labels: Tensor) -> None:
     """Catches: an output that is not masked, has a graph, or is made although nobody asked for it."""
-    found = [out.log_probs, out.losses]
     assert (out.entropy is None) == (name in ("dft", "clipped"))
-    found += [] if out.entropy is None else [out.entropy]
-    if name == "clipped":
-        assert out.metrics["clipped"].dtype == torch.bool
-        found += out.metrics.values()
-    elif name == "bonus":
-        found += out.metrics
-    else:
-        assert out.metrics is None
-    for values in found:
+    assert (out.metrics is None) == (name not in ("clipped", "bonus"))
+    assert name != "clipped" or out.metrics["clipped"].dtype == torch.bool
+    for values in filter(torch.is_tensor, tree_leaves((out.log_probs, out.losses, out.entropy, out.metrics))):
         assert values.shape == labels.shape and not values.requires_grad
         assert not values[labels == -100].any() and (values.dtype == torch.bool or values[labels != -100].any())
     assert (out.log_probs <= 0).all()
@@ -281,10 +275,6 @@ def test_the_way_is_that_of_a_reduced_loss() -> None:
     assert "two passes" in explain(*inputs, workspace_bytes=256 << 20, token_loss=bonus, softcap=30.0)
 
 
-def doubled(log_probs: Tensor, _: None) -> Tensor:
-    return torch.cat((log_probs, log_probs))
-
-
 BETA = torch.tensor(0.5, requires_grad=True)
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "not a function": ({"token_loss": 0.5}, TypeError, "must be a function"),
@@ -299,7 +289,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "expected": ({"expected_weights": torch.ones(N), "reduction": "none"}, ValueError, "expected_weights"),
     "names": ({"return_aux": ("nll",)}, TypeError, "return_aux with token_loss must be a bool"),
     "returns a number": ({"token_loss": lambda log_probs, _: 0.5}, TypeError, r"got losses of type float"),
-    "other shape": ({"token_loss": doubled}, ValueError, r"one number per token, \[\d+\], got losses \[\d+\]"),
+    "other shape": ({"token_loss": lambda p, _: p.repeat(2)}, ValueError, r"one number per token, \[\d+\], got losses \[\d+\]"),
     "sum": ({"token_loss": lambda log_probs, _: -log_probs.sum()}, ValueError, r"got losses \[\]"),
     "integers": ({"token_loss": lambda log_probs, _: log_probs.long()}, TypeError, "got torch.int64"),
     "bf16": ({"token_loss": lambda log_probs, _: log_probs.bfloat16()}, TypeError, "got torch.bfloat16"),

@@ -52,11 +52,6 @@ def top(hidden: Tensor, weight: Tensor, ids: Tensor | None = None, top_k: int = 
     return out.top_log_probs, out.top_ids
 
 
-def found(z: Tensor, top_k: int) -> list[Tensor]:
-    """Return what ``top`` finds for given logits: each row's hidden state selects its own column of the weight."""
-    return [x.cpu() for x in top(torch.eye(len(z), device=DEVICE), z.t().contiguous().to(DEVICE), top_k=top_k)]
-
-
 @pytest.mark.parametrize("top_k", [1, K, 70, 300])
 @pytest.mark.parametrize("size", [330, 20_000, 20_032])
 def test_rows_that_mislead_pieces(size: int, top_k: int) -> None:
@@ -70,7 +65,9 @@ def test_from_hidden_states(top_k: int) -> None:
     """Catches: columns past the vocabulary's end, columns of a piece in place of columns of the shard."""
     rows = misleading(V, top_k)
     z = torch.stack([rows[name] for name in rows if name != "nearly all at -inf"])  # 0 * -inf would be NaN
-    log_p, ids = found(z, top_k)
+    # Each row's hidden state selects its own column of the weight.
+    found = top(torch.eye(len(z), device=DEVICE), z.t().contiguous().to(DEVICE), top_k=top_k)
+    log_p, ids = (x.cpu() for x in found)
     values, expected = largest(z, top_k)
     assert torch.equal(ids, expected)
     torch.testing.assert_close(log_p, (values.double() - z.double().logsumexp(1)[:, None]).float())

@@ -1,7 +1,6 @@
 """A few architectures of transformers, whose loss and gradients ``convert`` leaves equal."""
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,13 +15,10 @@ NAMES += [f"{name}ForConditionalGeneration" for name in ("Bart", "UMT5", "Gemma3
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    ours = logging.getLogger("cce_dist")
-    level, verbosity = ours.level, transformers.logging.get_verbosity()
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("cce_dist", "transformers"):
+        caplog.set_level(logging.ERROR, name)  # which gives the levels back
     quiet()
-    yield
-    ours.setLevel(level)
-    transformers.logging.set_verbosity(verbosity)
 
 
 @pytest.mark.parametrize("name", NAMES)

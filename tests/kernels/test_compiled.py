@@ -1,7 +1,4 @@
-"""The kernels as a GPU gets them: compiled on this machine for one that is not here. See compile_for_gpu.py.
-
-Capability 9.0 is always compiled for; 10.0 and 12.0 where the kernels changed, and all devices in the sweep.
-"""
+"""The kernels as a GPU gets them: compiled on this machine for one that is not here. See compile_for_gpu.py."""
 
 import os
 import subprocess

@@ -1,8 +1,4 @@
-"""Calls without memory and launches: bytes that are alive, and kernels compiled ahead for a GPU that is not here.
-
-tests/kernels/test_triton.py holds dry runs to calls whose launches are left out, tests/tools/test_plan.py holds them to stored
-rounds of GPUs.
-"""
+"""Calls without memory and launches: bytes that are alive, and kernels compiled ahead for a GPU that is not here."""
 
 import gc
 import os

@@ -1,7 +1,6 @@
 """The filter's kernels against a dense construction of the same filter, in float64: interpreted on the CPU, compiled on a GPU.
 
-Only the frequent columns are read from what the kernels saved. Uninitialised memory is NaN here. Each test names the mutation
-of the kernels that it catches.
+Only the frequent columns are read from what the kernels saved.
 """
 
 import math
@@ -9,24 +8,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu, upstream_of
+from shards import DEVICE, GPU, Problem, nan_memory, needs_gpu, operators_of_host, upstream_of
 from support import corrections
+from support.dense import assert_holds
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from cce_dist import GradFilter, linear_cross_entropy
-from cce_dist.call import Call
 from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Upstream, Want, exact, filter, memory
-from cce_dist.kernels.direct import launching
 from cce_dist.kernels.filter import bound, compensation, frequent, lists, sampling, shares
 from cce_dist.kernels.tiles import _chosen, choose_tiles, table_tiles
 from cce_dist.kernels.tokens import weighted_sums
 from cce_dist.tools.verify import cases as verify_cases
-from cce_dist.tools.verify.check import assert_no_worse, run_case
+from cce_dist.tools.verify.check import assert_no_worse
 from cce_dist.tools.verify.loss import LOSS
 
 DTYPE = torch.bfloat16 if GPU else torch.float32  # the interpreter misreads bf16
@@ -202,10 +201,6 @@ def correction(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case, colu
     return signal_share * whole, signal_share
 
 
-def operands(p: Problem) -> Operands:
-    return Operands.of(p.hidden, p.weight, p.labels, p.logits)
-
-
 def spec_of(p: Problem, case: Case) -> Spec:
     return Spec(p.logits, case.ids or case.num_rows, filter=case.grad_filter, workspace_bytes=case.budget)
 
@@ -216,7 +211,7 @@ def whole(stats: Tensor) -> Tensor:
 
 
 def local_stats(p: Problem, case: Case, merge_bound: Callable[[Tensor], Tensor] = whole) -> tuple[Any, ...]:
-    stats, saved = filter.statistics(operands(p), spec_of(p, case), merge_bound)
+    stats, saved = filter.statistics(p.operands, spec_of(p, case), merge_bound)
     return stats, *saved
 
 
@@ -245,12 +240,12 @@ def gradients(p: Problem, case: Case, merged: Dense | Softmax, saved, **how) -> 
         merged = Softmax(merged.maximum.float(), merged.log_sum.float())
     grads = Grads(want_bias=False)._replace(**how)
     spec = spec_of(p, case)
-    return list(filter.gradients(operands(p), merged, upstream_of(p.coef, spec.vocab_size), list(saved), grads, spec))
+    return list(filter.gradients(p.operands, merged, upstream_of(p.coef, spec.vocab_size), list(saved), grads, spec))
 
 
 def exact_gradients(p: Problem, case: Case, d: Dense) -> list[Any]:
     """Return the gradients of a call that keeps nothing for backward."""
-    x, spec = operands(p), spec_of(p, case)
+    x, spec = p.operands, spec_of(p, case)
     softmax = Softmax(d.maximum.float(), d.log_sum.float())
     saved: Any = list(exact.new_saved(x, exact.compact(p.labels)))
     return list(exact.gradients(x, softmax, upstream_of(p.coef, spec.vocab_size), saved, Grads(want_bias=False), spec))
@@ -494,13 +489,13 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
     center = share @ weight.double().nan_to_num()
     torch.testing.assert_close(columns.shared_2D[0].double(), center, rtol=rtol, atol=atol)
     torch.testing.assert_close(columns.shared_2D[1].double(), means[0].double() / sums.sum(), rtol=rtol, atol=0)
-    taken = corrections.sample(dropped.sums_V / dropped.sums_V.sum(), 8)
-    assert torch.equal(columns.ids_C.long(), torch.cat((ids, taken.place)))
-    torch.testing.assert_close(columns.numbers_3K[0], taken.inverse_share, rtol=rtol, atol=0)
-    torch.testing.assert_close(columns.numbers_3K[1].double(), share[taken.place], rtol=rtol, atol=0)
-    along = weight[taken.place].double() @ means[1].double()
+    taken, inverse_share = corrections.sample(dropped.sums_V / dropped.sums_V.sum(), 8)
+    assert torch.equal(columns.ids_C.long(), torch.cat((ids, taken)))
+    torch.testing.assert_close(columns.numbers_3K[0], inverse_share, rtol=rtol, atol=0)
+    torch.testing.assert_close(columns.numbers_3K[1].double(), share[taken], rtol=rtol, atol=0)
+    along = weight[taken].double() @ means[1].double()
     torch.testing.assert_close(columns.numbers_3K[2].double(), along, rtol=rtol, atol=atol)
-    assert torch.equal(columns.rows_CD, weight[torch.cat((ids, taken.place))])
+    assert torch.equal(columns.rows_CD, weight[torch.cat((ids, taken))])
 
 
 @pytest.mark.parametrize("dtype", dict.fromkeys((torch.float32, DTYPE)), ids=str)
@@ -584,7 +579,7 @@ def test_the_linear_correction(limits, monkeypatch: pytest.MonkeyPatch) -> None:
     strength = mass * (p.hidden.double() - sample.means_2D[1].double())
     terms = part[:, column] / (len(column) * share[column].double()) - mass / len(column)
     lines = strength @ centered.T / len(column)
-    apart = p.weight[corrections.sample(share, num_covariance).place].double() - center
+    apart = p.weight[corrections.sample(share, num_covariance)[0]].double() - center
 
     # A sampled token stands for as many as have its mass together.
     token = sample.token_S[: size - 1].long()
@@ -824,7 +819,7 @@ def test_non_finite_and_ignored_tokens_stay_alone() -> None:
 
 def assert_saved_as_said(p: Problem, case: Case, saved: list[Tensor]) -> None:
     """What the fakes of the operator say is what is saved."""
-    for tensor, like in zip(saved, filter.saved_like(operands(p), spec_of(p, case)), strict=True):
+    for tensor, like in zip(saved, filter.saved_like(p.operands, spec_of(p, case)), strict=True):
         assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
 
 
@@ -870,9 +865,7 @@ def test_linear_cross_entropy(case: verify_cases.LossCase) -> None:
     """The operators around the kernels, as verify runs them on ranks. Catches: a tensor saved in one place, read in another."""
     grad_filter = GradFilter(2.0**-6, weight=case.name != "full-c", always=True)
     draw = verify_cases.Zipf(18, 16, 130, labels=verify_cases.ignore(slice(0, None, 4)))
-    case = replace(case, options={**case.options, "grad_filter": grad_filter}, problem=draw)
-    for result in run_case(LOSS, case, None, DEVICE, backend="triton"):
-        assert result.ok, result
+    assert_holds(LOSS, replace(case, options={**case.options, "grad_filter": grad_filter}, problem=draw))
 
 
 def test_small_heads_are_exact_unless_the_filter_is_forced() -> None:
@@ -886,18 +879,6 @@ def test_small_heads_are_exact_unless_the_filter_is_forced() -> None:
     exact_grads, grads, forced_grads = results
     assert all(torch.equal(a, b) for a, b in zip(exact_grads, grads, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(exact_grads, forced_grads, strict=True))
-
-
-def test_ranks_choose_alike() -> None:
-    """Catches a choice by a rank's own rows: shards may be uneven, and one rank's bound waits for those of all."""
-    hidden, labels = torch.empty(1, 4096, dtype=torch.bfloat16), torch.empty(8192, dtype=torch.int64)
-    for num_ranks, chosen in ((1, "filter"), (16, "exact")):
-        for num_valid in (0, 8016, 128256):
-            for want in (Want(), Want(grad=False)):
-                logits = ShardLogits(0, num_valid)
-                spec = Spec(logits, 128256, filter=Filter(2.0**-12), want=want, workspace_bytes=0)
-                found = Call(spec, backend="triton").decided(hidden, len(labels), num_ranks)
-                assert found.way.backend == chosen
 
 
 BIG = Case(num_tokens=1000, hidden_size=512, num_rows=6000, grad_filter=Filter(2.0**-12), budget=64 << 20)
@@ -938,17 +919,12 @@ def test_sampled_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None
     d = dense(p)
     lse, num_outside = d.maximum + d.log_sum, num_rows - num_frequent
     sampled: list[Tensor] = []
-    gather = bound._gather_few_kernel
-
-    class Spy:
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            def launch(*args: Any, **options: Any) -> None:
-                gather[grid](*args, **options)
-                sampled.append(args[2].long())
-
-            return launch
-
-    monkeypatch.setattr(bound, "_gather_few_kernel", Spy())
+    spy, gather = mock.MagicMock(), bound._gather_few_kernel
+    spy.__getitem__.return_value = lambda *args, **options: (
+        gather[spy.__getitem__.call_args.args[0]](*args, **options),
+        sampled.append(args[2].long()),
+    )
+    monkeypatch.setattr(bound, "_gather_few_kernel", spy)
     monkeypatch.setattr(bound, "num_sampled", lambda num_outside: num_outside)
     every = local_stats(p, Case())[1][0].double()
     assert len(sampled[0].unique()) == num_outside
@@ -1004,28 +980,24 @@ def test_a_shard_far_below_the_others(gap: float) -> None:
     lse = torch.logsumexp(p.hidden.float() @ p.weight.float().T, 1) + gap
     stats, *_ = local_stats(p, case, merge_bound=lambda _: lse)
     others = torch.stack((lse, torch.ones_like(lse), torch.zeros_like(lse)))
-    x = operands(p)._replace(ids=p.labels)
+    x = p.operands._replace(ids=p.labels)
     found, _ = filter.token_losses(torch.stack((stats, others)), x, spec_of(p, case))
     torch.testing.assert_close(found.lse, lse, rtol=1e-6, atol=0)
 
 
 def test_the_host_calls_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward of an ordinary call, without its launches. An operator of torch takes the host 2 to 10 us, as long
-    as a launch. Catches: views, fills and small arithmetic in torch where a kernel could do it on the way."""
-    monkeypatch.undo()
-    torch.use_deterministic_algorithms(False)  # which fill what is not initialised
-    hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16, device=DEVICE) for n in (512, 4096))
-    labels, logits = torch.arange(512, device=DEVICE), ShardLogits(0, 4096)
+    """Catches: views, fills and small arithmetic in torch where a kernel could do it on the way."""
+    logits = ShardLogits(0, 4096)
     spec = Spec(logits, 4096, filter=Filter(2.0**-10), want=Want(mean=True), workspace_bytes=256 << 20)
-    of_host = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with launching(lambda *_: None), of_host as profile:
+
+    def step(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         ids, order = filter.ordered_ids(labels, -100, 4096)
         x = Operands.of(hidden, weight, ids, logits)._replace(order=order)
         losses, softmax, _, saved = filter.losses_alone(x, spec, lambda stats: filter.merged_lse(stats[None]))
         upstream = Upstream(mean=losses.mean, count=losses.count)
         filter.gradients(x, softmax, upstream, saved, Grads(want_bias=False), spec)
-    events: Any = profile.events()
-    called = Counter(event.name for event in events if event.name.startswith("aten::"))
+
+    called = operators_of_host(monkeypatch, step)
     assert 50 < called.total() <= 145, called
 
 

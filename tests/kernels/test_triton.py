@@ -1,11 +1,6 @@
-"""The Triton kernels against dense torch in float64: interpreted on the CPU, compiled on a GPU by the same command.
-
-Uninitialised memory is NaN here, so a cell that a kernel forgot to write, or reads without having written, shows.
-Each test names the mutation of the kernels that it catches.
-"""
+"""The Triton kernels against dense torch in float64: interpreted on the CPU, compiled on a GPU by the same command."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from shards import DEVICE, GPU, Problem, launch_nothing, nan_memory, needs_gpu, upstream_of
+from shards import DEVICE, GPU, Problem, launch_nothing, nan_memory, needs_gpu, operators_of_host, upstream_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -181,10 +176,6 @@ def dense(p: Problem, case: Case, dtype: torch.dtype) -> Truth:
     return Truth(torch.stack(rows), merged, grads[0], F.pad(grads[1], padding), F.pad(grads[2], padding[2:]))
 
 
-def operands(p: Problem) -> Operands:
-    return Operands.of(p.hidden, p.weight, p.labels, p.logits, bias=p.bias)
-
-
 def spec_of(p: Problem, case: Case) -> Spec:
     want = Want(uniform=case.uniform, entropy=case.entropy)
     return Spec(p.logits, case.ids or case.num_rows, want=want, workspace_bytes=case.budget, alone=True)
@@ -193,7 +184,7 @@ def spec_of(p: Problem, case: Case) -> Spec:
 def local_stats(p: Problem, case: Case) -> tuple[Tensor, ...]:
     """The statistics, and what is saved; ``case`` says how many columns keep their exponentials, in any dtype."""
     with mock.patch.object(exact, "saved_columns", lambda *_: case.cached):
-        stats, saved = exact.statistics(operands(p), spec_of(p, case))
+        stats, saved = exact.statistics(p.operands, spec_of(p, case))
     return stats, *saved
 
 
@@ -201,7 +192,7 @@ def gradients(p: Problem, case: Case, merged: tuple[Tensor, ...], saved: Sequenc
     softmax = Softmax(*merged[: 2 + case.entropy])
     grads = Grads(want_bias=p.bias is not None)._replace(**how)
     spec = spec_of(p, case)
-    return exact.gradients(operands(p), softmax, upstream_of(p.coef, spec.vocab_size), list(saved), grads, spec)
+    return exact.gradients(p.operands, softmax, upstream_of(p.coef, spec.vocab_size), list(saved), grads, spec)
 
 
 def prepared(case: Case, dtype: torch.dtype = KEPT_IN) -> tuple[Problem, tuple[Tensor, ...], list[Tensor]]:
@@ -230,7 +221,21 @@ def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def check(case: Case, dtype: torch.dtype) -> None:
+MATCHED = [
+    *(pytest.param(*case.values, dtype, id=f"{case.id}-{dtype}") for case in CASES for dtype in DTYPES),
+    *(pytest.param(*case.values, torch.float16, id=f"{case.id}-fp16") for case in CASES if case.id in IN_FP16.split()),
+    *(pytest.param(*case.values, KEPT_IN, id=f"{case.id}-kept") for case in CACHED),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), MATCHED)
+def test_matches_dense(case: Case, dtype: torch.dtype) -> None:
+    """Catches: the vocabulary mask removed, a bias or scale left out or added per chunk, a chunk's edge off by a tile, the
+    softcap's slope left out, sums not moved when the maximum moves, the maximum floored at 0; in fp16 a descriptor of another
+    dtype, a sum that is made in 16 bits. Of kept exponentials: rows left with two references, the label's cell or its slope not
+    written, the scale put on the rows of the recomputed part, the remainder of d_hidden dropped between the two parts; 0 times
+    the logarithm of 0, an entropy whose logarithm is relative to another number than log p, a label's cell written before the
+    others."""
     p = problem(case, dtype)
     truth, baseline = dense(p, case, torch.float64), dense(p, case, dtype)
     stats, *cache = local_stats(p, case)
@@ -249,28 +254,6 @@ def check(case: Case, dtype: torch.dtype) -> None:
         assert_no_worse(d_bias, baseline.d_bias.to(dtype), truth.d_bias, dtype, "d_bias")
     assert (d_hidden[~kept] == 0).all()
     assert (d_weight[p.logits.num_valid :] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_matches_dense(case: Case, dtype: torch.dtype) -> None:
-    """Catches: the vocabulary mask removed, a bias or scale left out or added per chunk, a chunk's edge off by a tile, the
-    softcap's slope left out, sums not moved when the maximum moves, the maximum floored at 0."""
-    check(case, dtype)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_FP16.split()])
-def test_matches_dense_in_fp16(case: Case) -> None:
-    """Catches: a descriptor of another dtype, a sum that is made in 16 bits."""
-    check(case, torch.float16)
-
-
-@pytest.mark.parametrize("case", CACHED)
-def test_cached_matches_dense(case: Case) -> None:
-    """Catches: rows left with two references, the label's cell or its slope not written, the scale put on the rows of the
-    recomputed part, the remainder of d_hidden dropped between the two parts; 0 times the logarithm of 0, an entropy whose
-    logarithm is relative to another number than log p, a label's cell written before the others."""
-    check(case, KEPT_IN)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -518,15 +501,13 @@ def test_where_exponentials_are_kept() -> None:
     assert exact.saved_columns(x, Spec(logits._replace(tensors="factors"), 8, want=Want(uniform=True))) == 0
 
 
-class Seen(NamedTuple):
-    """Bytes of a step whose launches are left out, outputs and gradients not counted."""
+def seen_of(
+    spec: Spec, num_tokens: int, needs: tuple[bool, bool], into: bool = False, backwards: int = 1
+) -> tuple[list[Tensor], int, int]:
+    """Return what is saved by a step whose launches are left out, and the most bytes in forward and in any backward.
 
-    saved: list[Tensor]
-    forward: int  # at most, what is saved not counted
-    backward: int  # likewise, at most in any of the backwards
-
-
-def seen_of(spec: Spec, num_tokens: int, needs: tuple[bool, bool], into: bool = False, backwards: int = 1) -> Seen:
+    Neither what is saved counts, nor outputs and gradients.
+    """
     hidden = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16, device=DEVICE)
     weight, labels = hidden[:3000].clone(), torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
     buffer = torch.zeros_like(weight, dtype=torch.float32) if into else None
@@ -541,7 +522,7 @@ def seen_of(spec: Spec, num_tokens: int, needs: tuple[bool, bool], into: bool = 
             grads = op._backward(upstream, hidden, weight, [], saved, buffer, [*needs], *call)
             peaks.append(live.peak - kept - sum(x.nbytes for x in grads))
             del grads
-    return Seen(saved, forward, max(peaks))
+    return saved, forward, max(peaks)
 
 
 @pytest.mark.parametrize("grad_filter", [Filter(), Filter(GradFilter().eps, always=True)], ids=["exact", "filtered"])
@@ -556,14 +537,14 @@ def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, grad_filter: 
     sizes = memory.Sizes(num_tokens, 2048, 3000, 2, alone=True)
     said = dry_run.peak("filter" if grad_filter.eps else "exact", sizes, spec._replace(alone=True), None)
     launch_nothing(monkeypatch)
-    seen, workspace = seen_of(spec, num_tokens, (True, True)), mib << 20
-    kept = sum(x.nbytes for x in tree_leaves(seen.saved))
-    for name, ours, true in (("forward", said.forward, seen.forward), ("backward", said.backward, seen.backward)):
+    (saved, forward, backward), workspace = seen_of(spec, num_tokens, (True, True)), mib << 20
+    kept = sum(x.nbytes for x in tree_leaves(saved))
+    for name, ours, true in (("forward", said.forward, forward), ("backward", said.backward, backward)):
         assert abs(ours - true - kept) <= 2 << 20, f"{name}: said {ours >> 20} MiB, seen {true + kept >> 20}"
     if not grad_filter.eps:
-        workspace = max(0, workspace - sum(x.nbytes for x in seen.saved[2:]))
+        workspace = max(0, workspace - sum(x.nbytes for x in saved[2:]))
     few = 16 << 20  # a few numbers for each token and each column, and the rows of a filter's head
-    assert max(seen.forward, seen.backward) <= workspace + few
+    assert max(forward, backward) <= workspace + few
 
 
 @pytest.mark.parametrize(
@@ -586,12 +567,12 @@ def test_all_kept_in_the_least_budget(what: str, needs: tuple[bool, bool], monke
     num_tokens, hidden_bytes = 32768, 32768 * 2048 * 2
     least = memory.bytes_of_all(memory.Sizes(num_tokens, 2048, 3000, 2, alone=True))
     spec = Spec(ShardLogits(0, 3000), 3000, want=Want(entropy=what == "entropy"), workspace_bytes=least)
-    seen = seen_of(spec, num_tokens, needs, what == "main_grad", backwards=2)
-    exponentials = max(x.nbytes for x in seen.saved)
+    saved, forward, backward = seen_of(spec, num_tokens, needs, what == "main_grad", backwards=2)
+    exponentials = max(x.nbytes for x in saved)
     assert exponentials == 2 * num_tokens * 3072
     room, few = least - exponentials, 12 << 20  # a few numbers for each token and each column
-    assert room < 0.3 * hidden_bytes and seen.forward <= room + few
-    assert seen.backward <= max(room, 0 if needs[0] else hidden_bytes) + few
+    assert room < 0.3 * hidden_bytes and forward <= room + few
+    assert backward <= max(room, 0 if needs[0] else hidden_bytes) + few
 
 
 @pytest.mark.parametrize(
@@ -615,7 +596,7 @@ def test_one_rank_finishes_in_one_launch(case: Case, further: bool, monkeypatch)
     p = problem(case, KEPT_IN)
     p.labels[1:2] = p.labels[5:7] = -100
     ids = tokens.label_ids(p.labels, -100, 1 << 20)
-    x, spec = operands(p)._replace(ids=ids), spec_of(p, case)
+    x, spec = p.operands._replace(ids=ids), spec_of(p, case)
     want = spec.want._replace(mean=True, sum_p_squared=further, best=further)
     x, spec = x._replace(order=tokens.compact(ids)), spec._replace(want=want)
     with nan_memory():  # rows of tokens without a label are not written
@@ -774,26 +755,19 @@ def test_more_than_2_to_31_elements(cached: bool) -> None:
 
 
 def test_the_host_calls_few_operators(monkeypatch) -> None:
-    """A loss with saved exponentials, and its gradients. An operator of torch takes the host 2 us. Catches: an allocation of
-    its own for what only kernels read, views, and arithmetic in torch."""
-    monkeypatch.undo()
-    torch.use_deterministic_algorithms(False)  # which fill what is not initialised
-    hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16, device=DEVICE) for n in (512, 4096))
-    labels, logits = torch.arange(512, device=DEVICE), ShardLogits(0, 4096)
+    """A loss with saved exponentials, and its gradients. Catches: an allocation of its own for what only kernels read, views,
+    and arithmetic in torch."""
+    logits = ShardLogits(0, 4096)
     spec = Spec(logits, 4096, want=Want(mean=True, tokens=False), workspace_bytes=256 << 20, alone=True)
-    monkeypatch.setattr(direct, "_tensors", lambda args: args)  # no views of what only kernels read
 
-    def call() -> None:
+    def step(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+        monkeypatch.setattr(direct, "_tensors", lambda args: args)  # no views of what only kernels read
         ids, order = exact.ordered_ids(labels, -100, 4096)
         x = Operands.of(hidden, weight, ids, logits)._replace(order=order)
         losses, softmax, _, saved = exact.losses_alone(x, spec)
         exact.gradients(x, softmax, Upstream(mean=losses.mean, count=losses.count), saved, Grads(want_bias=False), spec)
 
-    with direct.launching(lambda *_: None):
-        call()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            call()
-    called = Counter(event.name for event in profile.events() or () if event.name.startswith("aten::"))
+    called = operators_of_host(monkeypatch, step)
     assert called.keys() == {"aten::empty"} and called.total() <= 16, called
 
 

@@ -1,7 +1,5 @@
 """How a filter samples, and the factors on its corrections, in plain torch; ``kernels/filter/compensation.py`` derives them."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -9,26 +7,17 @@ from cce_dist.kernels.filter import compensation
 from cce_dist.kernels.filter.shares import UNIT
 
 
-class Sampled(NamedTuple):
-    """Columns or tokens, sampled with replacement by their share.
+def sample(share: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Draw ``size`` indices by systematic sampling (Madow, 1949): lay the shares end to end, and pick at equal distances.
 
-    Attributes:
-        place: int64, ascending.
-        inverse_share: fp32: 1 / (number of samples * share), or 0 for a share of 0.
+    Return ids, int64 and ascending, and 1 / (size * share) of each, or 0 for a share of 0.
     """
-
-    place: Tensor
-    inverse_share: Tensor
-
-
-def sample(share: Tensor, size: int) -> Sampled:
-    """Draw ``size`` indices by systematic sampling (Madow, 1949): lay the shares end to end, and pick at equal distances."""
     end = (share * UNIT.value).long().cumsum(0)
     step = torch.arange(size, device=share.device)
     place = torch.searchsorted(end, (2 * step + 1) * (end[-1] // (2 * size)), right=True)
     place.clamp_(max=share.shape[0] - 1)
     sampled = share[place]
-    return Sampled(place, torch.where(sampled > 0, 1 / (size * sampled), 0.0))
+    return place, torch.where(sampled > 0, 1 / (size * sampled), 0.0)
 
 
 def signal_share(signal: Tensor, noise: Tensor) -> Tensor:
@@ -44,9 +33,6 @@ def signal_share(signal: Tensor, noise: Tensor) -> Tensor:
 
 def linear(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float) -> tuple[Tensor, Tensor]:
     """Return two 0-d factors: on the linear correction, and on the samples' estimate of the error that remains.
-
-    The factor on the linear correction is chosen from a grid, so that the expected error is smallest. This error is what the
-    samples leave after their own factor, plus the noise of the linear correction.
 
     Args:
         estimate: The samples' estimate of the rank-1 matrix's error.

@@ -8,7 +8,7 @@ from shards import DEVICE, GPU
 from torch import Tensor
 
 from cce_dist import linear_cross_entropy, reference
-from cce_dist.tools.verify.check import assert_no_worse
+from cce_dist.tools.verify.check import assert_no_worse, run_case
 
 N, D, V, ROWS = 22, 16, 75, 6  # four groups, the last of four tokens
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -59,6 +59,12 @@ def assert_all_no_worse(
     """Compare tensors by ``assert_no_worse``; ``dtype`` chooses eps for those that are named "d" and something."""
     for name, each, base, true in zip(names, ours, baseline, truth, strict=True):
         assert_no_worse(each, base, true, dtype if name.startswith("d") else None, name)
+
+
+def assert_holds(function: Any, case: Any, group: Any = None, device: str = DEVICE, backend: str = "triton") -> None:
+    """Raise unless all errors of a case of ``cce-dist verify`` are within their bounds."""
+    wrong = [error for error in run_case(function, case, group, device, backend) if not error.ok]
+    assert not wrong, f"{case}: {wrong}"
 
 
 def assert_near(ours: Iterable[Tensor], truth: Iterable[Tensor]) -> None:

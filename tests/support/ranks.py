@@ -31,13 +31,9 @@ def preload() -> None:
     multiprocessing.set_forkserver_preload(MODULES.split())
 
 
-def run_ranks(body: Callable, world: int, *args, device: str = "cpu", timeout_seconds: float = 120) -> None:
-    """Call ``body(*args)`` on ``world`` new processes that form a group, and wait. ``Pool`` explains the rest.
-
-    Raises:
-        RankError: With the traceback of the first rank that failed.
-    """
-    with Pool(world, device, timeout_seconds) as pool:
+def run_ranks(body: Callable, world: int, *args, timeout_seconds: float = 120) -> None:
+    """Call ``body(*args)`` on ``world`` new processes that form a group, and wait. ``Pool`` explains the rest."""
+    with Pool(world, timeout_seconds) as pool:
         pool.run(body, *args)
 
 
@@ -48,16 +44,15 @@ class RankError(Exception):
 class Pool(contextlib.AbstractContextManager):
     """Ranks on this machine that stay: they form a group once, and then run one body after another.
 
-    The group is NCCL's if ``device`` is "cuda" (one GPU a rank), else gloo's with one thread a rank. Ranks meet at a file, so
-    no port is needed. The first body starts the processes. A body that fails ends them, because ranks may then wait for one
-    another in a collective that never comes; the next body gets new ones.
+    The group is gloo's, with one thread a rank. Ranks meet at a file, so no port is needed. The first body starts the
+    processes. A body that fails ends them, because ranks may then wait for one another in a collective that never comes; the
+    next body gets new ones.
 
     Groups that a body makes live as long as the processes. (DTensor keeps meshes in caches, so a group's name must not come
     to mean another group.)
 
     Args:
         world: Number of ranks.
-        device: "cpu" or "cuda".
         timeout_seconds: A collective that waits longer raises on its rank.
         limit_seconds: A body that takes longer has failed; None sets no limit.
         seed: Seeds torch before every body, so that its draws do not depend on the bodies before it; None does not.
@@ -66,18 +61,23 @@ class Pool(contextlib.AbstractContextManager):
     def __init__(
         self,
         world: int,
-        device: str = "cpu",
         timeout_seconds: float = 120,
         limit_seconds: float | None = None,
         seed: int | None = None,
     ) -> None:
         self.world, self.limit_seconds, self.seed = world, limit_seconds, seed
-        self._group = world, device, datetime.timedelta(seconds=timeout_seconds)
+        self._group = world, datetime.timedelta(seconds=timeout_seconds)
         self._ranks: list[tuple[Any, Connection]] = []  # process, pipe
         self._folder: tempfile.TemporaryDirectory | None = None
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        """Have the ranks leave their group and end."""
+        for _, pipe in self._ranks:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process, _ in self._ranks:
+            process.join(60)
+        self._kill()
 
     def run(self, body: Callable, *args: Any) -> None:
         """Call ``body(*args)`` on every rank and wait. Both are pickled, so the body stands at the top of a module.
@@ -94,15 +94,6 @@ class Pool(contextlib.AbstractContextManager):
         except BaseException:
             self._kill()
             raise
-
-    def close(self) -> None:
-        """Have the ranks leave their group and end."""
-        for _, pipe in self._ranks:
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-        for process, _ in self._ranks:
-            process.join(60)
-        self._kill()
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -155,15 +146,12 @@ def shared_folder() -> Iterator[str]:
         dist.barrier()
 
 
-def _serve(pipe: Connection, store: str, rank: int, world: int, device: str, timeout: datetime.timedelta) -> None:
+def _serve(pipe: Connection, store: str, rank: int, world: int, timeout: datetime.timedelta) -> None:
     """Run what the pipe brings, on one rank; answer None, or the traceback of a failure."""
     faulthandler.enable()  # a rank that aborts prints where it was
-    if device == "cpu":
-        torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    backend, meeting = "nccl" if device == "cuda" else "gloo", dist.FileStore(store, world)
-    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=timeout)
+    torch.set_num_threads(1)
+    meeting = dist.FileStore(store, world)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=timeout)
     with contextlib.suppress(EOFError, BrokenPipeError):  # the process that sends has ended
         while (task := pipe.recv()) is not None:
             pipe.send(_failure(*task))

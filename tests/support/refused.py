@@ -25,6 +25,14 @@ def refused(says: str, kind: Any = ValueError) -> Iterator[None]:
     assert "\n" not in str(error.value)
 
 
+def result_of(function: Callable[[], Any]) -> Any:
+    """Return what a call returns, or the exception that it raises."""
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
 def assert_changes_refused(
     function: Callable[..., Any],
     arguments: dict[str, Any],

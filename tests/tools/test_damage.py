@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 pytest.importorskip("tokenizers")
 
-from toy_runs import ALONE, go_back, losses, newest, options, prepared, pretrain, records
+from toy_runs import ALONE, go_back, losses, newest, one_line, options, prepared, pretrain, records
 
 from cce_dist.tools.pretrain import checkpoint, exits, launch, log
 from cce_dist.tools.pretrain.engine import Engine, Step
@@ -33,13 +33,6 @@ from cce_dist.tools.pretrain.ranks import make_mesh
 pytestmark = pytest.mark.xdist_group("damage")
 
 EIGHT = "step-00000008"
-
-
-@pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run, to be spoiled."""
-    shutil.copytree(trained, tmp_path / "run")
-    return tmp_path / "run"
 
 
 def go_on(cache: Path, out: Path, *more: str) -> None:
@@ -154,60 +147,41 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("name", "spoil"),
-    [
-        *((name, _flip) for name in ("__0_0.distcp", "state.pt", ".metadata", "manifest.json")),
-        *((name, Path.unlink) for name in ("__0_0.distcp", "manifest.json")),
-        ("manifest.json", lambda path: os.truncate(path, 100)),
-    ],
-)
-def test_damage_is_one_line_and_the_older_checkpoint_is_taken(
-    cache, run: Path, trained, capsys, name: str, spoil: Callable[[Path], Any]
-) -> None:
-    spoil(run / "checkpoints" / EIGHT / name)
-    go_on(cache, run)
-    output = capsys.readouterr()
-    assert "resumed after step 4" in output.out
-    [line] = output.err.splitlines()
-    assert EIGHT in line and "is damaged and passed over" in line
-    assert losses(run) == losses(trained)
-
-
-def _spoil_metrics(run: Path) -> None:
-    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+def _add_bad_lines(metrics: Path) -> None:
+    lines = metrics.read_bytes().splitlines(keepends=True)
     lines[3:3] = [b'{"step": 3, "spl\n', b"\xff\xfe\n", b"[1]\n", b"\n"]
     lines[3:3] = [b'{"step": "four", "split": "train", "loss": 1}\n']
-    (run / "metrics.jsonl").write_bytes(b"".join(lines))
-    assert len(log.read(run / "metrics.jsonl")) == 10
+    metrics.write_bytes(b"".join(lines))
+    assert len(log.read(metrics)) == 10
 
 
-def _leave_scratch(run: Path) -> None:
+def _leave_scratch(folder: Path) -> None:
     """As a run that was killed does."""
-    shutil.copytree(run / "checkpoints" / EIGHT, run / "checkpoints" / "step-00000012.tmp")
-    (run / "checkpoints" / "latest.tmp").touch()
+    shutil.copytree(folder, folder.with_name("step-00000012.tmp"))
+    folder.with_name("latest.tmp").touch()
 
 
-HARMLESS = {
-    "no latest": lambda run: (run / "checkpoints" / "latest").unlink(),
-    "bad lines in metrics": _spoil_metrics,
-    "scratch folders": _leave_scratch,
-}
-
-
-@pytest.mark.parametrize("spoil", HARMLESS.values(), ids=list(HARMLESS))
-def test_what_does_no_harm_is_no_new_run(cache, run: Path, trained, capsys, spoil: Callable[[Path], Any]) -> None:
-    spoil(run)
+@pytest.mark.parametrize(
+    ("name", "spoil", "resumed"),
+    [
+        *((f"{EIGHT}/{name}", _flip, 4) for name in ("__0_0.distcp", "state.pt", ".metadata", "manifest.json")),
+        *((f"{EIGHT}/{name}", Path.unlink, 4) for name in ("__0_0.distcp", "manifest.json")),
+        (f"{EIGHT}/manifest.json", lambda path: os.truncate(path, 100), 4),
+        ("latest", Path.unlink, 8),
+        ("../metrics.jsonl", _add_bad_lines, 8),
+        (EIGHT, _leave_scratch, 8),
+    ],
+)
+def test_damage_is_one_line_and_a_whole_checkpoint_is_taken(
+    cache, run: Path, trained, capsys, name: str, spoil: Callable[[Path], Any], resumed: int
+) -> None:
+    spoil(run / "checkpoints" / name)
     go_on(cache, run)
-    assert "resumed after step 8" in capsys.readouterr().out and losses(run) == losses(trained)
-
-
-def test_if_none_is_whole_nothing_begins_anew(cache, run: Path) -> None:
-    for step in (4, 8):
-        _flip(run / "checkpoints" / f"step-{step:08d}" / "__0_0.distcp")
-    with pytest.raises(UsageError, match=r"no checkpoint in .* is whole: --no-resume starts anew"):
-        go_on(cache, run)
-    assert len(records(run)) == 8
+    output = capsys.readouterr()
+    assert f"resumed after step {resumed}" in output.out and losses(run) == losses(trained)
+    if resumed == 4:
+        [line] = output.err.splitlines()
+        assert EIGHT in line and "is damaged and passed over" in line
 
 
 def test_no_resume_deletes_its_own_and_nothing_else(cache, run: Path) -> None:
@@ -219,11 +193,6 @@ def test_no_resume_deletes_its_own_and_nothing_else(cache, run: Path) -> None:
     go_on(cache, run, "--no-resume", "--steps", "4")
     assert [(folder / name).read_text() for name in others] == ["mine"] * 4
     assert not (folder / EIGHT).exists() and (folder / "step-00000004").exists()
-
-
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    [line] = capsys.readouterr().err.splitlines()
-    return line
 
 
 def test_a_checkpoint_that_finds_the_disk_full_loses_nothing(cache, run: Path, trained, capsys) -> None:
@@ -286,15 +255,6 @@ def test_a_state_runs_no_code(cache, run: Path, tmp_path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_latest_that_names_nothing_is_one_line(cache, run: Path) -> None:
-    """Catches a run that begins anew, and cuts its metrics, because its checkpoints were moved away."""
-    for step in (run / "checkpoints").glob("step-*"):
-        shutil.rmtree(step)
-    with pytest.raises(UsageError, match="names 'step-00000008', which is gone"):
-        go_on(cache, run)
-    assert len(records(run)) == 8
-
-
 def test_records_tell_the_share_of_the_peak_and_the_end_says_where_all_is(cache, tmp_path, capsys) -> None:
     go_on(cache, tmp_path, "--peak-tflops", "0.001", "--steps", "4")
     [record] = records(tmp_path)[-1:]
@@ -350,16 +310,34 @@ def test_a_refusal_of_weights_and_biases_is_one_line(cache, tmp_path, monkeypatc
     assert len(lines) == 1 and "cannot write to Weights & Biases: No API key" in lines[0]
 
 
-@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/*"])
-def test_a_run_whose_checkpoints_are_gone_keeps_its_records(cache, run: Path, gone: str) -> None:
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+GONE = r"checkpoints in .* are gone, of which step-00000008 was the newest: .*--no-resume"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "spoil", "says"),
+    [
+        ("checkpoints/step-*/__0_0.distcp", _flip, "no checkpoint in .* is whole: --no-resume starts anew"),
+        ("checkpoints/step-*", _remove, "names 'step-00000008', which is gone"),
+        ("checkpoints", _remove, GONE),
+        ("checkpoints/*", _remove, GONE),
+    ],
+)
+def test_a_run_without_a_whole_checkpoint_keeps_its_records(
+    cache, run: Path, pattern: str, spoil: Callable[[Path], Any], says: str
+) -> None:
     """Catches a run that begins at step 0 and overwrites its metrics. A run that had stored nothing begins anew."""
     before = (run / "metrics.jsonl").read_bytes()
-    for path in run.glob(gone):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    says = r"checkpoints in .* are gone, of which step-00000008 was the newest: .*--no-resume"
+    for path in [*run.glob(pattern)]:
+        spoil(path)
     with pytest.raises(UsageError, match=says):
         go_on(cache, run, "--checkpoint-every", "100")
     assert (run / "metrics.jsonl").read_bytes() == before
+    if says != GONE:
+        return
     (run / checkpoint.STORED).unlink()
     go_on(cache, run, "--steps", "3", "--checkpoint-every", "100")
     (run / checkpoint.STORED).write_text(EIGHT)

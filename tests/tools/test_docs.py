@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import json
 import re
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import run_example
 from commands import outputs_of
 
 import cce_dist
-from cce_dist.integrations.options import ModelOptions as Options
 from records import Results, read_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,14 +83,6 @@ def test_the_readmes_examples_run(tmp_path: Path) -> None:
     said = re.findall(r"rank (\d): loss (\d+\.\d{6}), weight.grad (\(\d+, \d+\))", said)
     (_, loss, shape), (_, other_loss, other_shape) = sorted(said)
     assert loss == other_loss and shape == other_shape == "(16000, 256)"
-
-
-def test_the_readmes_section_of_deepspeed_is_one() -> None:
-    """Catches a key that the adapter does not know."""
-    (text,) = blocks("README.md", "json")
-    section = json.loads(text)["cce_dist"]
-    assert section.pop("enabled") is True
-    Options.read(section, spell=repr, what="the section")
 
 
 def test_the_readmes_claim_is_in_the_raw_rounds() -> None:

@@ -13,15 +13,11 @@ PUBLIC |= {"topk_kl_divergence", "VocabParallelHead.__init__"}
 MOST_ARGUMENTS, MOST_LINES = 10, 70
 
 
-def sources() -> Iterator[tuple[str, Path]]:
-    """Module name and file of all source files."""
-    for package, folder in FOLDERS.items():
-        for path in sorted(folder.rglob("*.py")):
-            parts = path.relative_to(folder).with_suffix("").parts
-            yield ".".join((package, *(part for part in parts if part != "__init__"))), path
-
-
-MODULES = dict(sources())
+MODULES = {
+    ".".join((package, *(part for part in path.relative_to(folder).with_suffix("").parts if part != "__init__"))): path
+    for package, folder in FOLDERS.items()
+    for path in sorted(folder.rglob("*.py"))
+}
 
 
 def is_jit(function: ast.FunctionDef) -> bool:

@@ -6,17 +6,17 @@ import random
 import re
 import statistics
 import sys
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-from support.plan_pairs import pairs
 
-from cce_dist.kernels import tiles
+from cce_dist.kernels import memory, tiles
 from cce_dist.tools import cli
 from cce_dist.tools.plan import Layout, Model, devices, plan
 from cce_dist.tools.plan.cut import (
@@ -27,8 +27,8 @@ from cce_dist.tools.plan.cut import (
     timed,
     torchtitan_less_layers,
 )
-from cce_dist.tools.plan.devices import DEVICES
-from cce_dist.tools.plan.head import Head, cost, listed_seconds
+from cce_dist.tools.plan.devices import DENSE, DEVICES, Device
+from cce_dist.tools.plan.head import Cost, Head, cost, listed_seconds
 from cce_dist.tools.plan.planning import LOSSES
 from cce_dist.tools.plan.scale import grow
 from cce_dist.tools.plan.sizes import MODELS, padded, read_config
@@ -46,6 +46,74 @@ TOO_LONG = {(256_000, 32_768, "cce-dist@512MiB"), (50_257, 8192, "cce-dist@512Mi
 CUTS = RESULTS / "h200-steps-wide.json"
 GIB = 2**30
 TABLE = re.compile(r"<!-- cce-dist plan (.+) -->\n\n((?:\|.*\n)*)")  # of docs/plan.md, with its command
+
+
+# A row's name says its budget: "@64MiB", and "-default" for the one that the loss chooses.
+UNNAMED_MIB = 256  # the budget of a row whose name has none
+MOST_DEFAULT = 2 << 30  # the largest default budget when the stored rounds were measured
+OURS = re.compile(r"cce-dist(-cached|-default)?(-sp)?(?:@(\d+)MiB)?")
+
+
+class Pair(NamedTuple):
+    """A prediction and its stored measurement; ``peak_bytes`` are above inputs and gradients."""
+
+    head: Head
+    row: str
+    said: Cost
+    seconds: float
+    peak_bytes: int
+
+    @property
+    def time_error(self) -> float:
+        return self.said.seconds / self.seconds - 1
+
+    @property
+    def memory_error(self) -> int:
+        return self.said.workspace - self.peak_bytes
+
+
+def pairs(path: Path, in_groups: bool = True) -> Iterator[Pair]:
+    """Yield the rows of a file that were measured and can be predicted; no ignored labels can.
+
+    Without ``in_groups`` rows that a loss makes group by group are left out: the file is older than these groups.
+    """
+    results = json.loads(path.read_text())
+    if "cases" not in results:
+        return
+    name = results["environment"]["device"].lower()
+    (device,) = (device for device in DEVICES.values() if device.name in name)
+    for case in results["cases"]:
+        if case["ignored"]:
+            continue
+        stage = case.get("stage", "")
+        sizes = (case[key] for key in ("num_tokens", "hidden_size", "vocab_size", "num_ranks"))
+        head = Head(*sizes, one_number=stage != "megatron")
+        for row in case["rows"]:
+            if row["problem"] or row.get("peak_bytes") is None or not row["total"]["seconds"]:
+                continue
+            said = predict(head, row["name"], stage, device)
+            if said is not None and (in_groups or "saved" in said.items or "logits" in said.items):
+                yield Pair(head, row["name"], said, statistics.median(row["total"]["seconds"]), row["peak_bytes"])
+
+
+def predict(head: Head, row: str, stage: str, device: Device) -> Cost | None:
+    """Return the prediction for a row of benchmarks/heads.py by its name; None for rows that no plan predicts."""
+    head = dataclasses.replace(head, sequence_parallel=row.partition("@")[0].endswith("-sp"))
+    found = OURS.fullmatch(row)
+    if found is not None:
+        kind, _, mib = found.groups()
+        workspace = int(mib or UNNAMED_MIB) << 20
+        if kind == "-default":
+            workspace = min(MOST_DEFAULT, memory.default_workspace(head.sizes, keeps=True))
+        return cost(head, "kept" if kind == "-cached" else "budget", device, workspace)
+    name = row.removesuffix("-sp")
+    if name == "torch-compile" and head.is_split:
+        name = "torch-compile-tp"
+    if name == "deepspeed" and stage != "deepspeed":
+        return None  # DeepSpeed's loss without logits has that name there
+    if name == "deepspeed" and not head.is_split:
+        name = "torch"
+    return cost(head, name, device) if name in DENSE else None
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -342,20 +410,13 @@ MISTAKES = {  # arguments, and what the line says
 }
 
 
-@pytest.mark.parametrize("argv", MISTAKES)
-def test_mistakes_are_one_line(argv: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["plan", *argv.split()]) == 2
-    line = capsys.readouterr().err
-    assert MISTAKES[argv] in line and line.startswith("cce-dist plan: ") and line.count("\n") == 1
-
-
 LLAMA = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 99}
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "told"),  # arguments, or what is in a config.json
     [
+        *MISTAKES.items(),
         ([1], "is not a JSON object"),
         ({"model_type": "t5"}, "t5 is not a causal language model"),
         (LLAMA | {"vocab_size": None}, "vocab_size"),
@@ -369,11 +430,14 @@ LLAMA = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 64, "nu
     ],
     ids=str,
 )
-def test_wrong_files_are_one_line(given: Any, told: str, tmp_path: Path, capsys) -> None:
+def test_mistakes_are_one_line(given: Any, told: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    is_file = not isinstance(given, str)
     (tmp_path / "config.json").write_text(json.dumps(given))
-    assert cli.main(["plan", "--config", str(tmp_path)]) == 2
+    assert cli.main(["plan", *(["--config", str(tmp_path)] if is_file else given.split())]) == 2
     line = capsys.readouterr().err
-    assert told in line and line.startswith(f"cce-dist plan: --config {tmp_path}: ") and line.count("\n") == 1
+    begin = f"cce-dist plan: --config {tmp_path}: " if is_file else "cce-dist plan: "
+    assert told in line and line.startswith(begin) and line.count("\n") == 1
 
 
 def test_no_size_of_a_file_is_impossible(tmp_path: Path) -> None:
@@ -500,10 +564,9 @@ def test_the_plan_adds_body_and_head(capsys: pytest.CaptureFixture) -> None:
     """The column of one rank is all layers and the head, for every loss; a pipeline has no such sum."""
     found = plan("qwen-3-0.6b", Layout(framework="torch"))
     assert found.body == pytest.approx(28 * found.layer.seconds)
-    assert cli.main(["plan", "--model", "qwen-3-0.6b", "--framework", "torch"]) == 0
-    table = re.search(r"\n\n(\|.*?)\n\n", capsys.readouterr().out, re.DOTALL)
+    shown = printed(["--model", "qwen-3-0.6b", "--framework", "torch"], capsys)
+    table = re.search(r"\n\n(\|.*?)\n\n", shown, re.DOTALL)
     assert table
     for row, each in zip(rows_of(table[1]), found.losses, strict=True):
         assert float(row["body + head ms"]) == pytest.approx(1e3 * (found.body + each.cost.seconds), abs=0.051)
-    assert cli.main(["plan", "--model", "qwen-3-0.6b", "--pp", "2"]) == 0
-    assert "body + head" not in capsys.readouterr().out
+    assert "body + head" not in printed(["--model", "qwen-3-0.6b", "--pp", "2"], capsys)

@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import functools
 import math
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +14,19 @@ from torch import nn
 
 pytest.importorskip("tokenizers")
 
-from toy_runs import ALONE, CORPUS, go_back, largest_difference, losses, newest, options, prepared, pretrain, records
+from toy_runs import (
+    ALONE,
+    CORPUS,
+    go_back,
+    largest_difference,
+    losses,
+    newest,
+    one_line,
+    options,
+    prepared,
+    pretrain,
+    records,
+)
 
 from cce_dist.tools.pretrain import corpus, data
 from cce_dist.tools.pretrain.engine import clip_gradients
@@ -60,10 +71,8 @@ def test_a_resumed_run_repeats_the_bits(cache, tmp_path, trained) -> None:
     assert losses(tmp_path) == losses(trained)
 
 
-def test_a_longer_run_says_what_its_learning_rate_does(cache, tmp_path, trained, capsys) -> None:
+def test_a_longer_run_says_what_its_learning_rate_does(cache, run, capsys) -> None:
     """Catches a schedule that changes unsaid, and a line about one that does not change."""
-    run = tmp_path / "run"
-    shutil.copytree(trained, run)
     assert pretrain(cache, run, "--steps", "12", "--checkpoint-every", "2") == 0
     rates = [f"{record['lr']:.2e}" for record in records(run)]
     line = "--steps was 8 and is 12: the learning rate's cosine now ends at step 12, so that step 9 has"
@@ -74,9 +83,8 @@ def test_a_longer_run_says_what_its_learning_rate_does(cache, tmp_path, trained,
     assert "resumed after step 10" in said and "--steps was" not in said
 
 
-def test_a_checkpoint_of_another_model_is_refused(cache, tmp_path, trained, capsys) -> None:
-    shutil.copytree(trained, tmp_path / "run")
-    assert pretrain(cache, tmp_path / "run", "--num-layers", "1") == 1
+def test_a_checkpoint_of_another_model_is_refused(cache, run, capsys) -> None:
+    assert pretrain(cache, run, "--num-layers", "1") == 1
     assert "num_layers 2 there, 1 here" in capsys.readouterr().err
 
 
@@ -94,22 +102,19 @@ def _train_on_two_ranks(tp: int, cache: Path, out: Path, *more: str) -> None:
     ("tp", "more"),
     [
         pytest.param(2, [], id="tp"),
+        pytest.param(2, None, id="from-a-checkpoint-of-one"),
         pytest.param(2, ["--sequence-parallel"], id="sp"),
         pytest.param(2, ["--sequence-parallel", "--loss", "dense"], id="dense-sp"),
         pytest.param(1, ["--accumulate", "2"], id="dp"),
     ],
 )
-def test_two_ranks_repeat_one(ranks2, cache, tmp_path, trained, tp: int, more: list[str]) -> None:
-    ranks2(_train_on_two_ranks, tp, cache, tmp_path, *more)
-    assert largest_difference(trained, tmp_path) < 1e-5
-
-
-def test_two_ranks_go_on_from_a_checkpoint_of_one(ranks2, cache, tmp_path, trained) -> None:
-    shutil.copytree(trained, tmp_path / "run")
-    go_back(tmp_path / "run")
-    ranks2(_train_on_two_ranks, 2, cache, tmp_path / "run")
-    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 9))
-    assert largest_difference(trained, tmp_path / "run") < 1e-5
+def test_two_ranks_repeat_one(ranks2, cache, tmp_path, run, trained, tp: int, more: list[str] | None) -> None:
+    out = tmp_path / "new"
+    if more is None:
+        go_back(out := run)
+    ranks2(_train_on_two_ranks, tp, cache, out, *(more or ()))
+    assert [record["step"] for record in records(out)] == list(range(1, 9))
+    assert largest_difference(trained, out) < 1e-5
 
 
 def test_a_recipe_is_read_from_the_command_line(cache, tmp_path) -> None:
@@ -189,16 +194,15 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 def test_a_wrong_option_is_one_line(tmp_path, capsys, more: list[str], message: str) -> None:
     """Catches sizes that are looked at after the corpus was tokenized."""
     assert pretrain(tmp_path / "cache", tmp_path / "out", *more) == 1
-    [line] = capsys.readouterr().err.splitlines()
+    line = one_line(capsys)
     assert message in line and ("token" in message or not list(tmp_path.iterdir()))
 
 
 def test_an_out_that_cannot_be_made_is_one_line(cache, capsys) -> None:
     """Names that are too long each are a mistake of the command line, a path that is too long is found when it is made."""
     assert pretrain(cache, Path(*["o" * 200] * 30)) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert "File name too long" in line
+    assert "File name too long" in one_line(capsys)
     with pytest.raises(SystemExit, match="2"):
         pretrain(cache, Path("o" * 300))
-    [line] = capsys.readouterr().err.splitlines()
+    line = one_line(capsys)
     assert "--out" in line and "more than 255 bytes" in line
