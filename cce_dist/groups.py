@@ -287,11 +287,10 @@ def _finish(
         A new d_weight, and d_bias; None for what is not wanted or not new.
     """
     backend, spec = named(call.way.backend), call.spec
-    # Only the filter merges a bound over ranks, and it takes two passes.
     if ranks.size == 1:
-        found, merged, _, saved = backend.losses_alone(x, spec, lambda stats_3N: stats_3N[0])
+        found, merged, _, saved = backend.losses_alone(x, spec)
     else:
-        stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[0])
+        stats_KN, saved = backend.statistics(x, spec, ranks.gather)
         found, merged = backend.token_losses(ranks.gather(stats_KN), x, spec)
     if terms.token is None:
         losses_N = terms.losses(found.nll, found.lse, found.uniform)

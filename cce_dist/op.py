@@ -66,10 +66,6 @@ def run_forward(
     backend, spec = named(call.way.backend), call.spec
     x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
     compile_ahead(backend, spec, x, grad_weight_out, ranks.size)
-
-    def merge_bound(stats_3N: Tensor) -> Tensor:
-        return backend.merged_lse(ranks.gather(stats_3N))
-
     with without_autocast(hidden.device.type):
         arriving = ranks.arriving(hidden)
         flat_labels, order, cells = labels if labels.dim() == 1 else labels.view(-1), None, None
@@ -83,12 +79,12 @@ def run_forward(
             ids = any_id(cells.ids_NI)
         x = _prepared(x, ids, cells, order)
         if ranks.size == 1 and not arriving:
-            found, softmax, stats_TKN, saved = backend.losses_alone(x, spec, merge_bound)
+            found, softmax, stats_TKN, saved = backend.losses_alone(x, spec)
         else:
             if arriving:
-                x, stats_KN, saved = _statistics_on_arrival(arriving[0], backend, x, spec, merge_bound)
+                x, stats_KN, saved = _statistics_on_arrival(arriving[0], backend, x, spec, ranks.gather)
             else:
-                stats_KN, saved = backend.statistics(x, spec, merge_bound)
+                stats_KN, saved = backend.statistics(x, spec, ranks.gather)
             stats_TKN = ranks.gather(stats_KN)
             found, softmax = backend.token_losses(stats_TKN, x, spec)
         *losses, count = found
@@ -119,7 +115,7 @@ def _prepared(x: Operands, ids: Tensor, cells: Cells | None, order: list[Tensor]
 
 
 def _statistics_on_arrival(
-    arriving: merge.SequenceGather, backend: Backend, x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor]
+    arriving: merge.SequenceGather, backend: Backend, x: Operands, spec: Spec, gather: Callable[[Tensor], Tensor]
 ) -> tuple[Operands, Tensor, list[Tensor]]:
     """With sequence parallelism, compute this rank's slice while the other slices arrive, and then the other slices.
 
@@ -129,11 +125,11 @@ def _statistics_on_arrival(
     saved = backend.saved_of_slices(x, spec)
     if saved is None:
         x = x._replace(hidden=arriving.wait())
-        return x, *backend.statistics(x, spec, merge_bound)
+        return x, *backend.statistics(x, spec, gather)
     keep_nothing = spec._replace(want=spec.want._replace(grad=False))
 
     def of(rows: slice, hidden: Tensor) -> Tensor:
-        return backend.statistics(x.of_tokens(rows, hidden), keep_nothing, merge_bound)[0]
+        return backend.statistics(x.of_tokens(rows, hidden), keep_nothing, gather)[0]
 
     here = arriving.here
     before, after = slice(0, here.start), slice(here.stop, x.num_tokens)

@@ -35,10 +35,6 @@ class Backend(Protocol):
         """
         ...
 
-    def merged_lse(self, stats_T3N: Tensor) -> Tensor:
-        """Merge maxima and sums of exponentials of all shards into a log-sum-exp. [T, 3, N] -> [N] fp32."""
-        ...
-
     # Passes over the vocabulary.
 
     def saved_like(self, x: Operands, spec: Spec) -> list[Tensor]:
@@ -53,23 +49,19 @@ class Backend(Protocol):
         ...
 
     def statistics(
-        self, x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor]
+        self, x: Operands, spec: Spec, gather: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return this shard's statistics, stats_KN, and the tensors saved for backward.
 
         Args:
-            merge_bound: Merges log-sum-exps over ranks. It takes [3, N], the maximum, the sum of exponentials and 0 over some
-                of this shard's columns, and returns the log-sum-exp [N] over these columns of all shards. A backend calls
-                it once on every rank, or on none.
+            gather: Gathers [3, N] of each rank to [T, 3, N]. A backend calls it once on every rank, or on none.
         """
         ...
 
-    def losses_alone(
-        self, x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor]
-    ) -> tuple[Losses, Softmax, Tensor | None, list[Tensor]]:
+    def losses_alone(self, x: Operands, spec: Spec) -> tuple[Losses, Softmax, Tensor | None, list[Tensor]]:
         """Return ``token_losses``, stats_TKN and the tensors saved for backward if this shard is the whole vocabulary.
 
-        Arguments are as in ``statistics``. The statistics are for ``outputs.merge_listed`` and ``outputs.merge_cells``. They
+        The statistics are for ``outputs.merge_listed`` and ``outputs.merge_cells``. They
         are None if neither function needs them. The row TARGET may be unset.
         """
         ...

@@ -25,7 +25,6 @@ from cce_dist.kernels import (
     Head,
     Losses,
     Operands,
-    ShardLogits,
     Softmax,
     Spec,
     Upstream,
@@ -138,7 +137,7 @@ def _zeros(*shape: int, like: Tensor) -> Tensor:
 
 
 def statistics(
-    x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor] | None = None
+    x: Operands, spec: Spec, gather: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     stats_KN = _zeros(spec.num_rows, x.num_tokens, like=x.hidden)
     stats_KN[0] = -torch.inf
@@ -386,9 +385,9 @@ def merge(stats_TKN: Tensor, spec: Spec) -> Merged:
 
 
 def losses_alone(
-    x: Operands, spec: Spec, merge_bound: Callable[[Tensor], Tensor] | None = None
+    x: Operands, spec: Spec
 ) -> tuple[Losses, Softmax, Tensor, list[Tensor]]:
-    stats_KN, saved = statistics(x, spec, merge_bound)
+    stats_KN, saved = statistics(x, spec)
     return *token_losses(stats_KN[None], x, spec), stats_KN[None], saved
 
 
@@ -406,11 +405,6 @@ def token_losses(stats_TKN: Tensor, x: Operands, spec: Spec) -> tuple[Losses, So
         mean = losses[0].sum() / count
     softmax = Softmax(merged.max, merged.log_sum, merged.entropy if want.entropy else None)
     return Losses(*losses_N, mean, count), softmax  # type: ignore[arg-type]
-
-
-def merged_lse(stats_T3N: Tensor) -> Tensor:
-    merged = merge(stats_T3N, Spec(ShardLogits(0, 0), 1))
-    return merged.max + merged.log_sum
 
 
 def coefficients(upstream: Upstream, ids_N: Tensor, vocab_size: int) -> Tensor:

@@ -164,16 +164,12 @@ class _Kept(NamedTuple):
 
 def _forward(backend: Backend, spec: Spec, x: Operands, num_ranks: int = 1) -> _Kept:
     """Run the forward pass of ``op.py`` without collectives. ``x.ids`` holds labels, which become ids here."""
-
-    def merge_bound(stats_3N: Tensor) -> Tensor:
-        return backend.merged_lse(stats_3N[None])
-
     ids, order = backend.ordered_ids(x.ids, spec.ignore_index, spec.vocab_size)
     x = x._replace(ids=ids, order=order)
     if num_ranks == 1:
-        losses, softmax, _, saved = backend.losses_alone(x, spec, merge_bound)
+        losses, softmax, _, saved = backend.losses_alone(x, spec)
     else:
-        stats_KN, saved = backend.statistics(x, spec, merge_bound)
+        stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[None])
         losses, softmax = backend.token_losses(stats_KN[None], x, spec)
     return _Kept(x, saved, softmax, losses)
 

@@ -33,7 +33,6 @@ from cce_dist.kernels.losses import (
     Finished,
     Results,
     finish,
-    merged_lse,
     of_statistics,
     rows_per_program,
     token_losses,
@@ -65,7 +64,7 @@ from cce_dist.kernels.tokens import (
 from cce_dist.kernels.waves import cdiv, num_parts
 
 __all__ = [
-    "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
+    "gradients", "label_ids", "losses_alone", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
     "token_losses",
 ]
 
@@ -108,7 +107,7 @@ def order_of(x: Operands) -> list[torch.Tensor]:
 
 
 def statistics(
-    x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
+    x: Operands, spec: Spec, gather: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN, and ``SavedExp``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
     order, stats_KN = order_of(x), _empty(x, spec.num_rows, x.num_tokens)
@@ -120,9 +119,7 @@ def statistics(
     return stats_KN, saved.listed()
 
 
-def losses_alone(
-    x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> Results:
+def losses_alone(x: Operands, spec: Spec) -> Results:
     """Return losses, softmax, statistics and ``SavedExp``. Statistics are None without further outputs, and have no TARGET."""
     if x.num_tokens == 0 or x.num_valid == 0:
         return of_statistics(x, spec, *statistics(x, spec))

@@ -395,35 +395,3 @@ def _merged_max(stats_ptr, offs_n, in_n, num_shards, shard_stride):
 def _below(shard_max, merged_max):
     # An empty shard or a row of -inf logits has a maximum of -inf, and -inf - -inf would be NaN.
     return tl.where(shard_max == merged_max, 0.0, shard_max - merged_max)
-
-
-def merged_lse(stats_T3N: torch.Tensor) -> torch.Tensor:
-    num_shards, num_stats, num_tokens = stats_T3N.shape
-    lse_N = torch.empty(num_tokens, dtype=torch.float32, device=stats_T3N.device)
-    if num_tokens:
-        with on_device(stats_T3N):
-            _merged_lse_kernel[(cdiv(num_tokens, _BLOCK),)](
-                stats_T3N, lse_N, num_shards, num_stats, num_tokens, BLOCK_N=_BLOCK
-            )
-    return lse_N
-
-
-@kernel("lse_ptr")
-def _merged_lse_kernel(
-    stats_ptr,  # in: [T, K, N] fp32
-    lse_ptr,  # out: [N] fp32
-    num_shards,
-    num_stats,
-    num_tokens,
-    BLOCK_N: tl.constexpr,
-):
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < num_tokens
-    plane = num_tokens.to(tl.int64)
-    merged_max = _merged_max(stats_ptr, offs_n, in_n, num_shards, num_stats * plane)
-    sum_exp = tl.zeros((BLOCK_N,), tl.float32)
-    for shard in range(0, num_shards):
-        where = stats_ptr + shard * num_stats * plane + offs_n
-        below = _below(tl.load(where, mask=in_n, other=0), merged_max)
-        sum_exp += tl.exp(below) * tl.load(where + plane, mask=in_n, other=1)
-    tl.store(lse_ptr + offs_n, merged_max + tl.log(sum_exp), mask=in_n)

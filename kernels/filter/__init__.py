@@ -52,7 +52,6 @@ from cce_dist.kernels.losses import (
     Finished,
     Results,
     finish,
-    merged_lse,
     of_statistics,
     rows_per_program,
     token_losses,
@@ -72,7 +71,7 @@ from cce_dist.kernels.tokens import (
 from cce_dist.kernels.waves import cdiv, num_parts
 
 __all__ = [
-    "gradients", "label_ids", "losses_alone", "merged_lse", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
+    "gradients", "label_ids", "losses_alone", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
     "token_losses",
 ]
 
@@ -96,32 +95,39 @@ def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
 
 
 def statistics(
-    x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor]
+    x: Operands, spec: Spec, gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN as ``exact`` does, and ``Lists``."""
     if x.num_tokens and x.num_valid:
-        stats_KN, lists, _ = _sweep(x, spec, merge_bound)
+        stats_KN, lists, _ = _sweep(x, spec, gather)
         return stats_KN, list(lists)
     stats_KN, lists = torch.zeros(spec.num_stats, x.num_tokens, device=x.hidden.device), Lists(*saved_like(x, spec))
     lists.count_V.zero_()
     lists.count_N.zero_()
     stats_KN[0] = float("-inf")
-    bound_3N = torch.stack((merge_bound(stats_KN[:3]), torch.zeros_like(stats_KN[0]), stats_KN[0]))
+    bound_3N = torch.stack((_over_shards(stats_KN[:3], x, spec, gather), torch.zeros_like(stats_KN[0]), stats_KN[0]))
     return stats_KN, list(lists._replace(bound_3N=bound_3N))
 
 
-def losses_alone(x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor]) -> Results:
+def losses_alone(x: Operands, spec: Spec) -> Results:
     if not (x.num_tokens and x.num_valid):
-        return of_statistics(x, spec, *statistics(x, spec, merge_bound))
+        return of_statistics(x, spec, *statistics(x, spec, lambda stats_3N: stats_3N[None]))
     stats_KN, lists, out = _sweep(x, spec, None)
     assert out is not None
     return out.losses, out.softmax, stats_KN[None], list(lists)
 
 
+def _over_shards(
+    shard_3N: torch.Tensor, x: Operands, spec: Spec, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the bound over all shards from this shard's part."""
+    return token_losses(gather(shard_3N), x, Spec(spec.logits, spec.vocab_size))[0].lse
+
+
 def _sweep(
-    x: Operands, spec: Spec, merge_bound: Callable[[torch.Tensor], torch.Tensor] | None
+    x: Operands, spec: Spec, gather: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> tuple[torch.Tensor, Lists, Finished | None]:
-    """Return stats_KN, the lists, and if ``merge_bound`` is None losses: then this shard is the whole vocabulary."""
+    """Return stats_KN, the lists, and if ``gather`` is None losses: then this shard is the whole vocabulary."""
     num_tokens, device = x.num_tokens, x.hidden.device
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=device)
     lists, out = Lists(*saved_like(x, spec)), None
@@ -135,12 +141,12 @@ def _sweep(
         )
         buffer_RD = x.hidden.new_empty(min(first_at_once, num_tokens), x.hidden.shape[1])
         bound = bound_of_shard(x, lists.ids_F, frequent_W, order, tiles.lse, buffer_RD, stats_KN)
-        if merge_bound is not None:
-            bound = bound._replace(bound_N=merge_bound(bound.shard_3N))
+        if gather is not None:
+            bound = bound._replace(bound_N=_over_shards(bound.shard_3N, x, spec, gather))
 
         # All columns, a group of tokens at a time.
         groups, programs, log_eps = token_groups(order, at_once), 0, math.log(spec.filter.eps / SLACK)
-        if merge_bound is None:
+        if gather is None:
             all_programs = sum(cdiv(index.shape[0], rows_per_program(False)) for index, _ in groups)
             inner = allocate(device, *Finished.shapes_inside(num_tokens, spec.want, all_programs))
             out = Finished.new(x, order[1], spec.want, inner)

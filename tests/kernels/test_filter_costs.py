@@ -79,7 +79,9 @@ def test_the_filter_is_taken_where_it_pays() -> None:
     [
         pytest.param((8192, 4096, 16_032), False, id="llama-3-8b-over-8"),
         pytest.param((8192, 768, 32_768), False, id="base"),  # 2.8 ms where exact gradients take 2.3
-        pytest.param((2048, 4096, 16_032), False, id="few-tokens-of-a-slice"),  # the host takes longer than exact gradients
+        pytest.param(
+            (2048, 4096, 16_032), False, id="few-tokens-of-a-slice"
+        ),  # the host takes longer than exact gradients
         pytest.param((512, 768, 131_072), False, id="few-tokens"),
         pytest.param((0, 768, 0), False, id="nothing"),
         pytest.param((8192, 4096, 128_256), True, id="llama-3-8b"),

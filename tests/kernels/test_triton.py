@@ -653,8 +653,6 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
             found, right = ([*values, *softmax] for values, softmax in (ours, theirs))
             torch.testing.assert_close(found, right, rtol=1e-6, atol=2e-6, equal_nan=True)
         assert want[0].mean is not None and want[0].mean.isnan() == (some is ids)
-        lse = torch.where(some >= 0, losses.merged_lse(given), 0)
-        torch.testing.assert_close(lse, torch.where(some >= 0, want[0].lse, 0), equal_nan=True)
 
     one = torch.randn((), device=DEVICE).expand(num_tokens)  # what a mean sends back: stride 0
     strided = list(torch.randn(num_tokens, 5, device=DEVICE).unbind(1))
