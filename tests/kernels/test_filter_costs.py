@@ -85,6 +85,7 @@ def test_the_filter_is_taken_where_it_pays() -> None:
         pytest.param((512, 768, 131_072), False, id="few-tokens"),
         pytest.param((0, 768, 0), False, id="nothing"),
         pytest.param((8192, 4096, 128_256), True, id="llama-3-8b"),
+        pytest.param((8192, 768, 131_072), True, id="captured-states"),  # 0.74 of exact
     ],
 )
 def test_filter_pays_where_it_was_faster(sizes: tuple[int, int, int], faster: bool) -> None:
