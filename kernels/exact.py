@@ -360,27 +360,27 @@ def gradients_by(
             total = with_parts(total, dlogits_RV, tiles)
         out = Output(x, total, d_weight, d_bias, gain, grads, tiles, weight_first)
 
-        # Saved exponentials hold all tokens in compact order, so no tokens are final before the others.
-        ready_rows = None if num_saved else grads.ready_rows
-        for group, (*compact_order, num_final) in enumerate(finished_groups(x.ids, saved.order, at_once, ready_rows)):
-            num_rows = compact_order[0].shape[0]
-            rows = Rows(*compact_order, first_rows(buffer_RD, num_rows))
-            add = grads.weight_out is not None or group > 0
-            if chunks and coef_4N is not None:
+        add = grads.weight_out is not None
+        if chunks:
+            assert coef_4N is not None
+            # A group of tokens and a chunk of columns at a time. Beside saved columns one group has all tokens.
+            ready_rows = None if num_saved else grads.ready_rows
+            for group, (*compact_order, num_final) in enumerate(finished_groups(x.ids, saved.order, at_once, ready_rows)):
+                rows = Rows(*compact_order, first_rows(buffer_RD, compact_order[0].shape[0]))
                 gather_rows(x.hidden, rows)
                 fill = partial(_fill_chunk, x, rows, softmax, coef_4N, tiles, grads.often_empty)
                 final = 0 if num_saved else num_final
-                add_chunks(out, rows, chunks, dlogits_RV, fill, add=add, num_final=final)
-            if num_saved:
-                scale_R = scaled_rows(saved, x, rows, softmax, upstream, spec.vocab_size, gather=d_weight is not None)
-                uniform = None
-                if coef_4N is not None:
-                    _write_label_cells(saved, x, rows, softmax, coef_4N, scale_R)
-                    uniform = Uniform.of(x, coef_4N, num_saved) if spec.want.uniform else None
-                add_chunks(
-                    out, rows, [(0, num_saved)], saved.exp_NV, None, add=add, num_final=num_final, sets_hidden=not chunks,
-                    scale_R=scale_R, uniform=uniform,
-                )
+                add_chunks(out, rows, chunks, dlogits_RV, fill, add=add or group > 0, num_final=final)
+        if num_saved:
+            rows, uniform = Rows(saved.index_N, saved.num_labelled, buffer_RD), None
+            scale_R = scaled_rows(saved, x, rows, softmax, upstream, spec.vocab_size, gather=d_weight is not None)
+            if coef_4N is not None:
+                _write_label_cells(saved, x, rows, softmax, coef_4N, scale_R)
+                uniform = Uniform.of(x, coef_4N, num_saved) if spec.want.uniform else None
+            add_chunks(
+                out, rows, [(0, num_saved)], saved.exp_NV, None, add=add, num_final=x.num_tokens, sets_hidden=not chunks,
+                scale_R=scale_R, uniform=uniform,
+            )
     return returned
 
 
