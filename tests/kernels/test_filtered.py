@@ -211,9 +211,7 @@ def whole(stats: Tensor) -> Tensor:
 
 
 def local_stats(p: Problem, case: Case, merge_bound: Callable[[Tensor], Tensor] = whole) -> tuple[Any, ...]:
-
-    def gather(stats: Tensor) -> Tensor:
-        """Return statistics of one rank whose log-sum-exp is the bound."""
+    def gather(stats: Tensor) -> Tensor:  # the statistics of one rank whose log-sum-exp is the bound
         lse = merge_bound(stats)
         return torch.stack((lse, torch.ones_like(lse), torch.zeros_like(lse)))[None]
 
