@@ -61,8 +61,8 @@ class Backend(Protocol):
     def losses_alone(self, x: Operands, spec: Spec) -> tuple[Losses, Softmax, Tensor | None, list[Tensor]]:
         """Return ``token_losses``, stats_TKN and the tensors saved for backward if this shard is the whole vocabulary.
 
-        The statistics are for ``outputs.merge_listed`` and ``outputs.merge_cells``. They
-        are None if neither function needs them. The row TARGET may be unset.
+        The statistics are for ``outputs.merge_listed`` and ``outputs.merge_cells``. They are None if neither function needs
+        them. The row TARGET may be unset.
         """
         ...
 

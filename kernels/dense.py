@@ -384,9 +384,7 @@ def merge(stats_TKN: Tensor, spec: Spec) -> Merged:
     return Merged(max_N, log_sum, target_TN.sum(0), mean_below, entropy)
 
 
-def losses_alone(
-    x: Operands, spec: Spec
-) -> tuple[Losses, Softmax, Tensor, list[Tensor]]:
+def losses_alone(x: Operands, spec: Spec) -> tuple[Losses, Softmax, Tensor, list[Tensor]]:
     stats_KN, saved = statistics(x, spec)
     return *token_losses(stats_KN[None], x, spec), stats_KN[None], saved
 
