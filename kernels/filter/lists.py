@@ -53,7 +53,7 @@ class Lists(NamedTuple):
         bound_3N: [3, N] fp32: the bound of the log-sum-exp; the sum of exp over infrequent columns, times the softcap's slope,
             relative to the shard's maximum; the shard's maximum.
         columns_NL: [N, L] int32: the columns of each token, ascending; not used if the token needs more than L.
-        count_V: [V] int32: number of lists that hold each column, counting the first L columns of lists that are too long.
+        count_V: [V] int32: number of lists that hold each column. Of lists that are too long at most the first L columns count.
         count_N: [N] int32: number of columns that each token needs.
         ids_F: [F] int64: the frequent columns.
     """

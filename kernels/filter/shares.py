@@ -112,7 +112,7 @@ def sample_tokens(x: Operands, how: Decisions, most: int) -> Sample:
     _sample_tokens_kernel[(most + cdiv(hidden_size, 128),)](
         x.hidden, how, x.ids, partial_P2D,
         sample,
-        num_tokens, partial_P2D.shape[0], hidden_size, x.head.multiplier,
+        num_tokens, partial_P2D.shape[0], hidden_size, abs(x.head.multiplier),
         TAKE_ALL=num_tokens < most, SAMPLE=most, BLOCK=4096, BLOCK_D=128, num_warps=8,
     )
     return sample
@@ -128,7 +128,7 @@ def _sample_tokens_kernel(
     num_tokens,
     num_parts,
     hidden_size,
-    logit_scale,
+    scale_size,  # absolute value of the logit scale
     TAKE_ALL: tl.constexpr,
     SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -161,7 +161,7 @@ def _sample_tokens_kernel(
             tl.store(sample.size, num_sampled)
             tl.store(sample.size + 1, 0)
             tl.store(sample.mass_2, total)
-            tl.store(sample.mass_2 + 1, tl.where(total > 0, total / (tl.sum(whole, 0) * logit_scale), 0.0))
+            tl.store(sample.mass_2 + 1, tl.where(total > 0, total / (tl.sum(whole, 0) * scale_size), 0.0))
         return
     live = row < num_sampled
     token = tl.minimum(row, num_tokens - 1)
@@ -172,7 +172,7 @@ def _sample_tokens_kernel(
         weight = tl.abs(tl.load(how.dropped_N + token)) * (SAMPLE - 1)
     own = tl.load(how.dropped_N + token)
     live = live & (own != 0)
-    reference = tl.load(how.numbers_3N + 2 * num_tokens.to(tl.int64) + token) + tl.log(weight / logit_scale)
+    reference = tl.load(how.numbers_3N + 2 * num_tokens.to(tl.int64) + token) + tl.log(weight / scale_size)
     tl.store(sample.token_S + row, token)
     tl.store(sample.numbers_3S + row, tl.where(live, 1 / own, 0.0))
     tl.store(sample.numbers_3S + SAMPLE + row, tl.where(live, reference, float("inf")))

@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 CASES = [
     pytest.param(Case(), id="tails-of-all-axes"),
-    pytest.param(Case(hidden_size=32, logit_scale=0.8, softcap=9.0, sampled=32), id="scale-softcap"),
+    pytest.param(Case(hidden_size=32, logit_scale=-0.8, softcap=9.0, sampled=32), id="negative-scale-softcap"),
     pytest.param(Case(hidden_size=19), id="rows-no-descriptor-can-describe"),
     pytest.param(Case(coefs="signed", sampled=64), id="upstream-of-both-signs-and-zero"),
     pytest.param(
@@ -92,7 +92,7 @@ def problem(case: Case, dtype: torch.dtype = DTYPE) -> Problem:
     labels[torch.rand(case.num_tokens) < case.ignored] = -100
     num_valid = case.num_rows if case.num_valid is None else case.num_valid
     local = torch.full((case.num_rows, case.hidden_size), torch.nan)  # padding rows are not read
-    local[:num_valid] = weight[case.start : case.start + num_valid]
+    local[:num_valid] = math.copysign(1.0, case.logit_scale) * weight[case.start : case.start + num_valid]
 
     coef = torch.zeros(4, case.num_tokens)
     coef[0], coef[1] = torch.ones(2, case.num_tokens) / case.num_tokens * torch.tensor([[1.0], [-1.0]])
@@ -310,7 +310,8 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.slow
 def test_matches_dense(case: Case, limits, sampled: dict[str, Any]) -> None:
     """Catches: a hit left out of the list, a label that is not frequent lost, frequent columns twice, the slope left
-    out, a control variate for kept columns, coefficients that ask for more served all the same, padding with gradient.
+    out, a control variate for kept columns, coefficients that ask for more served all the same, padding with gradient, the
+    logarithm of a negative scale.
 
     Of sampled columns: what is kept counted as dropped, a label or a mean not taken off, the factor left out.
     """
