@@ -193,7 +193,7 @@ def _list_columns_kernel(
                 column = (first + tl.arange(0, BLOCK_W)) * 32 + _bits_set((word ^ rest) - 1)
                 tl.store(columns_ptr + position, column, mask=word > 0)
                 # Marks of a token with NaN are set past the last column, too.
-                counted = (word > 0) & (column < num_valid) & (is_long == 0)
+                counted = tl.where(is_long, False, (word > 0) & (column < num_valid))
                 tl.atomic_add(lists.count_V + column, 1, mask=counted, sem="relaxed")
                 position += (word > 0).to(tl.int32)
                 word = rest
