@@ -13,8 +13,9 @@ from cce_dist.kernels.rates import H200, Rates
 EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
 RECOMPUTED = 1.1  # additional products if no exponentials are kept
 USUAL_LIST = 34  # listed columns per token of a whole vocabulary while a model trains; 16 to 59 with flat softmaxes
-# Seconds that the host takes for a filtered call: 3.7 to 5.7 ms on seven of ten heads, on two hosts.
-FILTER_HOST = 4.7e-3
+# Seconds that the host takes for a filtered call: 3.4 to 8.1 ms on seven of ten heads and two hosts, with a median of 5.0 on
+# both; 5.7 to 13.3 ms on the three with V 151,936 and more.
+FILTER_HOST = 5.2e-3
 MARGIN = 0.85  # largest share of the exact time that a filter may take
 
 
@@ -30,7 +31,7 @@ class FilterCosts(NamedTuple):
 
 
 # A fit to thirty filtered times at eps 2^-10: three synthetic softmaxes on the ten heads of docs/filter.md (one H200, bf16,
-# N 8,192, 2026-11). Estimates are within 10 % of these times, within 18 % of forward's, and within 15 % of forty other times.
+# N 8,192, 2026-11). Estimates are within 10 % of these times, within 18 % of forward's, and within 15 % of 37 older ones.
 FILTER_COSTS = FilterCosts()
 RARE = 65_536
 

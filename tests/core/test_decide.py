@@ -109,7 +109,7 @@ ON_RANKS: list[tuple[int, tuple[int, int], int, dict[str, Any], tuple[str, int]]
     (65536, OF_PHI, 8, {}, ("exact", 10880)),
     (16384, OF_PHI, 8, {"filter": Filter(2.0**-12, always=True)}, ("filter", 10880)),
     *((8192, OF_LLAMA, 1, CHOSEN | {"want": Want(grad=grad)}, ("filter", 0)) for grad in (False, True)),
-    *((8192, OF_LLAMA, 16, CHOSEN | {"want": Want(grad=grad)}, ("exact", 8192 * (not grad))) for grad in (False, True)),
+    *((8192, OF_LLAMA, 8, CHOSEN | {"want": Want(grad=grad)}, ("exact", 8192 * (not grad))) for grad in (False, True)),
 ]
 
 

@@ -28,7 +28,8 @@ def seconds(case: dict[str, Any], name: str, part: str = "total", of: str = "sec
 
 
 def test_costs_are_those_that_were_measured() -> None:
-    """Forward within 20 %, and forward with backward within 12 %, at the rate of the run's own matmul.
+    """Forward with backward within 10 % at the rate of the run's own matmul, and forward within 12 %, or 20 % where many lists
+    are shortened.
 
     Catches: a cost that moves, a rule that takes the slower of two ways."""
     for case, listed in zip(CASES, map(float, LISTED.split()), strict=True):
@@ -37,9 +38,12 @@ def test_costs_are_those_that_were_measured() -> None:
         flops = 2 * sizes.num_tokens * sizes.hidden_size * sizes.num_columns / product
         rates, frequent = costs.Rates(flops, costs.H200[2][1]), memory.frequent_columns(sizes.num_columns, 2.0**-10)
         forward, backward = costs.filter_seconds(sizes, memory.LEAST_DEFAULT, rates, frequent)
-        assert product + forward == pytest.approx(seconds(case, "filtered", "forward"), rel=0.2), name
+        shortens = case["rung"] == "early" and case["vocab_size"] > 150_000 and case["hidden_size"] <= 1024
+        assert product + forward == pytest.approx(
+            seconds(case, "filtered", "forward"), rel=0.2 if shortens else 0.12
+        ), name
         said = product + forward + backward + costs.listed_seconds(sizes, listed)
-        assert said == pytest.approx(seconds(case, "filtered"), rel=0.12), name
+        assert said == pytest.approx(seconds(case, "filtered"), rel=0.1), name
 
 
 def test_the_filter_is_taken_where_it_pays() -> None:
@@ -67,7 +71,7 @@ def test_the_filter_is_taken_where_it_pays() -> None:
     [
         pytest.param((8192, 4096, 16_032), False, id="llama-3-8b-over-8"),
         pytest.param((8192, 768, 32_768), False, id="base"),  # 2.8 ms where exact gradients take 2.3
-        pytest.param((2048, 4096, 16_032), False, id="few-tokens-of-a-slice"),  # the host takes longer
+        pytest.param((2048, 4096, 64_128), False, id="few-tokens-of-half-a-head"),  # 0.94 of exact, in a noisy run
         pytest.param((512, 768, 131_072), False, id="few-tokens"),
         pytest.param((0, 768, 0), False, id="nothing"),
         pytest.param((8192, 4096, 128_256), True, id="llama-3-8b"),
