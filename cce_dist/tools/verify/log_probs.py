@@ -94,7 +94,11 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
         more += largest(options.get("softcap", 0.0) / options.get("temperature", 1.0)) * EPS[FP32] / 16
     if name in (*OF_LOGITS, "entropy"):
         more += EPS[FP32] / 8  # twice the rounding of a sum of exponentials, which is at least 1
-        more += 2 * largest(_product_noise(drawn)) if drawn.case.kept else 0.0
+        if (
+            drawn.case.kept
+        ):  # a logit's terms may cancel; a short list may hold no other, and the baseline be right by luck
+            sizes_N = (drawn.problem.hidden.abs() @ drawn.problem.weight.abs().t()).amax(1)
+            more += EPS[FP32] / 64 * largest(_in_logits(drawn, sizes_N))
     if name == "kept_mass":  # exp of a difference of two log-sum-exps
         more += EPS[FP32] * largest(values["lse"])
     dtype = drawn.case.dtype if name in GRADIENTS else FP32
@@ -103,11 +107,9 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
     return [error._replace(bound=max(error.bound, least))]
 
 
-def _product_noise(drawn: Drawn) -> Tensor:
-    """Return the rounding of each token's logits, [N]. Their terms may cancel, and the baseline be right by luck."""
-    scale = drawn.options.get("logit_scale", 1.0)
-    temperature = drawn.options.get("temperature", 1.0)
-    return EPS[FP32] / 32 * (logit_sizes(drawn.problem).amax(1) * scale / temperature).abs()
+def _in_logits(drawn: Drawn, sizes_N: Tensor) -> Tensor:
+    """Return sizes of each token's products as sizes of its logits."""
+    return (sizes_N * drawn.options.get("logit_scale", 1.0) / drawn.options.get("temperature", 1.0)).abs()
 
 
 def _noise_of_sum(drawn: Drawn, part: Part) -> float:
@@ -122,7 +124,7 @@ def _noise_of_sum(drawn: Drawn, part: Part) -> float:
     coefs = sum(grad.abs().view(num_tokens, -1).sum(1) for grad in drawn.upstream.values())
     both = (apart, apart._replace(upstream={"lse": coefs}))
     sizes_VN = sum(reference_of(each, torch.float64, "cpu")["dC"][:, -num_tokens:].abs() for each in both)
-    noise_N = EPS[FP32] / 32 + _product_noise(drawn)
+    noise_N = EPS[FP32] / 32 * (1 + _in_logits(drawn, logit_sizes(problem).amax(1)))
     return largest(part((sizes_VN * noise_N).norm(dim=1)))
 
 
