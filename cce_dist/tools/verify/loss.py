@@ -196,8 +196,10 @@ def _floor(case: LossCase, name: str, right: Tensor, truth: Truth) -> float:
     floor += EPS[dtype] * noise[name]
     if problem.scale == 0 or "expanded" in case.layouts.values():
         floor += EPS[dtype] * noise[f"{name} alike"]
-    if name in ("dE", "dscale"):
+    if name == "dE":
         floor += EPS[dtype] * noise["parts of dE"]
+    if name == "dscale" and dtype != FP32:
+        floor += noise["dscale lost"]
     logit_noise = 0.0 if exact_products else truth.logit_noise
     floor += EPS[FP32] * (logit_noise * noise[name] + noise[f"{name} unbent"])
     if name == "dC" and case.buffer is not None:

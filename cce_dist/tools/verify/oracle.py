@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.tools.verify.cases import PER_TOKEN, Problem, Truth
-from cce_dist.tools.verify.check import largest, logit_sizes
+from cce_dist.tools.verify.cases import BF16, PER_TOKEN, Problem, Truth
+from cce_dist.tools.verify.check import EPS, largest, logit_sizes
 
 
 class _Tokens(NamedTuple):
@@ -159,8 +159,10 @@ def _backward(
     of_equal = sums(terms.abs(), hidden.abs(), weight.abs())
     sizes |= {f"{name} alike": largest(x) for name, x in of_equal.items()}
     du = (softmax_part + rest) * scale * bend
-    sizes["parts of dE"] = sum(largest(du[:, start:stop] @ weight[start:stop]) for start, stop in bounds)
-    of_scale = [exact["dE"][tokens.rows] * hidden]
+    parts = [du[:, start:stop] @ weight[start:stop] for start, stop in bounds]
+    sizes["parts of dE"] = sum(map(largest, parts))
+    # dscale is made of dE, and each rank has rounded its part of that.
+    of_scale = [part * hidden for part in (exact["dE"][tokens.rows], *parts)]
     if problem.bias is not None:
         of_scale.append(exact["dbias"] * torch.where(problem.bias.isfinite(), problem.bias, 0.0))
     products = torch.where(tokens.product.isfinite(), tokens.product, 0.0)
@@ -169,7 +171,16 @@ def _backward(
     sizes["dscale"] = math.hypot(*(x.norm().item() for x in of_scale)) / abs(scale) if scale else 0.0
     sizes["dscale alike"] = sum(x.abs().sum().item() for x in of_scale) / abs(scale) if scale else 0.0
     sizes["dscale unbent"] = (size * products).abs().sum().item()
+    sizes["dscale lost"] = _lost(parts, hidden) / abs(scale) if parts and scale else 0.0
     return exact, plain, sizes | _root_of_squares(size * scale, hidden, weight, " unbent")
+
+
+def _lost(parts: list[Tensor], hidden: Tensor) -> float:
+    """Return what dscale loses where ranks sum their parts of dE, each [n, D], in 16 bits: what the largest part swallows."""
+    stacked = torch.stack(parts)
+    most = stacked.gather(0, stacked.abs().argmax(0, keepdim=True))[0]
+    rest = stacked.sum(0) - most
+    return abs((rest * hidden)[rest.abs() < EPS[BF16] * most.abs()].sum().item())
 
 
 def _root_of_squares(terms: Tensor, hidden: Tensor, weight: Tensor, suffix: str) -> dict[str, float]:
