@@ -151,7 +151,9 @@ def _sweep(
             inner = allocate(device, *Finished.shapes_inside(num_tokens, spec.want, all_programs))
             out = Finished.new(x, order[1], spec.want, inner)
         sloped_N = None if x.head.softcap is None else torch.empty_like(bound.bound_N)
-        words_RW = torch.empty(min(at_once, num_tokens), num_words, dtype=torch.int32, device=device)
+        # Marks, and behind them room for a list.
+        width = num_words + lists.columns_NL.shape[1]
+        words_RW = torch.empty(min(at_once, num_tokens), width, dtype=torch.int32, device=device)
         for group in groups:
             if at_once < num_tokens:
                 rows = gathered(x.hidden, group, buffer_RD)

@@ -53,7 +53,7 @@ class Lists(NamedTuple):
         bound_3N: [3, N] fp32: the bound of the log-sum-exp; the sum of exp over infrequent columns, times the softcap's slope,
             relative to the shard's maximum; the shard's maximum.
         columns_NL: [N, L] int32: the columns of each token, ascending; not used if the token needs more than L.
-        count_V: [V] int32: number of lists that hold each column. Of lists that are too long at most the first L columns count.
+        count_V: [V] int32: number of lists that hold each column, counting the first L columns of lists that are too long.
         count_N: [N] int32: number of columns that each token needs.
         ids_F: [F] int64: the frequent columns.
     """
@@ -74,30 +74,26 @@ def list_columns(
     A list has the marked infrequent columns, and the label if it is infrequent. A token without a label needs 0 columns.
 
     Args:
-        words_RW: The marks of the group (``lse.Marks``). Columns of lists that are too long overwrite them.
+        words_RW: The marks of the group (``lse.Marks``), and behind them room for a list. Columns overwrite them.
         frequent_W: Words with a bit set for each frequent column.
         bound: Its bound_N is the bound over all shards.
         stats_KN: Maximum and sum of exp over all columns.
         sloped_N: Sum of exp times the softcap's slope over all columns; None without a softcap.
         log_eps: As in ``lse.Marks``.
     """
-    (num_rows, num_words), num_slots = words_RW.shape, lists.columns_NL.shape[1]
-    aligned = min(16, num_words & -num_words)
+    (num_rows, width), num_words, hidden_size = words_RW.shape, frequent_W.shape[0], x.hidden.shape[1]
+    aligned = math.gcd(16, num_words, width)
     _list_columns_kernel[(num_rows,)](
-        frequent_W, x.ids, rows.index, rows.num_labelled, bound, stats_KN, sloped_N,
+        frequent_W, x.ids, rows.index, rows.num_labelled,
         words_RW,
-        lists,
-        num_words // aligned, x.num_tokens, num_slots, x.start, x.num_valid,
+        lists.count_N,
+        num_words // aligned, width // aligned, x.start, x.num_valid,
         BLOCK_W=512, ALIGNED=aligned, num_warps=1,
     )
-    _shorten_lists_kernel[(num_rows,)](
-        # in
-        x.hidden, x.weight, x.head, x.ids, rows.index, words_RW, stats_KN,
-        # in, out
+    _store_lists_kernel[(num_rows,)](
+        x.hidden, x.weight, x.head, x.ids, rows.index, words_RW, bound, stats_KN, sloped_N,
         lists,
-        # sizes
-        x.hidden.shape[1], x.num_tokens, num_words, num_slots, x.start, x.num_valid, log_eps,
-        # tiles
+        hidden_size, x.num_tokens, width, lists.columns_NL.shape[1], x.start, x.num_valid, log_eps,
         BLOCK_K=256, BLOCK_D=32, STAGES=stages_of_rows(256 * 32 * x.weight.itemsize), num_warps=8,
     )
 
@@ -111,31 +107,16 @@ def _bits_set(word):
     return ((word * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit
-def _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W: tl.constexpr):
-    """Load words of a row's marks, set the label's bit, and clear the bits of frequent columns."""
-    offs_w = first + tl.arange(0, BLOCK_W)
-    in_w = offs_w < num_words
-    word = tl.load(words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
-    frequent = tl.load(frequent_words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
-    word |= tl.where(offs_w == label_word, label_bit, 0)
-    return word ^ (word & frequent)
-
-
 @kernel("words_ptr", "frequent_words_ptr")
 def _list_columns_kernel(
     frequent_words_ptr,  # in: [W] int32
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
     num_labelled_ptr,  # in: [1] int32
-    bound,  # in: Bound
-    stats_ptr,  # in: [K, N] fp32: maximum, sum, ...
-    sloped_ptr,  # in: [N] fp32, or None
-    words_ptr,  # in, out: [R, W] int32
-    lists,  # out: Lists, except ids_F; count_V is counted up
-    num_units,  # number of units of ALIGNED words
-    num_tokens,
-    num_slots,
+    words_ptr,  # in, out: [R, width] int32: first W words, then at the end the columns
+    count_ptr,  # out: [N] int32
+    num_units,  # W / ALIGNED
+    width_units,  # width / ALIGNED
     start,
     num_valid,
     BLOCK_W: tl.constexpr,
@@ -143,76 +124,61 @@ def _list_columns_kernel(
 ):
     row = tl.program_id(0)
     token = tl.load(index_ptr + row).to(tl.int64)
-    stride = num_tokens.to(tl.int64)
-    maximum = tl.load(stats_ptr + token)
-    outside = tl.load(stats_ptr + stride + token if sloped_ptr is None else sloped_ptr + token)
-    below = tl.load(bound.frequent_2N + token) - maximum
-    outside -= tl.load(bound.frequent_2N + stride + token) * tl.exp(below)
-    tl.store(lists.bound_3N + token, tl.load(bound.bound_N + token))
-    tl.store(lists.bound_3N + stride + token, tl.where(outside < 0, 0.0, outside))  # NaN stays
-    tl.store(lists.bound_3N + 2 * stride + token, maximum)
     if row >= tl.load(num_labelled_ptr):
-        tl.store(lists.count_N + token, 0)
+        tl.store(count_ptr + token, 0)
         return
     label = tl.load(labels_ptr + token) - start
     here = (label >= 0) & (label < num_valid)
+    # Known multiples, so the compiler can use wide loads.
+    num_words = num_units * ALIGNED
+    width = width_units * ALIGNED
     label_word = tl.where(here, label // 32, -1)
     label_bit = tl.full((), 1, tl.uint32) << (tl.where(here, label, 0) % 32).to(tl.uint32)
-    num_words = num_units * ALIGNED  # a known multiple, so the compiler can use wide loads
-    words_ptr += row.to(tl.int64) * num_words
+    words_ptr += row.to(tl.int64) * width
 
-    # Count the row's columns, [BLOCK_W] words at a time.
-    counts = tl.zeros((BLOCK_W,), tl.int32)
-    for first in range(0, num_words, BLOCK_W):
-        counts += _bits_set(
-            _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
-        )
-    count = tl.sum(counts, 0)
-    tl.store(lists.count_N + token, count)
-    # The columns of a list that is too long go to the end of the row's own words, last columns first: most marks are in front.
-    is_long = count > num_slots
-    columns_ptr = lists.columns_NL + token * num_slots
-    first = tl.zeros((), tl.int32)
-    if is_long:
-        columns_ptr = words_ptr + num_words
-        first = (num_words - 1) // BLOCK_W * BLOCK_W
-    total = tl.zeros((), tl.int32)
-    while total < count:  # stop after the word with the last column
-        word = _listed_words(words_ptr, frequent_words_ptr, label_word, label_bit, first, num_words, BLOCK_W)
+    # Write the columns over the words that are read, [BLOCK_W] at a time, from the end: most marks are in front.
+    count = tl.zeros((), tl.int32)
+    first = (num_words - 1) // BLOCK_W * BLOCK_W
+    while first >= 0:
+        offs_w = first + tl.arange(0, BLOCK_W)
+        in_w = offs_w < num_words
+        word = tl.load(words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
+        frequent = tl.load(frequent_words_ptr + offs_w, mask=in_w, other=0).to(tl.uint32, bitcast=True)
+        word |= tl.where(offs_w == label_word, label_bit, 0)
+        word = word ^ (word & frequent)
         if tl.max(word, 0) > 0:
             counts = _bits_set(word)
-            position = tl.where(is_long, -total - tl.sum(counts, 0), total) + tl.cumsum(counts, 0) - counts
-            total += tl.sum(counts, 0)
-            if is_long & (first + total > num_words):
-                tl.store(lists.count_N + token, NO_ROOM)
-                total = count
+            count += tl.sum(counts, 0)
+            position = width - count + tl.cumsum(counts, 0) - counts
+            if first > width - count:
+                count = tl.full((), NO_ROOM, tl.int32)
+                first = tl.zeros((), tl.int32)
                 word = tl.zeros((BLOCK_W,), tl.uint32)
             # Store the column of one bit of every word at a time, lowest bits first, so that columns are ascending.
             while tl.max(word, 0) > 0:
                 rest = word & (word - 1)
-                column = (first + tl.arange(0, BLOCK_W)) * 32 + _bits_set((word ^ rest) - 1)
-                tl.store(columns_ptr + position, column, mask=word > 0)
-                # Marks of a token with NaN are set past the last column, too.
-                counted = tl.where(is_long, False, (word > 0) & (column < num_valid))
-                tl.atomic_add(lists.count_V + column, 1, mask=counted, sem="relaxed")
+                tl.store(words_ptr + position, offs_w * 32 + _bits_set((word ^ rest) - 1), mask=word > 0)
                 position += (word > 0).to(tl.int32)
                 word = rest
-        first += tl.where(is_long, -BLOCK_W, BLOCK_W)
+        first -= BLOCK_W
+    tl.store(count_ptr + token, count)
 
 
 @kernel("hidden_ptr", "weight_ptr", "hidden_size")
-def _shorten_lists_kernel(
+def _store_lists_kernel(
     hidden_ptr,  # in: [N, D]
     weight_ptr,  # in: [V, D]
     head,  # in: Head
     labels_ptr,  # in: [N] int64
     index_ptr,  # in: [R] int32
-    columns_ptr,  # in: [R, W] int32: columns of lists that are too long, at the end of each row
+    columns_ptr,  # in: [R, width] int32: each row ends with its token's columns
+    bound,  # in: Bound
     stats_ptr,  # in: [K, N] fp32: maximum, sum, ...
-    lists,  # in, out: Lists
+    sloped_ptr,  # in: [N] fp32, or None
+    lists,  # in, out: Lists, except ids_F; count_V is counted up
     hidden_size,
     num_tokens,
-    num_words,
+    width,
     num_slots,
     start,
     num_valid,
@@ -223,38 +189,49 @@ def _shorten_lists_kernel(
 ):
     row = tl.program_id(0)
     token = tl.load(index_ptr + row).to(tl.int64)
-    long = tl.load(lists.count_N + token)
-    bound = tl.load(stats_ptr + token) + tl.log(tl.load(stats_ptr + num_tokens + token))
-    nats = bound - tl.load(lists.bound_3N + token)
+    stride = num_tokens.to(tl.int64)
+    maximum = tl.load(stats_ptr + token)
+    sum_exp = tl.load(stats_ptr + stride + token)
+    outside = sum_exp if sloped_ptr is None else tl.load(sloped_ptr + token)
+    outside -= tl.load(bound.frequent_2N + stride + token) * tl.exp(tl.load(bound.frequent_2N + token) - maximum)
+    count = tl.load(lists.count_N + token)
+    is_long = count > num_slots
+    own_bound = maximum + tl.log(sum_exp)
+    nats = own_bound - tl.load(bound.bound_N + token)
     # Comparisons with NaN are false.
-    if (long <= num_slots) | (long == NO_ROOM) | ((nats > 0) & (nats < FARTHEST) == 0):
+    is_used = (is_long == 0) | ((count != NO_ROOM) & (nats > 0) & (nats < FARTHEST))
+    lower_bound = tl.where(is_long & is_used, own_bound, tl.load(bound.bound_N + token))
+    tl.store(lists.bound_3N + token, lower_bound)
+    tl.store(lists.bound_3N + stride + token, tl.where(outside < 0, 0.0, outside))  # NaN stays
+    tl.store(lists.bound_3N + 2 * stride + token, maximum)
+    if is_used == 0:
         return
     label = tl.load(labels_ptr + token) - start
-    columns_ptr += (row + 1).to(tl.int64) * num_words - long
+    columns_ptr += (row + 1).to(tl.int64) * width - count
     factors = token_factors(head, token, True)
-    count = tl.zeros((), tl.int32)
-    # Logits z [BLOCK_K] of the next columns, from weight rows [BLOCK_K, BLOCK_D] @ h [BLOCK_D], BLOCK_D elements at a time.
-    for first in range(0, long, BLOCK_K):
+    num_kept = tl.zeros((), tl.int32)
+    for first in range(0, count, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
-        column = tl.load(columns_ptr + offs_k, mask=offs_k < long, other=num_valid)
-        in_k = column < num_valid
-        z = tl.zeros((BLOCK_K,), tl.float32)
-        for inner in tl.range(0, hidden_size, BLOCK_D, num_stages=STAGES):
-            offs_d = inner + tl.arange(0, BLOCK_D)
-            in_d = offs_d < hidden_size
-            h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
-            where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
-            w = tl.load(where, mask=in_k[:, None] & in_d[None, :], other=0).to(tl.float32)
-            z += tl.sum(w * h[None, :], 1)
-        z = logits_of(z, column, in_k, head, factors, False)
-        kept = in_k & ((z >= bound + log_eps) | (column == label))
-        position = count + tl.cumsum(kept.to(tl.int32), 0) - 1
-        count += tl.sum(kept.to(tl.int32), 0)
+        column = tl.load(columns_ptr + offs_k, mask=offs_k < count, other=num_valid)
+        kept = column < num_valid  # marks of a token with NaN are set past the last column, too
+        if is_long:
+            # Logits z [BLOCK_K] = weight rows [BLOCK_K, D] @ h [D], BLOCK_D elements at a time.
+            z = tl.zeros((BLOCK_K,), tl.float32)
+            for inner in tl.range(0, hidden_size, BLOCK_D, num_stages=STAGES):
+                offs_d = inner + tl.arange(0, BLOCK_D)
+                in_d = offs_d < hidden_size
+                h = tl.load(hidden_ptr + token * hidden_size + offs_d, mask=in_d, other=0).to(tl.float32)
+                where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
+                w = tl.load(where, mask=kept[:, None] & in_d[None, :], other=0).to(tl.float32)
+                z += tl.sum(w * h[None, :], 1)
+            z = logits_of(z, column, kept, head, factors, False)
+            kept = kept & ((z >= lower_bound + log_eps) | (column == label))
+        position = num_kept + tl.cumsum(kept.to(tl.int32), 0) - 1
+        num_kept += tl.sum(kept.to(tl.int32), 0)
         kept = kept & (position < num_slots)
         tl.store(lists.columns_NL + token * num_slots + position, column, mask=kept)
         tl.atomic_add(lists.count_V + column, 1, mask=kept, sem="relaxed")
-    tl.store(lists.count_N + token, count)
-    tl.store(lists.bound_3N + token, bound)
+    tl.store(lists.count_N + token, num_kept)
 
 
 class Decisions(NamedTuple):
