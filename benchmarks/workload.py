@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.kernels.filter.frequent import num_frequent
+from cce_dist.kernels.filter.bound import num_frequent
 from cce_dist.tools.plan.sizes import MODELS
 
 IGNORE_INDEX = -100

@@ -3,7 +3,7 @@
 forward                                               backward
   logits of the frequent columns, of the label and      exact gradients of tokens that the lists cannot serve
     of sampled columns bound each token's                 (lists.decide, exact)
-    log-sum-exp (frequent, bound)                       listed columns (lists); a control variate for the others,
+    log-sum-exp (bound)                                 listed columns (lists); a control variate for the others,
   log-sum-exp; each logit that reaches the                corrected by samples (shares, sampling)
     threshold is marked (lse)                           frequent columns: dlogits, d_hidden and d_weight as matrix
   marks become lists of columns (lists)                   products, to which the listed ones are added (d_weight)
@@ -11,7 +11,7 @@ forward                                               backward
 Kept elements are scattered: about a hundred in a row of 10^5 logits. Keeping whole tiles of any size would keep thousands. Most
 of these elements belong to ids that are frequent in every text. Such frequent columns are kept for all tokens, as a matrix. The
 other elements are kept in lists, and their rows of the weight are gathered. A rank-1 matrix, corrected by samples, replaces the
-dropped elements (compensation).
+dropped elements (sampling).
 
 A token is unserved if its list is too long, backward needs more columns than forward listed, the bound was too high, or a
 number is not finite. The exact kernels compute the gradients of unserved tokens, and return at once if there are none. Only the
@@ -33,10 +33,9 @@ from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.direct import allocate
-from cce_dist.kernels.filter.bound import bound_of_shard
+from cce_dist.kernels.filter.bound import bound_of_shard, most_labelled, num_frequent
 from cce_dist.kernels.filter.d_hidden import add_products
 from cce_dist.kernels.filter.d_weight import add_listed
-from cce_dist.kernels.filter.frequent import most_labelled, num_frequent
 from cce_dist.kernels.filter.lists import SLACK, Decisions, Lists, decide, list_columns, listed_gradients
 from cce_dist.kernels.filter.sampling import (
     Columns,
@@ -48,26 +47,11 @@ from cce_dist.kernels.filter.sampling import (
     sample_columns,
 )
 from cce_dist.kernels.filter.shares import dropped_columns, sample_tokens
-from cce_dist.kernels.losses import (
-    Finished,
-    Results,
-    finish,
-    of_statistics,
-    rows_per_program,
-    token_losses,
-)
+from cce_dist.kernels.losses import Finished, Results, finish, of_statistics, rows_per_program, token_losses
 from cce_dist.kernels.lse import Marks, Span, lse_partials, shape_of_partials
 from cce_dist.kernels.memory import SAMPLE
 from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
-from cce_dist.kernels.tokens import (
-    coefficients,
-    first_rows,
-    gathered,
-    label_ids,
-    ordered_ids,
-    token_groups,
-    weighted_sums,
-)
+from cce_dist.kernels.tokens import coefficients, first_rows, gathered, label_ids, ordered_ids, token_groups
 from cce_dist.kernels.waves import cdiv, num_parts
 
 __all__ = [
@@ -101,12 +85,9 @@ def statistics(
     if x.num_tokens and x.num_valid:
         stats_KN, lists, _ = _sweep(x, spec, gather)
         return stats_KN, list(lists)
-    stats_KN, lists = torch.zeros(spec.num_stats, x.num_tokens, device=x.hidden.device), Lists(*saved_like(x, spec))
-    lists.count_V.zero_()
-    lists.count_N.zero_()
-    stats_KN[0] = float("-inf")
-    bound_3N = torch.stack((_over_shards(stats_KN[:3], x, spec, gather), torch.zeros_like(stats_KN[0]), stats_KN[0]))
-    return stats_KN, list(lists._replace(bound_3N=bound_3N))
+    stats_KN, _ = exact.statistics(x, spec)
+    gather(stats_KN[:3])  # the other ranks merge their bounds
+    return stats_KN, saved_like(x, spec)  # not read: nothing is filtered
 
 
 def losses_alone(x: Operands, spec: Spec) -> Results:
@@ -247,9 +228,8 @@ def _compensation(x: Operands, how: Decisions, ids_F: torch.Tensor, tiles: Tiles
     if grads.want_weight and memory.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, budget):
         parts_SV = x.hidden.new_empty(SAMPLE, cdiv(num_valid, memory.ROWS) * memory.ROWS)
     dropped = dropped_columns(sample, x, how.slot_V, tiles.lse, parts_SV)
-    partial_P1D = weighted_sums(dropped.sums_V, x.weight[:num_valid])
     num_columns = memory.sampled_columns(num_valid)
-    columns = sample_columns(dropped, partial_P1D, sample, x, ids_F, num_columns)
+    columns = sample_columns(dropped, sample, x, ids_F, num_columns)
     if num_columns == 0 or not (grads.want_hidden or parts_SV is not None):
         return Compensation(dropped.sums_V, columns, sample)
 

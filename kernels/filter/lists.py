@@ -32,8 +32,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.d_hidden import Sum
-from cce_dist.kernels.filter.bound import Bound
-from cce_dist.kernels.filter.frequent import num_before
+from cce_dist.kernels.filter.bound import Bound, num_before
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
 from cce_dist.kernels.tiles import stages_of_rows
 from cce_dist.kernels.waves import cdiv
@@ -254,7 +253,7 @@ class Decisions(NamedTuple):
 
         end_V: [V] int32: the end of the places that the column's gradients have taken; before that ``first_V``. Lists of
             unserved tokens take none.
-        dropped_N: [N] fp32: r of ``compensation.py``, scale * P * (the mass that the token drops); 0 if it is not listed.
+        dropped_N: [N] fp32: r of ``sampling.py``, scale * P * (the mass that the token drops); 0 if it is not listed.
         grad_NL: [N, L] fp32: the gradients of the columns in ``Lists.columns_NL``; not written for unserved tokens.
         slot_M: [N L] int32: the slot at each place, as an index into ``grad_NL``, in any order within a column.
     """

@@ -1,13 +1,37 @@
-"""Corrections of the rank-1 control variate: sampled columns for d_hidden, the sampled tokens of ``shares.py`` for d_weight.
+"""The control variate that replaces the dropped part R [N, V] of a filtered gradient, and the samples that correct it.
 
-``compensation.py`` derives both, and the factors on them. The K columns are sampled by their shares, so none is frequent. Their
-rows of the weight stand behind the frequent columns' in one matrix [C, D], so one kernel computes the gradients of both.
+    R_ij  ~  r_i q_j            r_i = sum_j R_ij,    q_j = sum_i |R_ij| / sum_ij |R_ij|
 
-The linear correction needs the covariance of Q columns, which are sampled by their shares, too. The terms of the K columns lose
-their linear part, for which ``along`` is computed for each token.
+This rank-1 matrix has the right row sums and (upstream gradients of one sign) column sums, but gives every token the same mix
+of columns. The tokens of a trained model differ: before a name the tail holds other words than before a number. So K columns
+k are sampled with probabilities q_k, and S tokens s with probabilities p_s = |r_s| / sum_i |r_i|, and R is computed there:
 
-Both factors are estimated from the terms of the sampled tokens at the sampled columns. Inverse-probability weights make
-d_hidden's factor the estimate for all tokens, which were sampled by |r|, and d_weight's for all columns, sampled by q.
+    d_hidden_i  =  r_i c                + factor * sum_k (R_ik / q_k - r_i) / K * (weight_k - c)        c = sum_j q_j weight_j
+    d_weight_j  =  q_j sum_i r_i e_i    + factor * sum_s (R_sj - r_s q_j) / (S p_s) * (e_s - e)         e = sum_i p_i e_i
+
+where e_i is a hidden state, and each gradient has its own factor. The sums over k and s are Monte Carlo estimates of a matrix
+product (Drineas, Kannan and Mahoney, 2006) with inverse-probability weights: with factors of 1 both gradients are unbiased.
+The rank-1 matrix is their control variate: a sample adds the difference between R and that matrix. Row sums stay as they are
+for d_hidden, and column sums for d_weight. R_ik is 0 where token i keeps column k. No operand is centered in memory: the
+rank-1 part is subtracted from each term, and c times the sum of a token's terms from the result.
+
+Samples add noise, and for some softmaxes nothing but noise. The estimate is a sum of independent terms, so the expected square
+of its noise is the sum of their squares. The factor that minimises the expected error is the signal's share of the square:
+
+    signal_share  =  1 - sum_ik |term_ik|^2 / sum_i |sum_k term_ik|^2        (at least 0; for d_weight likewise)
+
+Most of the correction of d_hidden is linear. A tail that is reweighted by exp of a linear function of its token's hidden
+state has
+
+    R_ij  ~  r_i q_j (1 + linear * (e_i - e) . (weight_j - c))
+
+to first order. With this better control variate each term loses its linear part, too, and what all columns have of that is
+r_i * linear * (e_i - e) covariance, with covariance = sum_j q_j (weight_j - c)(weight_j - c)^T, estimated from more columns
+than the K. ``linear`` minimises the expected error. tests/support/corrections.py has sampling and factors in plain torch.
+
+The tokens are the sample of ``shares.py``. The K columns are sampled by their shares, so none is frequent. Their rows of the
+weight stand behind the frequent columns' in one matrix [C, D], so one kernel computes the gradients of both. The factors are
+estimated from the terms of the sampled tokens at the sampled columns, whose weights make them estimates for all.
 """
 
 from __future__ import annotations
@@ -21,13 +45,18 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, operand, store_tile, tile_of_products
 from cce_dist.kernels.d_weight import add_d_weight
-from cce_dist.kernels.filter import compensation
 from cce_dist.kernels.filter.lists import Decisions
 from cce_dist.kernels.filter.shares import UNIT, Dropped, Sample, place, sum_of_parts
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
 from cce_dist.kernels.tiles import Tile, precision
 from cce_dist.kernels.tokens import weighted_sums
 from cce_dist.kernels.waves import cdiv
+
+# Smaller factors become 0: these samples would leave more than three quarters of the error.
+LEAST_SIGNAL = 0.25
+# The linear correction is computed if tokens drop more than this share of their softmax: bf16 hides what it adds to less.
+LEAST_DROPPED = 2.0**-7
+LINEAR_FACTORS = 32  # factors of the linear correction that are tried, from 0 to 1
 
 
 class Columns(NamedTuple):
@@ -62,13 +91,9 @@ class Columns(NamedTuple):
         return self._replace(ids_C=self.ids_C[first:], rows_CD=self.rows_CD[first:])
 
 
-def sample_columns(
-    dropped: Dropped, partial_P1D: torch.Tensor, sample: Sample, x: Operands, ids_F: torch.Tensor, size: int
-) -> Columns:
-    """Sample ``size`` columns by share, by systematic sampling (Madow, 1949). Copy their and the frequent columns' rows.
-
-    ``partial_P1D``: partial sums of the weight's rows by ``Dropped.sums_V``.
-    """
+def sample_columns(dropped: Dropped, sample: Sample, x: Operands, ids_F: torch.Tensor, size: int) -> Columns:
+    """Sample ``size`` columns by share, by systematic sampling (Madow, 1949). Copy their and the frequent columns' rows."""
+    partial_P1D = weighted_sums(dropped.sums_V, x.weight[: x.num_valid])
     device, num_frequent, (num_parts, _, hidden_size) = x.weight.device, ids_F.shape[0], partial_P1D.shape
     columns = Columns(
         torch.empty(num_frequent + size, dtype=torch.int32, device=device),
@@ -383,10 +408,9 @@ def factors_of(
         # out
         factors_4, num_used,
         # sizes
-        num_rows, num_columns, hidden_size, column_programs, num_covariance, compensation.LEAST_SIGNAL,
-        compensation.LEAST_DROPPED,
+        num_rows, num_columns, hidden_size, column_programs, num_covariance, LEAST_SIGNAL, LEAST_DROPPED,
         # options
-        LINEAR_FACTORS=compensation.LINEAR_FACTORS,
+        LINEAR_FACTORS=LINEAR_FACTORS,
         # tiles
         BLOCK=block, BLOCK_D=block_d, BLOCK_P=1024, PRECISION=precision(sample.rows_SD.dtype),
         num_warps=8 if num_covariance else 4, num_stages=2,
@@ -548,6 +572,6 @@ def _sum_of(numbers_ptr, first, stop, BLOCK_P: tl.constexpr):
 
 @triton.jit
 def _signal_share(signal, noise, least_signal):
-    """Return ``signal_share`` of ``compensation.py``; NaN becomes 0."""
+    """Return ``signal_share``; NaN becomes 0."""
     factor = 1 - noise / tl.where(signal > 0, signal, float("inf"))
     return tl.where((factor > least_signal) & (signal > 0), factor, 0.0)

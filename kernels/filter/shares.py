@@ -76,7 +76,7 @@ class Sample(NamedTuple):
 
     Attributes:
         token_S: int32: the tokens.
-        numbers_3S: [3, S] fp32: 1 / r (``compensation.py``), 0 for unused elements; the reference of exponentials
+        numbers_3S: [3, S] fp32: 1 / r (``sampling.py``), 0 for unused elements; the reference of exponentials
             ``exp(z - reference)``, which sum to 1 over tokens and dropped columns; the threshold below which logits are
             dropped, -inf for unused elements.
         label_S: int64: the labels of the tokens.

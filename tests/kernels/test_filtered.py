@@ -22,9 +22,8 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from cce_dist import GradFilter, linear_cross_entropy
 from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Upstream, Want, exact, filter, memory
-from cce_dist.kernels.filter import bound, compensation, frequent, lists, sampling, shares
+from cce_dist.kernels.filter import bound, lists, sampling, shares
 from cce_dist.kernels.tiles import _chosen, choose_tiles, table_tiles
-from cce_dist.kernels.tokens import weighted_sums
 from cce_dist.tools.verify import cases as verify_cases
 from cce_dist.tools.verify.check import assert_no_worse
 from cce_dist.tools.verify.loss import LOSS
@@ -200,7 +199,7 @@ def correction(saved: tuple[Tensor, ...], p: Problem, d: Dense, case: Case, colu
     by_mass = terms.square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)
     signal = ((terms @ centered).square() / part.sum(1, keepdim=True).abs().clamp_min(1e-300)).sum()
     signal_share = 1 - (by_mass * centered.square().sum(1)).sum() / signal
-    signal_share = torch.where(signal_share > compensation.LEAST_SIGNAL, signal_share, 0.0)
+    signal_share = torch.where(signal_share > sampling.LEAST_SIGNAL, signal_share, 0.0)
     whole = torch.zeros_like(part).index_add_(1, column, terms) - terms.sum(1, keepdim=True) * share
     return signal_share * whole, signal_share
 
@@ -264,7 +263,7 @@ def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(memory, "LEAST_BYTES", 1 << 10)
     monkeypatch.setattr(memory, "list_slots", lambda *_: Case().slots)
     monkeypatch.setattr(memory, "sampled_columns", lambda _: 0)
-    monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.0)  # draws that are mostly noise are added all the same
+    monkeypatch.setattr(sampling, "LEAST_SIGNAL", 0.0)  # draws that are mostly noise are added all the same
     monkeypatch.setattr(filter, "SAMPLE", 64 if not GPU else 256)  # all tokens: then the column sums are exact
     # fewer than the labels
     monkeypatch.setattr(filter, "num_frequent", lambda num_valid, _: min(num_valid, 100 if GPU else 13))
@@ -490,8 +489,7 @@ def test_shares_are_reweighted_to_the_mean_of_all_tokens(hidden_size: int) -> No
     torch.testing.assert_close(parts[:-1, :num_valid].double(), expected, rtol=rtol, atol=1e-3 if GPU else 1e-6)
     assert (parts[-1, :num_valid] == 0).all()
 
-    partial = weighted_sums(dropped.sums_V, weight)
-    columns = sampling.sample_columns(dropped, partial, sample, x, ids, 8)
+    columns = sampling.sample_columns(dropped, sample, x, ids, 8)
     share = sums / sums.sum()
     torch.testing.assert_close(columns.total[0].double(), sums.sum(), rtol=rtol, atol=0)
     atol = 1e-2 if GPU else 1e-5
@@ -525,7 +523,7 @@ def test_sampled_tokens_correct_d_weight(dtype: torch.dtype, limits, monkeypatch
     monkeypatch.setattr(memory, "keeps_sample", lambda *_: False)
     alone = gradients(p, case, d, saved)[1]
     monkeypatch.setattr(memory, "keeps_sample", keeps)
-    monkeypatch.setattr(compensation, "LEAST_SIGNAL", 0.999)
+    monkeypatch.setattr(sampling, "LEAST_SIGNAL", 0.999)
     assert torch.equal(gradients(p, case, d, saved)[1], alone)
 
     sums_V, sample = first["dropped_columns"].sums_V.double(), first["given to dropped_columns"][0]
@@ -936,12 +934,12 @@ def test_sampled_columns_bound_the_rest(monkeypatch: pytest.MonkeyPatch) -> None
         sampled.append(args[2].long()),
     )
     monkeypatch.setattr(bound, "_gather_few_kernel", spy)
-    monkeypatch.setattr(bound, "num_sampled", lambda num_outside: num_outside)
+    monkeypatch.setattr(bound, "bound_columns", lambda num_outside, _: num_outside)
     every = local_stats(p, Case())[1][0].double()
     assert len(sampled[0].unique()) == num_outside
     torch.testing.assert_close(every, lse, rtol=0, atol=2e-2 if GPU else 1e-5)
 
-    monkeypatch.setattr(bound, "num_sampled", lambda _: size)
+    monkeypatch.setattr(bound, "bound_columns", lambda *_: size)
     _, *saved = local_stats(p, Case())
     ids, frequent_ids = sampled[1], saved[4]
     assert not torch.isin(ids, frequent_ids).any()
@@ -1018,6 +1016,6 @@ def test_frequent_columns_are_those_labelled_most() -> None:
     nothing = torch.zeros(0, device=DEVICE)
     ids = torch.empty(6, dtype=torch.int64, device=DEVICE)
     zeros = torch.ones(20, dtype=torch.int32, device=DEVICE)
-    words = frequent.most_labelled(Operands.of(nothing, nothing, labels, ShardLogits(3, 20)), ids, zeros, 2)
+    words = bound.most_labelled(Operands.of(nothing, nothing, labels, ShardLogits(3, 20)), ids, zeros, 2)
     assert words.tolist() == [0b1011111, 0] and not zeros.any()
     assert ids.tolist() == [0, 1, 2, 3, 4, 6]  # counts 2, 0, 2, 0, 3, 1: of those never seen the first

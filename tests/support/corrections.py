@@ -1,9 +1,9 @@
-"""How a filter samples, and the factors on its corrections, in plain torch; ``kernels/filter/compensation.py`` derives them."""
+"""How a filter samples, and the factors on its corrections, in plain torch; ``kernels/filter/sampling.py`` derives them."""
 
 import torch
 from torch import Tensor
 
-from cce_dist.kernels.filter import compensation
+from cce_dist.kernels.filter import sampling
 from cce_dist.kernels.filter.shares import UNIT
 
 
@@ -21,14 +21,14 @@ def sample(share: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def signal_share(signal: Tensor, noise: Tensor) -> Tensor:
-    """Return ``signal_share`` of ``kernels/filter/compensation.py``: the factor on an estimate.
+    """Return ``signal_share`` of ``kernels/filter/sampling.py``: the factor on an estimate.
 
     Args:
         signal: Square of the estimate.
         noise: Sum of the squares of its terms.
     """
     factor = (1 - noise / torch.where(signal > 0, signal, torch.inf)).nan_to_num(0.0)
-    return torch.where((factor > compensation.LEAST_SIGNAL) & (signal > 0), factor, 0.0)
+    return torch.where((factor > sampling.LEAST_SIGNAL) & (signal > 0), factor, 0.0)
 
 
 def linear(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def linear(estimate: Tensor, lines: Tensor, noise_3: Tensor, noise_part: float) 
         noise_3: Squared noise of ``estimate``, product of both noises, squared noise of ``lines``.
         noise_part: Squared noise of the linear correction itself, divided by the squared noise of ``lines``.
     """
-    factor = torch.linspace(0.0, 1.0, compensation.LINEAR_FACTORS, device=estimate.device)
+    factor = torch.linspace(0.0, 1.0, sampling.LINEAR_FACTORS, device=estimate.device)
     square = factor.square()
     signal = estimate.square().sum() - 2 * factor * (estimate * lines).sum() + square * lines.square().sum()
     noise = noise_3[0] - 2 * factor * noise_3[1] + square * noise_3[2]
