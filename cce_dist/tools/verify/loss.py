@@ -194,7 +194,8 @@ def _floor(case: LossCase, name: str, right: Tensor, truth: Truth) -> float:
         is_exact = exact_products and not case.token_loss  # the function rounds its own products
         return floor + (0.0 if is_exact else EPS[FP32] * noise.get(name, 0.0))
     floor += EPS[dtype] * noise[name]
-    if problem.scale == 0 or "expanded" in case.layouts.values():
+    # Equal logits; or one class, whose gradient is the difference of two sums over all tokens.
+    if problem.scale == 0 or "expanded" in case.layouts.values() or len(truth.values["dC"]) == 1:
         floor += EPS[dtype] * noise[f"{name} alike"]
     if name == "dE":
         floor += EPS[dtype] * noise["parts of dE"]
