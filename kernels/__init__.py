@@ -351,3 +351,13 @@ class Grads(NamedTuple):
 
 
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]  # d_hidden, d_weight, d_bias
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums, statistics and losses of operands in ``dtype``: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Cast to ``accumulator`` of the tensor's dtype."""
+    return x.to(accumulator(x.dtype))

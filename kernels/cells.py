@@ -18,7 +18,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows, Softmax
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.head import slope_of, token_factors
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import cdiv
 
 
 def write_cells(

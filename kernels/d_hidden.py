@@ -22,8 +22,7 @@ import triton.language as tl
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.direct import MOST_KINDS, Launch
-from cce_dist.kernels.tiles import Tile, Tiles, num_programs, precision
-from cce_dist.kernels.waves import cdiv, cut_last_wave, fitted
+from cce_dist.kernels.tiles import Tile, Tiles, cdiv, cut_last_wave, fitted, num_programs, precision
 
 
 class Sum(NamedTuple):

@@ -18,8 +18,7 @@ import triton.language as tl
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand, row_and_split, store_tile
 from cce_dist.kernels.direct import MOST_KINDS, Launch
-from cce_dist.kernels.tiles import Tile, beside_collectives, num_programs, precision
-from cce_dist.kernels.waves import cdiv, fitted
+from cce_dist.kernels.tiles import Tile, beside_collectives, cdiv, fitted, num_programs, precision
 
 GROUP = tl.constexpr(8)  # row blocks that a loop over tiles walks together, so that hidden states are read from the cache
 

@@ -12,7 +12,8 @@ Source: mgmalek's efficient_cross_entropy and Liger-Kernel chunk tokens. The onl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +29,11 @@ from cce_dist.kernels import (
     Softmax,
     Spec,
     Upstream,
+    accumulator,
     memory,
+    widened,
 )
 from cce_dist.kernels.outputs import NO_ID, largest, merge_largest, normalised
-from cce_dist.kernels.precision import accumulator, product_on_cpu, widened
 
 FLOOR = torch.finfo(torch.float32).min  # replaces a maximum of -inf where -inf - -inf would be NaN
 
@@ -130,6 +132,31 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if b.is_cuda:
         return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
     return product_on_cpu(a, b) if b.dtype == torch.bfloat16 and b.is_cpu else a.float() @ b.float()
+
+
+@lru_cache(maxsize=1)
+def _multiplies_bf16() -> bool:
+    """Return whether oneDNN multiplies bf16 numbers on this CPU. Torch before 2.9 has no setting for fp32 results of them."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    return hasattr(matmul, "fp32_precision") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def product_on_cpu(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in fp32 on a CPU. Sums are in fp32; a CPU with AMX rounds elements to bf16.
+
+    oneDNN computes it: in half of MKL's time on an AMD EPYC, with the same error. The setting is the process's: a matmul of
+    fp32 that another thread starts in these moments is computed so, too.
+    """
+    if not _multiplies_bf16():
+        return a.float() @ b.float()
+    backends: Any = torch.backends
+    matmul = backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        return a.float() @ b.float()
+    finally:
+        matmul.fp32_precision = before
 
 
 def _zeros(*shape: int, like: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ from cce_dist.kernels.blocks import (
 )
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
-from cce_dist.kernels.tiles import Tiles, num_programs, precision
-from cce_dist.kernels.waves import cdiv, num_parts
+from cce_dist.kernels.tiles import Tiles, cdiv, num_parts, num_programs, precision
 
 LOWEST = tl.constexpr(-1e4)  # nats: lower bound of log-probabilities; the probability is 0 at and below it
 

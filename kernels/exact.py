@@ -48,7 +48,7 @@ from cce_dist.kernels.lse import (
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.outputs import NO_ID, largest, normalised
 from cce_dist.kernels.saved_exp import Leveling, SavedExp, scaled_rows
-from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs, thinned
+from cce_dist.kernels.tiles import Tiles, cdiv, choose_tiles, num_parts, num_programs, thinned
 from cce_dist.kernels.tokens import (
     coefficients,
     compact,
@@ -61,7 +61,6 @@ from cce_dist.kernels.tokens import (
     token_groups,
     weighted_sums,
 )
-from cce_dist.kernels.waves import cdiv, num_parts
 
 __all__ = [
     "gradients", "label_ids", "losses_alone", "ordered_ids", "saved_like", "saved_of_slices", "statistics",

@@ -11,8 +11,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands, Rows
 from cce_dist.kernels.blocks import has_tma, kernel, operand, row_and_split, store_tile, tile_of_products
 from cce_dist.kernels.head import logits_of, token_factors
-from cce_dist.kernels.tiles import Tiles, beside_collectives, num_programs, precision
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import Tiles, beside_collectives, cdiv, num_programs, precision
 
 
 def logits_chunk(

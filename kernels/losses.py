@@ -38,8 +38,8 @@ from cce_dist.kernels.lse import (
     Sums,
 )
 from cce_dist.kernels.saved_exp import Leveling, leveled
+from cce_dist.kernels.tiles import cdiv
 from cce_dist.kernels.tokens import compact
-from cce_dist.kernels.waves import cdiv
 
 _IGNORED = tl.constexpr(IGNORED)
 _BLOCK = 128  # tokens per program

@@ -41,9 +41,8 @@ from cce_dist.kernels.blocks import (
 from cce_dist.kernels.direct import MOST_KINDS, Launch, Part
 from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
-from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, precision
+from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, cdiv, precision
 from cce_dist.kernels.tokens import first_rows
-from cce_dist.kernels.waves import cdiv
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
 

@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from cce_dist.kernels.waves import cdiv, fill_waves, usual_waves
-
-if TYPE_CHECKING:
-    from cce_dist.kernels.tiles import Tiles
+from cce_dist.kernels.tiles import Tiles, cdiv, fill_waves, usual_waves
 
 LEAST_BYTES = 32 << 20  # smaller budgets count as this when chunks are cut: their rows would not fill a device
 CHUNK_COST = 2500  # fixed cost of a chunk, in recomputed columns: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)

@@ -25,9 +25,8 @@ from cce_dist.kernels.direct import MOST_KINDS, Launch, Part
 from cce_dist.kernels.fast_math import LOG_2, fast_log2, has_fast_math
 from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.lse import HEADROOM
-from cce_dist.kernels.tiles import MAX_SIDE
+from cce_dist.kernels.tiles import MAX_SIDE, cdiv
 from cce_dist.kernels.tokens import coefficients_of, strides_of
-from cce_dist.kernels.waves import cdiv
 
 SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
 

@@ -6,8 +6,7 @@ import torch
 import triton.language as tl
 
 from cce_dist.kernels.blocks import kernel, on_device
-from cce_dist.kernels.tiles import num_programs
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import cdiv, num_programs
 
 
 def scale(values: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None = None) -> None:

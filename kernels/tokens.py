@@ -21,8 +21,7 @@ import triton.language as tl
 from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Upstream
 from cce_dist.kernels.blocks import kernel, on_device, rows_with_zeros
 from cce_dist.kernels.direct import MOST_KINDS, Launch
-from cce_dist.kernels.tiles import MAX_SIDE, num_programs, stages_of_rows, thinned
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import MAX_SIDE, cdiv, num_programs, stages_of_rows, thinned
 
 _IGNORED, _OUTSIDE = tl.constexpr(IGNORED), tl.constexpr(OUTSIDE)
 _BLOCK = 128  # tokens per program

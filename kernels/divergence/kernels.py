@@ -29,9 +29,8 @@ from cce_dist.kernels.exact import Output, add_chunks, finished_groups, new_grad
 from cce_dist.kernels.fast_math import LOG2_E, LOG_2, fast_exp2, fast_log2, has_fast_math
 from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.outputs import normalised
-from cce_dist.kernels.tiles import MAX_SIDE, Tiles, choose_tiles, num_programs
+from cce_dist.kernels.tiles import MAX_SIDE, Tiles, cdiv, choose_tiles, num_programs
 from cce_dist.kernels.tokens import compact, gathered
-from cce_dist.kernels.waves import cdiv
 
 FORWARD, REVERSE, JSD, TV, LK = (tl.constexpr(i) for i in range(len(KINDS)))  # in the order of KINDS
 FARTHEST = tl.constexpr(heads.FARTHEST)

@@ -58,7 +58,7 @@ from cce_dist.kernels.losses import (
 )
 from cce_dist.kernels.lse import Marks, Span, lse_partials, shape_of_partials
 from cce_dist.kernels.memory import SAMPLE
-from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
+from cce_dist.kernels.tiles import Tiles, cdiv, choose_tiles, num_parts, num_programs
 from cce_dist.kernels.tokens import (
     coefficients,
     first_rows,
@@ -68,7 +68,6 @@ from cce_dist.kernels.tokens import (
     token_groups,
     weighted_sums,
 )
-from cce_dist.kernels.waves import cdiv, num_parts
 
 __all__ = [
     "gradients", "label_ids", "losses_alone", "ordered_ids", "saved_like", "saved_of_slices", "statistics",

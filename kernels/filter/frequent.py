@@ -13,8 +13,7 @@ import triton.language as tl
 from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.memory import frequent_columns
-from cce_dist.kernels.tiles import interpreted
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import cdiv, interpreted
 
 
 def num_frequent(num_valid: int, eps: float) -> int:

@@ -25,9 +25,8 @@ from cce_dist.kernels.filter import compensation
 from cce_dist.kernels.filter.lists import Decisions
 from cce_dist.kernels.filter.shares import UNIT, Dropped, Sample, place, sum_of_parts
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
-from cce_dist.kernels.tiles import Tile, precision
+from cce_dist.kernels.tiles import Tile, cdiv, precision
 from cce_dist.kernels.tokens import weighted_sums
-from cce_dist.kernels.waves import cdiv
 
 
 class Columns(NamedTuple):
