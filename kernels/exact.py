@@ -23,12 +23,10 @@ import torch
 
 from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden, add_parts, with_parts
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.direct import MOST_KINDS, Part, allocate
-from cce_dist.kernels.dlogits import dlogits_chunk
-from cce_dist.kernels.logits import logits_chunk
+from cce_dist.kernels.dlogits import dlogits_chunk, logits_chunk, write_cells
 from cce_dist.kernels.losses import (
     Finished,
     Results,

@@ -30,6 +30,9 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Want
 from cce_dist.kernels.blocks import (
+    LOG2_E,
+    fast_exp2,
+    has_fast_math,
     has_tma,
     kernel,
     operand,
@@ -39,7 +42,6 @@ from cce_dist.kernels.blocks import (
     tile_of_products,
 )
 from cce_dist.kernels.direct import MOST_KINDS, Launch, Part
-from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, cdiv, precision
 from cce_dist.kernels.tokens import first_rows

@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
     num_columns: int  # Columns of the logits: rows of the weight that are part of the vocabulary
     itemsize: int  # Bytes of an element of hidden states and weight
     teacher_size: int = 0  # D of the teacher in a divergence of two heads; 0: there is no teacher
-    pair_bytes: int = 0  # Bytes per logit position for the logits of both heads (``pair_logits.py``); 0: no teacher
+    pair_bytes: int = 0  # Bytes per logit position for the logits of both heads ; 0: no teacher
     alone: bool = False  # No sum over ranks waits for d_hidden (``Spec.alone``)
 
     @property

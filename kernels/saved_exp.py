@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax, Upstream
-from cce_dist.kernels.blocks import kernel, rows_with_zeros
+from cce_dist.kernels.blocks import LOG_2, fast_log2, has_fast_math, kernel, rows_with_zeros
 from cce_dist.kernels.direct import MOST_KINDS, Launch, Part
-from cce_dist.kernels.fast_math import LOG_2, fast_log2, has_fast_math
 from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.lse import HEADROOM
 from cce_dist.kernels.tiles import MAX_SIDE, cdiv
@@ -112,7 +111,7 @@ def scaled_rows(
 
     Zeros fill the rest of the last tile of ``rows.hidden``. Each label's cell of the exponentials is overwritten so that
     scale * cell is the label's gradient. If the entropy is differentiated, all cells are overwritten in this way, and
-    ``cells.py`` writes the labels' cells.
+    ``write_cells`` writes the labels' cells.
     """
     num_rows, hidden_size = rows.index.shape[0], x.hidden.shape[1]
     factor_2R = None
@@ -283,7 +282,7 @@ def _with_entropy_kernel(
     cells = exp_ptr + row.to(tl.int64) * exp_cols + offs_v
     e = tl.load(cells, mask=offs_v < exp_cols, other=0).to(tl.float32)
     # Exponentials of 0 stay 0. Subnormal ones, whose logarithm a GPU computes as log 0, are negligible and become 0. Negative
-    # ones are label cells that an earlier backward wrote; ``cells.py`` overwrites them.
+    # ones are label cells that an earlier backward wrote; ``write_cells`` overwrites them.
     log_e = fast_log2(tl.maximum(e, SMALLEST), FAST)
     grad = tl.where(e < SMALLEST, 0.0, e * (a + b * log_e))
     tl.store(cells, grad.to(exp_ptr.dtype.element_ty), mask=offs_v < exp_cols)
