@@ -55,7 +55,7 @@ p_j = exp(z_j - M - L) is accurate however large the logits are:
 
 and dL/du_j is that times 1 - (z_j / softcap)^2.
 
-**Several ids a token.** TARGET is not used, and LABEL is 0. ``write_cells`` overwrites the ids' cells with their whole gradient.
+**Several ids a token.** TARGET is not used, and LABEL is 0. ``write_cells`` sets the cells of ids to their whole gradient.
 
 **Factors of a token** are two numbers, ``a`` and ``b``: ``u = a * (hidden @ weight.T + bias)`` and
 ``z = b * softcap * tanh(u / softcap)`` (``z = u`` without a softcap). ``logit_scale`` is 1 then.
