@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist.kernels.direct import Kernel, current, passes_triton_by
+from cce_dist.kernels.direct import Kernel, passes_triton_by
 from cce_dist.kernels.tiles import has_descriptors, interpreted
 
+NO_CHANGE = nullcontext()
 LOG2_E, LOG_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
@@ -48,8 +49,10 @@ def kernel(*specialized: str) -> Callable[[Callable], Kernel]:
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager:
-    """Return a context in which launches go to the tensor's device."""
-    return current(tensor.device)
+    """Return a context in which launches go to the tensor's device; it does nothing if that is current, as nearly always."""
+    device = tensor.device
+    is_current = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+    return NO_CHANGE if is_current else torch.cuda.device(device)
 
 
 def has_tma(*matrices: torch.Tensor) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -36,7 +35,8 @@ from cce_dist.kernels.tiles import Planned, planned
 _LOG = logging.getLogger("cce_dist")
 MOST_THREADS = 16  # a call has no more kernels than this that take long to compile
 MOST_KINDS = 64  # most kinds of calls whose kernels are remembered as compiled
-_COMPILED: OrderedDict[tuple, None] = OrderedDict()
+_COMPILED = set[tuple]()
+_Kept = tuple[Operands, list[Tensor], Softmax, Losses]  # what forward passes to backward, with its saved tensors
 
 
 class Live(TorchDispatchMode):
@@ -104,7 +104,7 @@ def peak(backend: str, sizes: Sizes, spec: Spec, device: Planned | None, ready_r
         ready_rows: As in ``cce_dist.decide.Way``.
     """
     x, module = _bare_operands(sizes, spec), named(backend)
-    with planned(device), launching(_launch_nothing), torch.no_grad(), Live() as live:
+    with planned(device), launching(lambda *_: None), torch.no_grad(), Live() as live:
         kept = _forward(module, spec, x)
         forward, saved, before = live.restart(), live.current(), [0]
         ready = None if spec.alone else (lambda _: before.append(live.restart()))
@@ -122,7 +122,7 @@ def groups_peak(sizes: Sizes, groups: Groups, spec: Spec, device: Planned | None
     d_weight, d_hidden = torch.empty_like(x.weight), torch.empty_like(x.hidden)
     low = torch.empty_like(x.weight, dtype=torch.int8) if groups.low else None
     grads = Grads(want_bias=False, weight_out=d_weight, hidden_out=d_hidden, weight_low=low)
-    with planned(device), launching(_launch_nothing), torch.no_grad(), Live() as live:
+    with planned(device), launching(lambda *_: None), torch.no_grad(), Live() as live:
         _backward(module, spec, _forward(module, spec, x), grads)
     of_all = sizes.num_tokens * (8 + 4 + 8)  # ids, losses and the two numbers of the softmax
     return live.peak + of_all + (low_bytes(sizes) if groups.low else 0)
@@ -135,8 +135,8 @@ def anew_peak(sizes: Sizes, spec: Spec, device: Planned | None) -> int:
     x, module = _bare_operands(sizes, spec), named("exact")
     d_weight = torch.empty_like(x.weight)
     softmax = Softmax(*(torch.empty(sizes.num_tokens, device="meta") for _ in range(2)))
-    with planned(device), launching(_launch_nothing), torch.no_grad(), Live() as live:
-        kept = _Kept(x, module.saved_of_slices(x, spec) or [], softmax, Losses(*(softmax.max,) * 3))
+    with planned(device), launching(lambda *_: None), torch.no_grad(), Live() as live:
+        kept = x, module.saved_of_slices(x, spec) or [], softmax, Losses(*(softmax.max,) * 3)
         _backward(module, spec, kept, Grads(False, True, False, d_weight, often_empty=True))
     return live.peak
 
@@ -149,19 +149,6 @@ def _bare_operands(sizes: Sizes, spec: Spec) -> Operands:
     return Operands.of(hidden, weight, labels, spec.logits)
 
 
-def _launch_nothing(kernel: Any, args: Any, grid: Any, kwargs: dict[str, Any]) -> None:
-    pass
-
-
-class _Kept(NamedTuple):
-    """Tensors that forward passes to backward."""
-
-    x: Operands
-    saved: list[Tensor]
-    softmax: Softmax
-    losses: Losses
-
-
 def _forward(backend: Backend, spec: Spec, x: Operands, num_ranks: int = 1) -> _Kept:
     """Run the forward pass of ``op.py`` without collectives. ``x.ids`` holds labels, which become ids here."""
     ids, order = backend.ordered_ids(x.ids, spec.ignore_index, spec.vocab_size)
@@ -171,7 +158,7 @@ def _forward(backend: Backend, spec: Spec, x: Operands, num_ranks: int = 1) -> _
     else:
         stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[None])
         losses, softmax = backend.token_losses(stats_KN[None], x, spec)
-    return _Kept(x, saved, softmax, losses)
+    return x, saved, softmax, losses
 
 
 def _backward(backend: Backend, spec: Spec, kept: _Kept, grads: Grads) -> Any:
@@ -202,9 +189,9 @@ def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor 
     call = id(backend), x.weight.device, options, x.num_tokens.bit_length(), tensors, num_ranks == 1
     if call in _COMPILED or spec.several or spec.factors or spec.want.top_k or torch.cuda.is_current_stream_capturing():
         return
-    _COMPILED[call] = None
-    if len(_COMPILED) > MOST_KINDS:
-        _COMPILED.popitem(last=False)
+    if len(_COMPILED) == MOST_KINDS:
+        _COMPILED.clear()
+    _COMPILED.add(call)
     if launches_are_replaced():  # whoever replaces them compiles the kernels
         return
     try:

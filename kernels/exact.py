@@ -51,7 +51,6 @@ from cce_dist.kernels.tokens import (
     coefficients,
     compact,
     first_rows,
-    gather_rows,
     gathered,
     label_ids,
     ordered_ids,
@@ -363,8 +362,7 @@ def gradients_by(
             # A group of tokens and a chunk of columns at a time. Beside saved columns one group has all tokens.
             ready_rows = None if num_saved else grads.ready_rows
             for group, (*compact_order, num_final) in enumerate(finished_groups(x.ids, saved.order, at_once, ready_rows)):
-                rows = Rows(*compact_order, first_rows(buffer_RD, compact_order[0].shape[0]))
-                gather_rows(x.hidden, rows)
+                rows = gathered(x.hidden, compact_order, buffer_RD)
                 fill = partial(_fill_chunk, x, rows, softmax, coef_4N, tiles, grads.often_empty)
                 final = 0 if num_saved else num_final
                 add_chunks(out, rows, chunks, dlogits_RV, fill, add=add or group > 0, num_final=final)

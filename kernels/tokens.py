@@ -118,9 +118,14 @@ def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor
 
 
 def gathered(hidden_ND: torch.Tensor, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor) -> Rows:
-    """Gather the hidden states of a group of tokens into the first rows of the buffer with ``gather_rows``."""
+    """Gather the hidden states of a group of tokens into the first rows of the buffer; zeros fill the last tile's rest."""
     rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
-    gather_rows(hidden_ND, rows)
+    num_rows, hidden_size = rows.hidden.shape
+    _gather_rows_kernel[(cdiv(num_rows, 16), cdiv(hidden_size, 256))](
+        hidden_ND, rows.index, rows.num_labelled, rows.hidden,
+        num_rows, hidden_size,
+        MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
+    )
     return rows
 
 
@@ -132,17 +137,6 @@ def first_rows(buffer: torch.Tensor, num_rows: int) -> torch.Tensor:
 def some_rows(matrix: torch.Tensor, first: int, stop: int) -> torch.Tensor:
     """Return the rows [first, stop) of a matrix, or the matrix itself if these are all."""
     return matrix if stop - first == matrix.shape[0] else matrix[first:stop]
-
-
-def gather_rows(hidden_ND: torch.Tensor, rows: Rows) -> None:
-    """Copy the hidden states of a group's tokens to ``rows.hidden``; zeros fill the last tile's rest."""
-    num_rows, hidden_size = rows.hidden.shape
-    grid = (cdiv(num_rows, 16), cdiv(hidden_size, 256))
-    _gather_rows_kernel[grid](
-        hidden_ND, rows.index, rows.num_labelled, rows.hidden,
-        num_rows, hidden_size,
-        MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
-    )
 
 
 @kernel("hidden_ptr", "rows_ptr", "hidden_size")

@@ -248,7 +248,7 @@ def test_the_launcher_in_c_gets_what_triton_gives_it(launcher_and_seen: tuple[An
     for matrix in (matrices[0], matrices[1], matrices[0], matrices[2]):
         given = described(matrix, 8), matrix, 5, described(matrix, 8), (matrix, 0.5)
         known = known or direct._Known.of(compiled, "abcdef", given, {"f": "ieee"})
-        assert known.launcher.run is not launcher
+        assert known.run is not launcher
         known.launch((1, 2, 3), 9, direct.kinds(given)[1], ())
         launcher(1, 2, 3, 9, 7, (4, 1, 0), None, None, None, given[0], matrix.data_ptr(), 5, given[3],
                  (matrix.data_ptr(), 0.5), "ieee")  # fmt: skip
@@ -265,6 +265,5 @@ def test_a_launcher_of_another_form_costs_a_line(caplog) -> None:
     compiled = SimpleNamespace(run=Other(print, ["first"]), function=7, packed_metadata=(4, 1, 0))
     direct._say_once.cache_clear()
     for _ in range(3):
-        launcher = direct.launcher_of(compiled)
-        assert launcher.run is compiled.run and launcher.behind == [(4, 1, 0), None, None, None]
+        assert direct.launcher_of(compiled) == (compiled.run, [(4, 1, 0), None, None, None], [], False)
     assert caplog.text.count("another form") == 1
