@@ -192,7 +192,7 @@ def _scale(values: Tensor | None, factor: Tensor, backend: str, out: Tensor | No
     if values is None:
         return
     if backend != "torch":
-        from cce_dist.kernels.scale import scale
+        from cce_dist.kernels.d_weight import scale
 
         scale(values, factor, out)
         return

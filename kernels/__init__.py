@@ -9,9 +9,6 @@ gradient filter). ``memory`` decides what fits in ``workspace_bytes``. The table
 
 **Letters** at the end of a tensor's name are its dimensions:
 
-======  ============================================================================================================
-letter  counts
-======  ============================================================================================================
 N       tokens of the call
 R       tokens of a group that is processed together, labelled tokens first
 S       tokens of a sample
@@ -28,20 +25,16 @@ P       parts that a sum is cut into
 C       columns of a tile
 T       shards of the group
 2 to 4  that many rows
-======  ============================================================================================================
 
 **Statistics of a shard** are the rows of ``stats_KN`` (a maximum of -inf and zeros where the shard has no valid row):
 
-====  ===========  ====================================================================================
 row   name         value
-====  ===========  ====================================================================================
 0     MAX          m = max_j z_j
 1     SUM_EXP      sum_j exp(z_j - m)
 2     TARGET       z at the label if the label is a valid row of this shard, else 0
 3     SUM_BELOW    sum_j (m - z_j); only where label smoothing is on
 4     COUNT        the number of valid rows; only where label smoothing is on
 last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wanted
-====  ===========  ====================================================================================
 
 ``linear_log_probs`` appends up to four kinds of rows (``outputs.py`` merges them), in this order: SUM_SQUARE, the sum of
 exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows with the logits of each token's ids,
@@ -54,11 +47,6 @@ p_j = exp(z_j - M - L) is accurate however large the logits are:
     dL/dz_j = P * p_j + LABEL * [j = label] + UNIFORM - ENTROPY * p_j * (log p_j + H)
 
 and dL/du_j is that times 1 - (z_j / softcap)^2.
-
-**Several ids a token.** TARGET is not used, and LABEL is 0. ``write_cells`` sets the cells of ids to their whole gradient.
-
-**Factors of a token** are two numbers, ``a`` and ``b``: ``u = a * (hidden @ weight.T + bias)`` and
-``z = b * softcap * tanh(u / softcap)`` (``z = u`` without a softcap). ``logit_scale`` is 1 then.
 """
 
 from __future__ import annotations
@@ -84,7 +72,6 @@ class ShardLogits(NamedTuple):
     tensors: str = ""
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Return a dict from the names in ``tensors`` to ``values``, which are in the same order."""
         if not self.tensors:
             return {}
         return dict(zip(self.tensors.split(), values, strict=True))
@@ -128,11 +115,9 @@ class Head(NamedTuple):
         return 1.0 if self.scale is None else self.scale
 
     def of_columns(self, columns: slice | torch.Tensor) -> Head:
-        """Return the head of some columns."""
         return self if self.bias is None else self._replace(bias=self.bias[columns].contiguous())
 
     def of_tokens(self, rows: slice) -> Head:
-        """Return the head of some tokens."""
         return self if self.factors is None else self._replace(factors=self.factors[rows])
 
 
@@ -205,7 +190,6 @@ class Spec(NamedTuple):
 
     @property
     def factors(self) -> bool:
-        """Whether each token has factors of its own."""
         return "factors" in self.logits.tensors.split()
 
     @property
@@ -215,22 +199,18 @@ class Spec(NamedTuple):
 
     @property
     def square_row(self) -> int:
-        """Index of the row SUM_SQUARE of the statistics, if it is wanted."""
         return self.num_stats
 
     @property
     def best_row(self) -> int:
-        """Index of the row BEST of the statistics, if it is wanted."""
         return self.num_stats + self.want.sum_p_squared
 
     @property
     def first_target(self) -> int:
-        """Index of the first of the I rows of statistics that hold the logits of several ids."""
         return self.best_row + self.want.best
 
     @property
     def first_top(self) -> int:
-        """Index of the first row of statistics that holds the largest logits."""
         return self.first_target + (self.num_ids if self.several else 0)
 
     @property

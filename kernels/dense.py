@@ -191,7 +191,6 @@ def _saves_exponentials(x: Operands, spec: Spec) -> bool:
 
 
 def _write_largest(x: Operands, spec: Spec, top_2KN: Tensor) -> None:
-    """Write each token's largest logits and their ids."""
     z_NK = x.hidden.new_full((x.num_tokens, spec.want.top_k), -torch.inf, dtype=torch.float32)
     ids_NK = torch.full_like(z_NK, NO_ID, dtype=torch.int64)
     # ``largest`` may copy a block.
@@ -338,7 +337,6 @@ def _of_exponentials(
 
 
 def _add_to_label(grad: Tensor, label_coef: Tensor, block: Block) -> None:
-    """Add the label's term to a block's gradients."""
     grad.scatter_(1, block.column_R1, grad.gather(1, block.column_R1) + torch.where(block.label_R1, label_coef, 0.0))
 
 

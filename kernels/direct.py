@@ -92,9 +92,8 @@ def launches_are_replaced() -> bool:
     return _THREAD.launch is not None
 
 
-# Triton loads each kernel's launcher in C as a module of the same name, and then reads the module's function. If the file was
-# loaded before, as for kernels with equal arguments, CPython puts its functions into the module that was loaded last. Another
-# thread that loads a launcher in between would make this kernel use that launcher (seen with Triton 3.6).
+# Triton loads each launcher in C as a module of the same name. If the file was loaded before, CPython puts its functions into
+# the module that was loaded last, so a thread that loads another launcher meanwhile would give it to this kernel (Triton 3.6).
 _LOADING = threading.Lock()
 
 
@@ -155,8 +154,7 @@ def _tensors(args: Any) -> Any:
 class Kernel:
     """A kernel of ``triton.jit``, launched by ``kernel[grid](*args, **options)`` as Triton's own object is.
 
-    Options are the kernel's constexprs and Triton's options, such as ``num_warps``. Constexprs are passed by name. Other
-    attributes are those of Triton's object.
+    Options are the kernel's constexprs and Triton's options. Other attributes are those of Triton's object.
     """
 
     def __init__(self, jitted: Any) -> None:
@@ -215,7 +213,6 @@ class Kernel:
 
 
 def _keep(records: dict[tuple, Any], key: tuple, record: Any) -> Any:
-    """Keep a record, and return it."""
     if len(records) >= MOST_KINDS:
         records.clear()
     records[key] = record

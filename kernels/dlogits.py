@@ -2,23 +2,15 @@
 
 ``logits_chunk`` serves the largest logits and the divergence of two heads. A token's logits do not depend on other tokens.
 
-``dlogits_chunk`` writes the gradient in the hidden states' dtype:
+``dlogits_chunk`` writes the gradient (``kernels/__init__.py`` has the formula) in the hidden states' dtype. This is the
+backward recomputation of *Cut Your Losses* (Wijmans et al., 2024, algorithm 3), except that the tile goes to memory. The two
+products that follow are then plain matrix multiplications, which write each output once and need neither locks nor atomics.
 
-    dL/du = scale * slope * (P p + LABEL [j = label] + UNIFORM - ENTROPY p (log p + H)),  p = exp(z - max - log_sum)
-
-with the coefficients of ``kernels/__init__.py``. This is the backward recomputation of *Cut Your Losses* (Wijmans et al., 2024,
-algorithm 3), except that the tile goes to memory, a bounded chunk at a time. The two products that follow are then plain matrix
-multiplications, which write each output once and need neither locks nor atomics.
-
-``write_cells`` overwrites the gradient at the ids of each token, where a token has several:
-
-    dL/du = scale * slope * (P p + g - ENTROPY p (log p + H))
-
-with z the id's own logit, saved in fp32 by forward, and g the gradient of its log-probability. No id is repeated within a row
-(``outputs.distinct``), so each cell is written once and the result depends on no order. The products that follow take the ids'
-parts of d_hidden and d_weight from these cells. In 16 bits the whole formula is computed again: the cell's ``P p`` has been
-rounded, and nearly cancels with g at a likely id. In fp32 g is added to the cell: p, log p and H must come from the same
-logits, and the saved logit was summed in another order.
+``write_cells`` overwrites the gradient at the ids of each token, where a token has several. LABEL is 0 then, and the formula
+has the gradient g of the id's log-probability in its place, with the id's own logit, saved in fp32 by forward. No id is
+repeated within a row (``outputs.distinct``), so the result depends on no order. In 16 bits the whole formula is computed
+again: the cell's ``P p`` has been rounded, and nearly cancels with g at a likely id. In fp32 g is added to the cell: p, log p
+and H must come from the same logits, and the saved logit was summed in another order.
 """
 
 from __future__ import annotations

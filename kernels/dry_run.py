@@ -2,13 +2,11 @@
 
 Tensors are on torch's device "meta", so they have sizes but no memory, and each launch is replaced by a Python function.
 
-peak           Return the most bytes alive, for ``cce-dist plan``, in some 10 to 100 ms. The GPU need not be present.
-compile_ahead  Compile the kernels of a call in parallel before forward begins. A first loss and gradient compiles some 14
-               kernels, with a filter 45, which otherwise are compiled at their first launch. ``triton.AsyncCompileMode`` runs
-               Triton's passes and the assembler in threads, without Python's lock. The call waits for all of them.
+``peak`` returns the most bytes alive, for ``cce-dist plan``, in some 10 to 100 ms. The GPU need not be present.
 
-Compiling ahead never changes what a call does: a kernel that it missed, or that does not compile, is compiled by its launch.
-``CCE_DIST_COMPILE_AHEAD=0`` turns it off.
+``compile_ahead`` compiles the kernels of a call before forward begins: some 14, with a filter 45. ``triton.AsyncCompileMode``
+runs Triton's passes and the assembler in threads, without Python's lock. The call waits for all of them. A kernel that is
+missed, or does not compile, is compiled by its launch. ``CCE_DIST_COMPILE_AHEAD=0`` turns compiling ahead off.
 """
 
 from __future__ import annotations
@@ -94,14 +92,9 @@ class Peak(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def peak(backend: str, sizes: Sizes, spec: Spec, device: Planned | None, ready_rows: int = 0) -> Peak:
-    """Return the peak of forward and backward in bf16.
+    """Return the peak of forward and backward in bf16 by "exact" or "filter", on a GPU (None: the device of this process).
 
-    Args:
-        backend: "exact" or "filter".
-        sizes: Sizes of the shard.
-        spec: Options of the call, with its memory budget.
-        device: The GPU. None: the device of this process.
-        ready_rows: As in ``cce_dist.decide.Way``.
+    ``ready_rows`` as in ``cce_dist.decide.Way``.
     """
     x, module = _bare_operands(sizes, spec), named(backend)
     with planned(device), launching(lambda *_: None), torch.no_grad(), Live() as live:
@@ -172,12 +165,7 @@ def _backward(backend: Backend, spec: Spec, kept: _Kept, grads: Grads) -> Any:
 def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None, num_ranks: int = 1) -> None:
     """Compile the kernels of a call's forward and backward in parallel, unless a similar call came before.
 
-    Args:
-        backend: Backend of the call.
-        spec: Options of the call.
-        x: Operands of the call, with labels in ``ids``. Under sequence parallelism hidden states are a slice.
-        weight_out: As in ``Grads``.
-        num_ranks: Size of the vocabulary-parallel group.
+    ``x.ids`` holds labels. Under sequence parallelism ``x.hidden`` is a slice.
     """
     if backend is named("dense"):
         return
@@ -214,7 +202,6 @@ def _kind(value: Any) -> Any:
 
 
 def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None, num_ranks: int) -> None:
-    """Compile the kernels that a dry run of the call launches."""
     import triton
 
     device, compiling = torch.device("cuda", torch.cuda.current_device()), []
@@ -223,7 +210,7 @@ def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
         compiling.append(kernel.warmup(*args, grid=(1,), **kwargs))
 
     def load_now(kernel: Any) -> None:
-        """Have Triton 3.6 build the kernel's C launcher now, which takes a quarter of a second, instead of at its launch."""
+        """Have Triton build the kernel's launcher in C now, which takes a quarter of a second."""
         with torch.cuda.device(device):
             load(kernel.result() if hasattr(kernel, "result") else kernel)
 

@@ -7,9 +7,7 @@ forward                                             backward
     rank into losses (losses)                           write its rows of d_weight (d_weight)
                                                       saved exponentials: the two matmuls alone
 
-Tokens without a label come last in both (``tokens.compact``). ``workspace_bytes`` bounds what is alive beside inputs and
-outputs; ``memory`` says how many rows and columns a chunk has, and how many columns keep their exponentials for backward.
-
+Tokens without a label come last in both (``tokens.compact``).
 Nothing here waits for the device, so a CUDA graph can capture it; shapes known on the host alone decide the launches.
 """
 
@@ -27,22 +25,8 @@ from cce_dist.kernels.d_hidden import Sum, add_d_hidden, add_parts, with_parts
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.direct import MOST_KINDS, Part, allocate
 from cce_dist.kernels.dlogits import dlogits_chunk, logits_chunk, write_cells
-from cce_dist.kernels.losses import (
-    Finished,
-    Results,
-    finish,
-    of_statistics,
-    rows_per_program,
-    token_losses,
-)
-from cce_dist.kernels.lse import (
-    NOTHING_MORE,
-    Keep,
-    Span,
-    gathered_with_targets,
-    lse_partials,
-    shape_of_partials,
-)
+from cce_dist.kernels.losses import Finished, Results, finish, of_statistics, rows_per_program, token_losses
+from cce_dist.kernels.lse import NOTHING_MORE, Keep, Span, gathered_with_targets, lse_partials, shape_of_partials
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.outputs import NO_ID, largest, normalised
 from cce_dist.kernels.saved_exp import Leveling, SavedExp, scaled_rows
@@ -139,7 +123,6 @@ def _saved_after_largest(x: Operands, spec: Spec, order: list[torch.Tensor], sta
 
 
 def _write_largest(x: Operands, spec: Spec, order: list[torch.Tensor], top_2KN: torch.Tensor) -> None:
-    """Write each token's largest logits and their ids, from all logits of a group of tokens at a time."""
     z_KN, ids_KN = top_2KN[: spec.want.top_k], top_2KN[spec.want.top_k :].view(torch.int32)
     z_KN.fill_(float("-inf"))  # stays where the shard has fewer columns than k
     ids_KN.fill_(NO_ID)
@@ -266,7 +249,7 @@ def _recompute_exponentials(x: Operands, saved: SavedExp, tiles: Tiles, spec: Sp
         rows = gathered(x.hidden, group, buffer_RD)
         partials = [part.of_rows(rows.index.shape[0]) for part in inner]
         leveling = _keep_exponentials(x, rows, how, partials, saved.of_group(number, how.at_once), spec.want)
-        finish(x, rows, None, leveling=leveling)
+        finish(x, rows, None, want=NOTHING_MORE, leveling=leveling)
 
 
 class Output(NamedTuple):
@@ -283,10 +266,7 @@ class Output(NamedTuple):
 
 
 class Uniform(NamedTuple):
-    """Label smoothing's part of the logits' gradient, where the rest comes from saved exponentials.
-
-    It is one number per token, equal in all columns, so its products with weight and hidden states are sums of rows.
-    """
+    """Label smoothing's part beside saved exponentials: one number per token, so its products are sums of rows."""
 
     coef_N: torch.Tensor  # The gradient of each token's logits, fp32
     d_weight_D: torch.Tensor  # Added to every row of d_weight, fp32
@@ -317,8 +297,6 @@ def gradients_by(
     d_hidden, d_weight, d_bias = new_gradients(x, grads)
     returned = d_hidden, None if grads.weight_out is not None else d_weight, d_bias
     if x.num_tokens == 0 or x.num_valid == 0:
-        if d_hidden is not None and grads.hidden_ready is not None:
-            grads.hidden_ready(d_hidden)
         return returned
     # Only d_weight needs the scaled hidden states. They are kept in d_hidden's storage if d_hidden may be computed last.
     weight_first = 0 < num_saved == last and grads.want_hidden and grads.want_weight and grads.hidden_ready is None
@@ -382,7 +360,6 @@ def gradients_by(
 def _write_label_cells(
     saved: SavedExp, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, scale_R: torch.Tensor
 ) -> None:
-    """Write the cells of each token's ids in saved exponentials, if ``scaled_rows`` has not written its label's cell."""
     if softmax.entropy is not None and x.cells is None:
         x = x._replace(cells=Cells(x.ids[:, None], saved.target_N[:, None], coef_4N[1][:, None]))
     if x.cells is not None:
@@ -393,7 +370,6 @@ def _fill_chunk(
     x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, tiles: Tiles, one_wave: bool, first: int,
     grads_RV: torch.Tensor,
 ) -> None:
-    """Write the logits' gradient of the columns from ``first`` on, including the cells of each token's ids."""
     dlogits_chunk(x, rows, softmax, coef_4N, first, grads_RV, tiles, one_wave=one_wave)
     if x.cells is not None:
         write_cells(x, rows, softmax, coef_4N, first, grads_RV)
@@ -449,12 +425,17 @@ def add_chunks(
 
 
 def new_gradients(x: Operands, grads: Grads) -> Gradients:
-    """Allocate the wanted gradients. d_bias and padding rows start as 0; without tokens or columns, all gradients do."""
+    """Allocate the wanted gradients. d_bias and padding rows start as 0.
+
+    Without tokens or columns all gradients do, and ``hidden_ready`` is called.
+    """
     d_hidden, num_written = None, x.num_valid if x.num_tokens else 0
     if grads.want_hidden:
         d_hidden = _new_like(x.hidden) if grads.hidden_out is None else grads.hidden_out
         if not num_written:  # ``add_d_hidden`` sets rows without a label to 0
             d_hidden.zero_()
+            if grads.hidden_ready is not None:
+                grads.hidden_ready(d_hidden)
     num_rows = x.weight.shape[0]
     d_bias = torch.zeros(num_rows, dtype=torch.float32, device=x.weight.device) if grads.want_bias else None
     if not grads.want_weight or grads.weight_out is not None:

@@ -2,13 +2,11 @@
 
     u = before * (hidden @ weight.T + bias),  z = after * softcap * tanh(u / softcap)  (z = u without a softcap)
 
-``before`` and ``after`` are a token's factors; without factors ``before`` is the head's scale and ``after`` is 1. A kernel
-takes ``Head`` (``kernels/__init__.py``) as one argument, a tuple. Triton knows at compile time which fields are None, so
-``head.bias is not None`` costs nothing, and a factor of 1 leaves no instruction. ``logits_of`` is also where columns past the
-end of the vocabulary are masked, so forward and backward cannot disagree on the mask.
-
-Integers stay arguments of their own. Triton compiles a kernel again if an integer becomes 1 or a multiple of 16.
-``blocks.kernel`` turns that off for arguments, but nothing turns it off inside a tuple.
+``before`` and ``after`` are a token's factors; without factors ``before`` is the head's scale and ``after`` is 1. Triton
+knows at compile time which fields of ``Head`` are None, and a factor of 1 leaves no instruction. ``logits_of`` also masks
+columns past the end of the vocabulary, so forward and backward cannot disagree. A record has no integers: Triton compiles a
+kernel again if an integer becomes 1 or a multiple of 16. ``blocks.kernel`` turns that off for arguments, but nothing does
+inside a tuple.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ the gradients of ``log p_y = z_y - lse``, of ``lse = log sum_k exp z_k``, and of
 
     dL/dz_k = (L - G) p_k + G [k = y] - E p_k (log p_k + H)        p_k = exp(z_k - lse); 0 for an own id outside its list
 
-Only listed rows of the weight are read, and only listed logits are computed. A shard has the entries whose ids it holds. One
-sort by column, then token, finds ids that a list repeats (they count once), and gives each column its tokens in a fixed order.
-Sums are made in this order, without atomics.
+A shard has the entries whose ids it holds. One sort by column, then token, finds ids that a list repeats (they count once), and
+gives each column its tokens in a fixed order, in which sums are made.
 
 ``kept_rows`` has the functions ``statistics`` and ``gradients`` as Triton kernels. The versions here read the lengths of lists,
 so they wait for the device.

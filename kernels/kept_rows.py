@@ -3,8 +3,6 @@
 In forward and for d_hidden each program has one token and goes through its list, a few rows of the weight at a time. For
 d_weight a program has a part of one column's row, and goes through the column's tokens. Programs share no sums, so a token's
 outputs do not depend on other tokens, and sums are in the order of the lists.
-
-Memory traffic takes the time: each entry reads a row of the weight in forward, and again in backward, with a hidden state.
 """
 
 from __future__ import annotations

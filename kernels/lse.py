@@ -5,16 +5,13 @@ Online softmax (Milakov and Gimelshein, 2018) over the vocabulary for a block of
 fp32 partials that another kernel (``losses.py``) merges in order: no lock, no atomic, the same bits every run. The loops over
 tiles and over D are flattened into one, so the copy engine works through the epilogue.
 
-Saved exponentials are ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's relative
-precision does not depend on its exponent, so the reference need only be near the row's maximum. It is the maximum of the
-first tile, unless a later logit is more than ``HEADROOM`` above it. Then later tiles get a higher reference, and
-``saved_exp.py`` rescales the row to one reference at the end.
+Saved exponentials are ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's
+relative precision does not depend on its exponent, so the reference need only be near the row's maximum. It is the maximum of
+the first tile, unless a later logit is more than ``HEADROOM`` above it. Then later tiles get a higher one, and
+``saved_exp.py`` levels them.
 
-A filter's marks are one bit per logit: 0 if it is below its row's threshold. Reducing a tile to bits and storing them
-unconditionally spills no registers; a branch that stores the tile itself would.
-
-The logit of each token's label has a kernel of its own, the indexed matrix-vector product of *Cut Your Losses* (algorithm 1):
-inside the loop above it would cost registers.
+A filter's marks are one bit per logit: 0 if it is below its row's threshold. The logit of each token's label has a kernel of
+its own (*Cut Your Losses*, algorithm 1): inside the loop above it would cost registers.
 """
 
 from __future__ import annotations
@@ -47,9 +44,6 @@ from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, cdiv, precision
 from cce_dist.kernels.tokens import first_rows
 
 HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
-
-FAR = tl.constexpr(87.0)  # nats; exp(-87) is above 2^-126, and exp(87) is finite
-
 NUM_PLANES = 7  # planes of the partials that are always allocated
 # Planes of the partials: running maximum, reference of the sums, sum of exp, then the optional sums. The last two, sum of
 # squares and bits of the best column, are allocated only if wanted.
@@ -142,7 +136,6 @@ def _lse_launch(
     partials: Sequence[int], hidden_size: int, num_columns: tuple[int, int, int], span: Span, want: Want, want_sloped: bool,
     tile: Tile, group: int, options: tuple[bool, bool, str],
 ) -> Launch:
-    """Return the launch of ``_lse_kernel`` for partials of this shape, and columns of logits, exponentials and marks."""
     (_, num_splits, num_rows), (num_valid, exp_cols, num_words), (tma, fast, dot_precision) = partials, num_columns, options
     return _lse_kernel.prepared(
         (cdiv(num_rows, tile.rows) * span.num_parts,),
@@ -344,10 +337,9 @@ def gathered_with_targets(
     x: Operands, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor, out_KN: torch.Tensor | None, row: int,
     copy_N: torch.Tensor | None = None,
 ) -> Rows:
-    """Gather the hidden states of a group as ``tokens.gathered`` does, and write the logit of each token's label.
+    """Gather the hidden states of a group as ``tokens.gathered`` does, and write each label's logit; 0: no row of this shard.
 
-    The logits go to row ``row`` of out_KN (which may be [N] for one row) and to ``copy_N``, if given. With several ids a token
-    they go to I rows, ``row`` and the following ones. A logit is 0 if the label is no valid row of this shard.
+    The logits go to row ``row`` of out_KN, with several ids a token to I rows from there on, and to ``copy_N``, if given.
     """
     rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     num_rows, hidden_size = rows.hidden.shape

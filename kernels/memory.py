@@ -2,12 +2,9 @@
 
 Pure arithmetic on sizes, so that the host code of the kernels and the fake tensors of torch.compile agree.
 
-exact     A chunk is a part of the vocabulary. It finishes its rows of d_weight, the large output, and adds to d_hidden, the
-          small one. Tokens are split too if hidden states and remainder of all tokens exceed half of the budget; d_weight is
-          then accumulated in its own dtype. A larger budget keeps exponentials of the first columns.
-filtered  The budget holds hidden states of a group of tokens and their marks, the lists of all tokens, and in backward the
-          lists' gradients.
-dense     At most LIVE_BLOCKS blocks of fp32 logits are alive at a time.
+In the exact path a chunk is a part of the vocabulary. It finishes its rows of d_weight, the large output, and adds to d_hidden,
+the small one. Tokens are split too if hidden states and remainder of all tokens exceed half of the budget; d_weight is then
+accumulated in its own dtype. A larger budget keeps exponentials of the first columns.
 """
 
 from __future__ import annotations
@@ -21,13 +18,11 @@ from cce_dist.kernels.tiles import Tiles, cdiv, fill_waves, usual_waves
 LEAST_BYTES = 32 << 20  # smaller budgets count as this when chunks are cut: their rows would not fill a device
 CHUNK_COST = 2500  # fixed cost of a chunk, in recomputed columns: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
 LEAST_TILES = 16  # keep exponentials of fewer tiles than this only if these are all tiles
-# Bounds of the default budget. The upper one holds a group of 4,096 tokens at a vocabulary of 262,144 to 262,400 ids (Gemma 3):
-# 2,048 MiB of exponentials and at most 42 MiB beside them for hidden sizes up to 8,192. With 2,048 MiB groups have half as many
-# tokens, and Gemma-3-1b's head takes 27.6 ms in place of 23.9 (H200, 8,192 tokens, 2026-11).
+# Bounds of the default budget. The upper one holds a group of 4,096 tokens at a vocabulary of 262,144 to 262,400 ids (Gemma 3).
+# With 2,048 MiB groups have half as many, and Gemma-3-1b's head takes 27.6 ms in place of 23.9 (H200, 8,192 tokens, 2026-11).
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2100 << 20
 ROWS = 128  # chunks of tokens are cut at multiples of this
-# Fewest tokens of a group whose logits are read twice. H200, 8,192 tokens of Gemma-3-270m's head: groups of 128 took 2.5 of
-# forward KL's time, groups of 768 took 1.25; logits computed twice would take a third more.
+# Fewest tokens of a group whose logits are read twice: groups of 128 took 2.5 of forward KL's time, groups of 768 took 1.25.
 LEAST_PAIR_ROWS = 256
 TILE_COLS = 256  # columns of a tile whose exponentials are kept together
 REFERENCE_BYTES = 4  # bytes of one row's reference in one tile, alive while exponentials are computed
@@ -43,15 +38,12 @@ SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient, w
 USUAL_SLOTS, USUAL_EPS = 256, 2.0**-10
 SLOT_UNIT = 16  # a list has a multiple of this, and at least as many
 SLOT_BYTES = 20  # bytes of a slot: column, gradient and the slot's place; then token and gradient in sorted order
-# A listed column moves three rows of D numbers. A column of the exact gradient takes three products of 2 D operations, and a
-# GPU does 60 to 110 operations while it moves a byte.
 COLUMNS_PER_SLOT = 64  # columns of exact gradient that cost as much as a listed column
 
 LIVE_BLOCKS = 8  # most blocks of logits that the dense backend has alive at a time
 BLOCK_N, BLOCK_V = 128, 256  # groups of tokens are multiples of BLOCK_N, the dense backend's blocks of both
 DENSE_N = 32  # the dense backend's groups of tokens are multiples of this
-# Most tokens and columns of a block on a CPU, whose caches hold a few such blocks. On an AMD EPYC they take 0.6 to 0.9 of the
-# time of blocks of 32 MiB, and wider blocks of few tokens up to five times as long in oneDNN (2026-11).
+# Most tokens and columns of a block on a CPU: on an AMD EPYC 0.6 to 0.9 of the time of blocks of 32 MiB (2026-11).
 CPU_ROWS, CPU_COLUMNS = 1024, 2048
 
 # LEAST_GROUP: fewest tokens of a group; groups of 768 took as long as computing logits twice at D 1,024. MOST_ROUNDED: most
@@ -77,7 +69,6 @@ class Sizes(NamedTuple):
 
     @property
     def num_heads(self) -> int:
-        """Number of heads: 2 with a teacher."""
         return 2 if self.teacher_size else 1
 
     @property
@@ -104,10 +95,9 @@ class Chunks(NamedTuple):
 
 
 def bytes_of_all(sizes: Sizes) -> int:
-    """Return the smallest budget that keeps the exponentials of all columns.
+    """Return the smallest budget that keeps the exponentials of all columns, beside hidden states and references.
 
-    It also holds hidden states and references of all tokens. If no other rank waits for d_hidden (``alone``), it needs them for
-    one group in forward, and room for the parts of d_hidden's last wave in backward, which keeps hidden states in d_hidden.
+    If no other rank waits for d_hidden (``alone``), these are one group's, and backward keeps hidden states in d_hidden.
     """
     num_tiles = cdiv(sizes.num_columns, TILE_COLS)
     row_bytes = _making_bytes(sizes, num_tiles)
@@ -205,8 +195,7 @@ def _bytes_of_group(sizes: Sizes) -> int:
 
 def _part_kept(sizes: Sizes, workspace_bytes: int) -> int:
     """Return how many tiles keep their exponentials if the other columns are recomputed in chunks; negative if none fit."""
-    # Each chunk has a fixed cost, CHUNK_COST, so wider chunks are cheaper, until their memory would save more time if it held
-    # exponentials. Beside the chunk the budget holds hidden states and remainder of all tokens.
+    # Wider chunks are cheaper (CHUNK_COST), until their memory would save more time if it held exponentials.
     width = math.isqrt(CHUNK_COST * sizes.num_columns)
     recompute = sizes.num_tokens * (2 * sizes.hidden_bytes + width * sizes.cell_bytes)
     tile_bytes = TILE_COLS * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads  # per token, with references
@@ -250,10 +239,9 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, saved_bytes: int, tiles: Ti
 
 
 def pair_rows(sizes: Sizes, workspace_bytes: int, saved: int) -> int:
-    """Return how many tokens' logits of both heads fit in the budget beside ``saved`` columns of all tokens.
+    """Return how many tokens' logits of both heads fit in 13/16 of the budget beside ``saved`` columns of all tokens.
 
-    Three sixteenths of the memory are left free, about as much as the chunks of backward leave. Returns 0 if fewer than
-    ``LEAST_PAIR_ROWS`` fit, unless these are all: then it is faster to compute the logits twice.
+    0 if fewer than ``LEAST_PAIR_ROWS`` fit, unless these are all: then it is faster to compute the logits twice.
     """
     one, saved = sizes._replace(num_tokens=1), min(saved, sizes.num_columns)
     saved_bytes = bytes_of_all(one._replace(num_columns=saved)) - sizes.hidden_bytes
@@ -362,10 +350,9 @@ def dense_groups(sizes: Sizes, workspace_bytes: int, uniform: bool, *, holds_wei
 
 
 def piece_columns(num_columns: int, top_k: int) -> int:
-    """Return the columns of a piece, a power of 2, so that about as many pieces as columns of pieces are sorted.
+    """Return the columns of a piece, a power of 2, so that ``outputs.largest`` sorts about as many pieces as their columns.
 
-    ``outputs.largest`` sorts the maxima of all pieces, then the columns of the ``top_k`` best pieces. H200, 8,192 tokens: this
-    takes 3 to 11 ms for k up to 64 and 128,256 to 262,144 columns; torch.topk takes 12 to 23 ms.
+    H200, 8,192 tokens, 128,256 to 262,144 columns, k up to 64: 3 to 11 ms, where torch.topk takes 12 to 23 ms.
     """
     return min(MOST_PIECE, 1 << math.isqrt(num_columns // top_k).bit_length())
 

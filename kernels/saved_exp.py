@@ -6,8 +6,7 @@ scaled hidden states. The label's cell is written from the label's own logit, so
 
 If the entropy is differentiated, the row's gradient is ``scale * e * (a + b log e)``, since log p is log e plus a number per
 row. Backward then overwrites the exponentials with ``e * (a + b log e)`` and sets ``SavedExp.overwritten``. A second backward
-computes the exponentials again, with the same bits. Rounding e to 16 bits changes log p by at most 2^-9 nats. That adds 2^-9 of
-``h p`` to ``h p (log p + H)``, as much as rounding p adds to the gradient of a log-probability weighted by h.
+computes the exponentials again, with the same bits. Rounding e to 16 bits changes log p by at most 2^-9 nats.
 """
 
 from __future__ import annotations
@@ -67,17 +66,8 @@ class Leveling(NamedTuple):
 
 @triton.jit
 def leveled(
-    exp_ptr,  # in, out: [R, B * BLOCK_V]
-    tile_reference_ptr,  # in: [B, R] fp32
-    reference_ptr,  # out: [R] fp32
-    offs_n,
-    live,
-    num_rows,
-    num_tiles,
-    exp_cols,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    exp_ptr, tile_reference_ptr, reference_ptr, offs_n, live, num_rows, num_tiles, exp_cols,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
     """Rescale the exponentials of rows, [BLOCK_N], to each row's largest reference, and store the reference."""
     row_stride = num_rows.to(tl.int64)
@@ -107,11 +97,10 @@ def leveled(
 def scaled_rows(
     saved: SavedExp, x: Operands, rows: Rows, softmax: Softmax, upstream: Upstream, vocab_size: int, *, gather: bool
 ) -> torch.Tensor:
-    """Return scale_R, and with ``gather`` copy hidden states times scale_R to ``rows.hidden``.
+    """Return scale_R, and with ``gather`` copy hidden states times scale_R to ``rows.hidden``; zeros fill the last tile's rest.
 
-    Zeros fill the rest of the last tile of ``rows.hidden``. Each label's cell of the exponentials is overwritten so that
-    scale * cell is the label's gradient. If the entropy is differentiated, all cells are overwritten in this way, and
-    ``write_cells`` writes the labels' cells.
+    Each label's cell of the exponentials is overwritten so that scale * cell is the label's gradient. If the entropy is
+    differentiated, all cells are overwritten in this way, and ``write_cells`` writes the labels' cells.
     """
     num_rows, hidden_size = rows.index.shape[0], x.hidden.shape[1]
     factor_2R = None

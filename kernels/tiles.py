@@ -45,10 +45,8 @@ FULL_WAVES = 0.95  # wanted share of busy programs, on average, when the vocabul
 PROGRAMS = 132  # of an H100 or H200; budgets must give the same groups on every rank, so they assume this number and _WIDE
 
 # By (compute capability major, bits of the dtype or 0 for ieee fp32).
-# (9, 16) was measured 2026-11 on one H200 and one H100 (torch 2.11, Triton 3.6). On the H100 groups of 8 and 32, 4 stages, and
-# 256 x 128 were timed too, none was better on all four heads (benchmarks/results/h100-kept.json). The other rows are not tuned
-# and have not run on their devices. tests/kernels/test_compiled.py checks that they fit in the device's shared memory (228 KiB
-# for major number 10, 164 or 99 for 8, 99 for 12).
+# (9, 16) was measured 2026-11 on one H200 and one H100 (torch 2.11, Triton 3.6; benchmarks/results/h100-kept.json). The others
+# are not tuned; tests/kernels/test_compiled.py checks that they fit in the device's shared memory.
 _TABLE = {
     (12, 16): Tiles(*(Tile(128, 64, 32, 4, 3),) * 4, 8),
     (12, 32): Tiles(*(Tile(64, 64, 32, 4, 2),) * 4, 8),
@@ -70,10 +68,9 @@ class Rates(NamedTuple):
     bytes_moved: float
 
 
-# From these rates ``filter/costs.py`` and ``cce-dist plan`` predict times. By bytes per element, as reached in practice at the
-# power limit. Read on November 21, 2026: three plain bf16 matmuls of 8,192 tokens of Llama-3-8B's and Gemma-2-2B's heads; bytes
-# per second of F.cross_entropy's elementwise passes over their logits, which are larger than the cache. Operations of 4-byte
-# elements are those of tf32; ieee fp32 was not measured.
+# By bytes per element, as reached in practice at the power limit. Read on November 21, 2026: three plain bf16 matmuls of 8,192
+# tokens of Llama-3-8B's and Gemma-2-2B's heads; bytes per second of F.cross_entropy's elementwise passes over their logits.
+# Operations of 4-byte elements are those of tf32; ieee fp32 was not measured.
 H200 = {2: Rates(7.0e14, 4.0e12), 4: Rates(3.5e14, 4.0e12)}
 
 
@@ -122,19 +119,11 @@ def _in_interpreter() -> bool:
 def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
     """Return the tiles for a dtype on a device."""
     planned = planned_device()
-    if planned is not None:
-        return table_tiles(planned.major, 8 * dtype.itemsize)
-    return _chosen(dtype, device, precision(dtype))
-
-
-@lru_cache(maxsize=64)
-def _chosen(dtype: torch.dtype, device: torch.device, dot_precision: str) -> Tiles:
-    if interpreted():
+    if planned is None and _in_interpreter():
         return _INTERPRETED
-    bits = 0 if dtype == torch.float32 and dot_precision == "ieee" else dtype.itemsize * 8
-    if torch.version.hip is not None:
-        return _FALLBACK  # ROCm also reports 9.x, for devices with 64 KiB of shared memory
-    return table_tiles(torch.cuda.get_device_capability(real_device(device))[0], bits)
+    is_ieee = planned is None and dtype == torch.float32 and fp32_precision() == "ieee"
+    # ROCm also reports 9.x, for devices with 64 KiB of shared memory; ``_own`` gives 0, for which the table has no row.
+    return table_tiles((planned or _own(device)).major, 0 if is_ieee else 8 * dtype.itemsize)
 
 
 def table_tiles(major: int, bits: int) -> Tiles:
@@ -187,8 +176,7 @@ def _own(device: torch.device) -> Planned:
 def beside_collectives() -> bool:
     """Whether the kernel of a collective may run at the same time, because this process has other ranks.
 
-    The program of a loop over tiles keeps its multiprocessor until the kernel ends. A collective that finds none waits that
-    long. On the other ranks the same collective holds multiprocessors meanwhile, and their own programs wait for these.
+    The program of a loop over tiles keeps its multiprocessor until the kernel ends. A collective that finds none waits.
     """
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -224,8 +212,8 @@ def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> in
     """Return the number of parts that the log-sum-exp cuts ``num_tiles`` tiles of the vocabulary into.
 
     The usual number is a quarter of the programs that the device runs at a time, so that 16 row blocks make four whole waves.
-    Many row blocks get fewer parts, to keep partials small; few row blocks get more, to fill the device. If the last wave would
-    be far from full, take the nearest number of parts that fills it.
+    Many row blocks get fewer, to keep partials small; few get more. If the last wave would be far from full, take the nearest
+    number that fills it.
     """
     row_blocks = cdiv(num_rows, tile_rows)
     wanted = max(cdiv(at_once, row_blocks), min(at_once // 4, cdiv(16 * at_once, row_blocks)))

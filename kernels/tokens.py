@@ -1,8 +1,5 @@
 """Functions of a few numbers per token, before and after the passes over the vocabulary: one launch each instead of thirty.
 
-``label_ids`` and ``ordered_ids`` implement ``Backend``. They are documented in ``backends.py``, and ``dense.py`` has them and
-``coefficients`` in plain torch.
-
 ``compact`` skips tokens without a label, although the host does not know how many there are. ``index_N`` lists labelled tokens
 first, in order, and ``num_labelled`` is their number, on the device. Every later kernel stops after ``num_labelled`` compact
 rows. So a batch with two thirds of its tokens ignored costs a third, wherever the ignored tokens are.

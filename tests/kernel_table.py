@@ -15,7 +15,7 @@ TESTS = {
     "dlogits": "core/test_log_probs.py",
     "kept_rows": "core/test_kept_ids.py",
     "divergence": "core/test_divergence.py",
-    "scale": "core/test_groups.py",
+    "d_weight": "core/test_groups.py",
     "filter": "kernels/test_filtered.py",
     "": "kernels/test_triton.py",
 }

@@ -17,7 +17,6 @@ def saved_like(x: Heads, spec: Divergence) -> list[Tensor]:
 
 
 def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[Block, Block]]]]:
-    """Yield each range of columns with its blocks of both heads' logits, one pair of blocks for each group of tokens."""
     of_student, of_teacher = (
         blocks_of(operands, Spec(spec.student, 1, workspace_bytes=spec.workspace_bytes)) for operands in x
     )
@@ -39,7 +38,7 @@ def statistics(x: Heads, spec: Divergence, merged: Merge, rows: int) -> Sums:
 
 
 def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
-    """Return the statistics of one block of logits. Overwrites both heads' logits."""
+    """Return a block's statistics. Overwrites both heads' logits."""
     max_s, max_t = z_s.amax(1), z_t.amax(1)
     z_s -= max_s.clamp(min=FLOOR)[:, None]
     z_t -= max_t.clamp(min=FLOOR)[:, None]
@@ -88,8 +87,6 @@ def _second_sums(x: Heads, pair: Pair, spec: Divergence) -> Tensor | None:
 def gradients(
     x: Heads, pair: Pair, coef_N: Tensor, saved: list[Tensor], grads: Grads, spec: Divergence
 ) -> Gradients:
-    """Return d_hidden, d_weight and d_bias of the student; ``coef_N`` is the gradient of each token's divergence."""
-
     def gradients_of(pairs: Iterator[tuple[Block, Block]]) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
         for block, teacher in pairs:
             d_logits = _block_gradients(block, teacher, pair, spec).mul_(coef_N[block.rows, None])
@@ -101,7 +98,6 @@ def gradients(
 
 
 def _block_gradients(student: Block, teacher: Block, pair: Pair, spec: Divergence) -> Tensor:
-    """Return the gradient of each token's divergence with respect to the student's ``hidden @ weight.T + bias``."""
     log_p, log_t, z = _log_softmaxes(student, teacher, pair)
     head, p = student.head, log_p.exp()
     if spec.kind == "forward":

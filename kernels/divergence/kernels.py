@@ -6,11 +6,10 @@ logits again before the next group of tokens overwrites them, or computes them a
 logits into their gradient, in place, and the products of ``d_hidden.py`` and ``d_weight.py`` follow, as in ``exact.py``.
 ``heads.py`` has the formulas. A second backward computes the overwritten logits again, with the same bits.
 
-In each tile of columns a row's logits are stored relative to the row's largest one, which is kept in fp32. So the largest
-logits, which dominate a softmax, are exact. A logit that is d below its tile's largest is off by at most 2^-12 of the power of
-two above d: 2^-9 for 8 nats. A logit of 20 in bf16 would be off by 2^-4. The stored numbers are fp16, which has three bits more
-than bf16, for bf16 hidden states; with fp16 or fp32 hidden states they are fp32, because a dense head's own logits are as
-precise as fp16. All statistics, the log-sum-exps too, are computed from the stored numbers, so equal heads stay equal.
+In each tile of columns a row's logits are stored relative to the row's largest one, which is kept in fp32, so the largest
+logits are exact. With bf16 hidden states they are stored in fp16: a logit that is d below its tile's largest is off by at most
+2^-12 of the power of two above d; a logit of 20 in bf16 would be off by 2^-4. With fp16 or fp32 hidden states they are fp32.
+All statistics, the log-sum-exps too, are computed from the stored numbers, so equal heads stay equal.
 
 Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The moment relative to two maxima is this project's.
 """
@@ -43,9 +42,7 @@ SUMS_TILES = 4  # tiles that a warp of ``_pair_sums_kernel`` reads at a time
 # Warps per row of that kernel. Sums stay within one warp; but kinds with a second pass work on few rows at a time.
 SUMS_WARPS, FEW_ROWS_WARPS = 1, 4
 BLOCK_N = 16  # rows per program of ``_pair_gradients_kernel``
-# Row blocks that read the weight together: 12.0 ms with 8, 12.4 with the 16 of other kernels (a head of Llama-3-8B, N 8,192,
-# one H200, 2026-11; cuBLAS 12.2).
-GROUP = 8
+GROUP = 8  # row blocks that read the weight together: 12.0 ms, 12.4 with 16 (a head of Llama-3-8B, N 8,192, H200, 2026-11)
 
 
 class PairLogits(NamedTuple):
@@ -87,7 +84,6 @@ def saved_like(x: Heads, spec: Divergence) -> list[torch.Tensor]:
 
 
 def _new_saved(x: Heads, spec: Divergence) -> PairLogits:
-    """Allocate the logits that are saved for backward. Their rows are the tokens that count, in order."""
     hidden, columns = x.student.hidden, saved_columns(x, spec)
     tile_cols = choose_tiles(hidden.dtype, hidden.device).lse.cols if columns else 1
     return new_pair_logits(x.student.num_tokens, columns, tile_cols, hidden, columns > 0)
@@ -113,7 +109,6 @@ class _Work(NamedTuple):
     tiles: Tiles  # Tiles of the device
 
     def chunks(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Cut columns [first, last) into chunks of the buffer's size: pairs of the first column and the end."""
         cols = self.chunk.columns or 1
         return [(col, min(col + cols, last)) for col in range(first, last, cols)]
 
@@ -135,7 +130,6 @@ def _work(x: Heads, spec: Divergence, saved: PairLogits, rows: int = 0) -> _Work
 
 
 def _gather(x: Heads, order: list[torch.Tensor], work: _Work) -> tuple[Rows, Rows]:
-    """Gather both heads' hidden states of a group of tokens."""
     return gathered(x.student.hidden, order, work.hidden[0]), gathered(x.teacher.hidden, order, work.hidden[1])
 
 
@@ -403,8 +397,6 @@ def gradients(
     d_hidden, d_weight, d_bias = new_gradients(student, grads)
     returned = (d_hidden, None if grads.weight_out is not None else d_weight, d_bias)
     if student.num_tokens == 0 or student.num_valid == 0:
-        if d_hidden is not None and grads.hidden_ready is not None:
-            grads.hidden_ready(d_hidden)
         return returned
     with on_device(student.hidden):
         _, coef_N, gain = normalised(student, coef_N)
@@ -439,7 +431,6 @@ def _write_gradients(
     x: Heads, made: Iterable[tuple[int, Rows]], rows: Rows, logits: PairLogits, pair: Pair, coef_N: torch.Tensor,
     spec: Divergence, tiles: Tiles, first: int, grads_RV: torch.Tensor,
 ) -> None:
-    """Compute logits of columns from ``first`` on, for the heads in ``made``; write the student's gradient to ``grads_RV``."""
     student, (z_2RC, top_2BR, _), num_rows = x.student, logits, rows.index.shape[0]
     num_cols = min(grads_RV.shape[1], student.num_valid - first)
     _fill(x, made, logits, first, first + num_cols, tiles)

@@ -21,10 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from cce_dist import VocabShard, decide, given, groups, linear_cross_entropy, merge
 from cce_dist.kernels import ShardLogits, Spec, dry_run, memory, tiles
 from cce_dist.kernels import dense as dense_backend
-from cce_dist.kernels.d_weight import joined, low_byte
+from cce_dist.kernels.d_weight import joined, low_byte, scale
 from cce_dist.kernels.dry_run import Live
 from cce_dist.kernels.lse import longest_first
-from cce_dist.kernels.scale import scale
 from cce_dist.kernels.tiles import Tile
 from cce_dist.tools.verify.cases import CASES, with_empty
 from cce_dist.tools.verify.check import assert_no_worse
