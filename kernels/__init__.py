@@ -84,8 +84,7 @@ class ShardLogits(NamedTuple):
 class Head(NamedTuple):
     """The parameters that turn products ``hidden @ weight.T`` into logits. None means absent.
 
-    A kernel takes the record as one argument, and only ``head.py`` reads it there. Triton compiles a kernel again for each set
-    of absent fields, so no flag says whether there is a bias.
+    Triton compiles a kernel again for each set of absent fields, so no flag says whether there is a bias.
     """
 
     bias: torch.Tensor | None = None  # [V] contiguous
@@ -171,9 +170,7 @@ class Spec(NamedTuple):
     def can_keep(self, dtype: str) -> bool:
         """Whether exponentials can be kept from forward to backward, for hidden states of this dtype.
 
-        Only in bf16: the exponent of fp16 is too short, and fp32 would lose precision. Label
-        smoothing and a differentiated entropy can use them only without a softcap, and label smoothing only without factors
-        per token. ``invariant`` calls keep nothing.
+        Only in bf16: the exponent of fp16 is too short, and fp32 would lose precision.
         """
         want, has_slope = self.want, self.logits.softcap > 0.0
         has_other_terms = (want.uniform and (has_slope or self.factors)) or (want.entropy and has_slope)
@@ -182,8 +179,7 @@ class Spec(NamedTuple):
     def can_keep_logits(self, dtype: str) -> bool:
         """Whether plain torch can turn the exponentials of a group of tokens into gradients, for this dtype.
 
-        Gradients in fp16 may underflow. The gradient must be as in ``can_keep``; a softcap's slope and the filter need the
-        logits themselves.
+        Gradients in fp16 may underflow. A softcap's slope and the filter need the logits themselves.
         """
         wide = dtype != "torch.float16"
         return self.want.grad and wide and not self.want.entropy and self.logits.softcap == 0.0 and self.filter.eps == 0

@@ -195,10 +195,7 @@ def has_fast_math() -> bool:
 
 @triton.jit
 def fast_exp2(x, FAST: tl.constexpr):
-    """Return 2^x in one instruction; Triton's own takes four, and is exact below 2^-126, too.
-
-    The relative error is at most 2^-22; with FAST, results below 2^-126 are 0: they do not matter next to a row's largest.
-    """
+    """Return 2^x within 2^-22. FAST takes one instruction instead of four, and results below 2^-126 are 0."""
     if FAST:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -209,8 +206,7 @@ def fast_exp2(x, FAST: tl.constexpr):
 
 @triton.jit
 def fast_log2(x, FAST: tl.constexpr):
-    """Return the logarithm to base 2. With FAST it takes one instruction instead of thirty, is within 2^-22, and numbers
-    below 2^-126 count as 0."""
+    """Return log2(x). FAST takes one instruction instead of thirty, is within 2^-22, and takes x < 2^-126 for 0."""
     if FAST:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

@@ -3,8 +3,6 @@
 The first launch with arguments of a kind goes through Triton, which compiles. Later ones of that kind call Triton's launcher
 in C with that compiled kernel. The kind is a key (``kinds``) that differs wherever Triton would compile differently.
 
-What does not depend on a launch's tensors is worked out once for equal sizes and options (``prepared``).
-
 Launches go through Triton if this version's launcher is unknown here, while hooks are set on launches, and with
 ``CCE_DIST_LAUNCH=triton``. In a dry run they go to a function instead (``launching``).
 """
@@ -104,7 +102,6 @@ def load(kernel: Any) -> None:
 
 
 def passes_triton_by() -> bool:
-    """Return whether this thread's launches go past Triton, and not to a function in their place."""
     return _THREAD.launch is None and _is_wanted()
 
 

@@ -54,7 +54,6 @@ FIRST_TILE = Span(0, 1, 1)
 
 
 def saved_columns(x: Operands, spec: Spec) -> int:
-    """Return how many of the shard's first columns keep their exponentials: as many as fit in the budget."""
     if not spec.can_keep(str(x.hidden.dtype)):
         return 0
     return memory.saved_columns(sizes_of(x, spec.alone), spec.workspace_bytes)
@@ -100,7 +99,6 @@ def statistics(
 
 
 def losses_alone(x: Operands, spec: Spec) -> Results:
-    """Return losses, softmax, statistics and ``SavedExp``. Statistics are None without further outputs, and have no TARGET."""
     if x.num_tokens == 0 or x.num_valid == 0:
         return of_statistics(x, spec, *statistics(x, spec))
     stats_TKN = _empty(x, 1, spec.num_rows, x.num_tokens) if spec.num_rows > spec.num_stats else None
@@ -189,7 +187,7 @@ class _Sweep(NamedTuple):
 
 @lru_cache(maxsize=MOST_KINDS)
 def _sweep_of(sizes: Sizes, spec: Spec, saved: int, tiles: Tiles, programs: int, alone: bool) -> _Sweep:
-    """Return how to sweep if the exponentials of ``saved`` columns are saved. The device runs ``programs`` at a time."""
+    """Return how to sweep if ``saved`` columns are saved. The device runs ``programs`` at a time."""
     at_once, tile = min(sizes.num_tokens, memory.forward_rows(sizes, spec.workspace_bytes, saved)), tiles.lse
     num_tiles = cdiv(sizes.num_columns, tile.cols)
     num_kept = min(saved // tile.cols, num_tiles)
@@ -283,7 +281,6 @@ class Uniform(NamedTuple):
 def gradients(
     x: Operands, softmax: Softmax, upstream: Upstream, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
-    """Return d_hidden, d_weight and d_bias; a token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere."""
     return gradients_by(x, softmax, None, SavedExp(*saved), grads, spec, upstream)
 
 

@@ -23,10 +23,6 @@ BLOCK_D = 1024  # elements of a row that a program of backward handles
 
 
 def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Return ``stats_KN`` of the softmax over each token's list, and the logit of each list entry.
-
-    The logit of an entry that is no column of this shard is -inf.
-    """
     num_tokens, hidden_size = x.hidden.shape
     z_M = torch.empty(lists.column_M.shape, dtype=torch.float32, device=x.hidden.device)
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=x.hidden.device)
@@ -53,7 +49,6 @@ def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tenso
 
 @triton.jit
 def _entry_logits(h, weight_ptr, head, factors, column, offs_d, in_d, hidden_size):
-    """Return the logits of a block of entries of one token, -inf for entries without a column."""
     here = column >= 0
     where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
     w = tl.load(where, mask=here[:, None] & in_d[None, :], other=0)
@@ -129,7 +124,6 @@ def _list_logits_kernel(
 
 
 def gradients(x: Operands, lists: KeptLists, grad_M: Tensor, grads: Grads, spec: Spec) -> Gradients:
-    """Return d_hidden, d_weight and d_bias from the entries' gradients."""
     d_hidden = d_weight = d_bias = None
     num_parts = cdiv(x.hidden.shape[1], BLOCK_D)
     sizes, tiles = (x.hidden.shape[1],), dict(BLOCK_K=8, BLOCK_D=BLOCK_D, num_warps=4)

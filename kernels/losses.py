@@ -192,10 +192,9 @@ def _finish_kernel(
 
 @triton.jit
 def _merged_parts(partial_ptr, offs_n, live, row_stride, num_splits, WANT: tl.constexpr):
-    """Merge the partials of all parts. Return the maximum, and six sums, 0 if not wanted, relative to it.
+    """Merge the partials of all parts. Return the maximum, and six numbers, relative to it, 0 if not wanted.
 
-    The sums are those of exp, of ``below`` and of ``moment`` (``kernels/__init__.py``), of exp times the softcap's slope, of
-    exp squared, and the bits of the best column.
+    These are sums of exp, of two statistics, of exp times the slope, of exp squared, and the bits of the best column.
     """
     plane = num_splits * row_stride
     merged_max = tl.full(offs_n.shape, float("-inf"), tl.float32)

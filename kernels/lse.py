@@ -302,10 +302,7 @@ def _lse_kernel(
 
 @triton.jit
 def _moment(moment, sum_exp, e, z, top, drop, rise):
-    """Add a tile to sum_j exp(z_j - shift) (z_j - top), where shift has grown by ``drop`` and top by ``rise``.
-
-    ``top`` is the largest logit so far: relative to another number the moment would be large and lose digits.
-    """
+    """Add a tile to sum_j exp(z_j - shift) (z_j - top), where shift has grown by ``drop`` and top, the maximum, by ``rise``."""
     # Avoid 0 * -inf = NaN for a logit of -inf.
     term = tl.sum(tl.where(e > 0, e * (z - top[:, None]), 0.0), 1)
     return tl.where(sum_exp > 0, tl.exp(-drop) * (moment - rise * sum_exp), 0.0) + term

@@ -47,9 +47,9 @@ DENSE_N = 32  # the dense backend's groups of tokens are multiples of this
 CPU_ROWS, CPU_COLUMNS = 1024, 2048
 
 # LEAST_GROUP: fewest tokens of a group; groups of 768 took as long as computing logits twice at D 1,024. MOST_ROUNDED: most
-# groups after each of which dC is rounded to bf16. Its relative error is 2.9e-3 with one group, 3.8e-3 with five, 6.9e-3 with
-# 16; dense bf16 has 6.4e-3 to 8.1e-3 (H200, 2026-11). With more groups dC has 8 extra bits. If these exceed a third of the
-# budget there are at most MOST_GROUPS groups, and dC is rounded.
+# groups after each of which dC is rounded to bf16: its relative error is 3.8e-3, with 16 groups 6.9e-3, with dense bf16
+# 6.4e-3 to 8.1e-3. With more groups dC has 8 extra bits, or if these exceed a third of the budget, there are at most
+# MOST_GROUPS.
 LEAST_GROUP, MOST_ROUNDED, MOST_GROUPS = 896, 5, 16
 # Uneven groups are taken if they need less than FULLER of even groups' time. Time counts d_hidden and one pass over d_weight
 # per group (1e-4 of a wave for each hidden unit), in waves of d_hidden's tiles on the 132 programs of an H100 or H200.
@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
     num_columns: int  # Columns of the logits: rows of the weight that are part of the vocabulary
     itemsize: int  # Bytes of an element of hidden states and weight
     teacher_size: int = 0  # D of the teacher in a divergence of two heads; 0: there is no teacher
-    pair_bytes: int = 0  # Bytes per logit position for the logits of both heads ; 0: no teacher
+    pair_bytes: int = 0  # Bytes per logit position for the logits of both heads; 0: no teacher
     alone: bool = False  # No sum over ranks waits for d_hidden (``Spec.alone``)
 
     @property
@@ -159,7 +159,6 @@ def groups_of(sizes: Sizes, workspace_bytes: int, *, holds_weight: bool = False)
 
 
 def low_bytes(sizes: Sizes) -> int:
-    """Bytes of d_weight's extra 8 bits."""
     return sizes.num_columns * sizes.hidden_size
 
 

@@ -1,7 +1,6 @@
 """All outputs per token as one record, and the merge over shards of outputs that the loss does not need. Plain torch.
 
-These tensors have a few numbers per token or id, so every backend shares the functions. Each function's order of operations is
-fixed: the bits are the same in every run and on every rank.
+Each function's order of operations is fixed: the bits are the same in every run and on every rank.
 """
 
 from __future__ import annotations
@@ -137,8 +136,7 @@ def cell_gradients(d_nll_NI: Tensor | None, target_NI: Tensor, ids_NI: Tensor) -
 def normalised(x: Operands, coef: Tensor) -> tuple[Operands, Tensor, Tensor | None]:
     """Divide fp16 coefficients and cells by their largest finite magnitude, so that gradients of a mean do not underflow.
 
-    Returns:
-        The operands, the coefficients [..., N], and the divisor (None in other dtypes).
+    Return operands, coefficients [..., N], and the divisor (None in other dtypes).
     """
     if x.hidden.dtype != torch.float16 or not x.num_tokens:
         return x, coef, None
@@ -151,8 +149,7 @@ def normalised(x: Operands, coef: Tensor) -> tuple[Operands, Tensor, Tensor | No
     return x, coef / gain, gain
 
 
-# The largest logits, in falling order, and equal logits in ascending order of ids. torch.topk does not promise which of several
-# equal logits it returns, so these functions sort, stably.
+# Equal logits are in ascending order of ids. torch.topk does not promise which of them it returns, so these functions sort.
 
 
 def largest(z_RV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

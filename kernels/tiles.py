@@ -231,7 +231,7 @@ def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> in
 def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, int]:
     """Return how many tiles of d_hidden stay whole, and into how many parts of the inner axis each other tile is cut.
 
-    The parts take one wave or two: 87 tiles in three parts each, on 132 programs, take the time of two thirds of a wave.
+    87 tiles in three parts each, on 132 programs, take the time of two thirds of a wave.
     """
     last = num_tiles % at_once
     if not last:
@@ -272,7 +272,7 @@ def fitted(tile: Tile, width: int) -> Tile:
 def fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_once: int, most: int) -> int:
     """Return the chunk width of the logits' gradient, at most ``most``, with the least time in partly filled waves.
 
-    A last wave of a few programs takes as long as a wave of ``at_once``. d_hidden does not count: its last wave is cut.
+    d_hidden does not count: its last wave is cut.
     """
     grad_weight = fitted(tiles.grad_weight, hidden_size)
 

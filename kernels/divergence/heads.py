@@ -21,8 +21,6 @@ relative to both maxima, so large logits cost no precision: with a the leading h
 ``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``. If maxima grow by ``drop``, ``merge`` and the kernels update it:
 
     MOMENT <- exp(-drop_a) (MOMENT - (drop_a - drop_b) SUM_a)
-
-Both heads go through the same operations, so equal heads give a divergence and a gradient of exactly 0.
 """
 
 from __future__ import annotations

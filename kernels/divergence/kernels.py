@@ -9,9 +9,7 @@ logits into their gradient, in place, and the products of ``d_hidden.py`` and ``
 In each tile of columns a row's logits are stored relative to the row's largest one, which is kept in fp32, so the largest
 logits are exact. With bf16 hidden states they are stored in fp16: a logit that is d below its tile's largest is off by at most
 2^-12 of the power of two above d; a logit of 20 in bf16 would be off by 2^-4. With fp16 or fp32 hidden states they are fp32.
-All statistics, the log-sum-exps too, are computed from the stored numbers, so equal heads stay equal.
-
-Source: the online softmax (Milakov and Gimelshein, 2018) for one head. The moment relative to two maxima is this project's.
+All statistics are computed from the stored numbers, so equal heads give a divergence and a gradient of exactly 0.
 """
 
 from __future__ import annotations
@@ -74,7 +72,6 @@ def new_pair_logits(num_rows: int, columns: int, tile_cols: int, like: torch.Ten
 
 
 def saved_columns(x: Heads, spec: Divergence) -> int:
-    """Return how many of the shard's first columns are saved for backward: as many as fit in the budget."""
     can_keep = spec.can_keep(str(x.student.hidden.dtype))
     return memory.saved_columns(x.sizes, spec.workspace_bytes) if can_keep else 0
 
@@ -392,7 +389,7 @@ def _pair_sums_kernel(
 def gradients(
     x: Heads, pair: Pair, coef_N: torch.Tensor, saved_of_forward: list[torch.Tensor], grads: Grads, spec: Divergence
 ) -> Gradients:
-    """Return d_hidden, d_weight and d_bias of the student; ``coef_N`` is the gradient of each token's divergence."""
+    """Return the student's gradients; ``coef_N`` is the gradient of each token's divergence."""
     student, saved = x.student, PairLogits(*saved_of_forward)
     d_hidden, d_weight, d_bias = new_gradients(student, grads)
     returned = (d_hidden, None if grads.weight_out is not None else d_weight, d_bias)
