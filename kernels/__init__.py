@@ -58,14 +58,14 @@ import torch
 
 _T = TypeVar("_T")
 FAR_SOFTCAP = 64.0  # models have 30 to 50
-IGNORED, OUTSIDE = -1, -2  # stand for a label that is the ignore_index, and for one that is not in the vocabulary
+IGNORED, OUTSIDE = -1, -2  # stand for the ignore_index, and for a label outside the vocabulary
 
 
 class ShardLogits(NamedTuple):
     """How this shard turns hidden states into logits, as plain values."""
 
     start: int  # First vocabulary id of the shard; row j of the weight is id ``start + j``
-    num_valid: int  # Rows of the weight that are part of the vocabulary; rows from here on are padding
+    num_valid: int  # Rows of the vocabulary; rows of the weight from here on are padding
     logit_scale: float = 1.0  # Multiplies the logits
     softcap: float = 0.0  # Bound of the logits, ``softcap * tanh(u / softcap)``; 0 means none
     # Names of the tensors that ``Head`` has here, separated by spaces. An operator takes these tensors as a list.
@@ -77,7 +77,7 @@ class ShardLogits(NamedTuple):
         return dict(zip(self.tensors.split(), values, strict=True))
 
     def listed(self, **values: _T) -> list[_T | None]:
-        """Return the values given by name as a list in the order of ``tensors``; None for a name that is not given."""
+        """Return the values given by name in the order of ``tensors``; None for a name that is not given."""
         return [values.get(name) for name in self.tensors.split()]
 
 
@@ -158,7 +158,7 @@ class Spec(NamedTuple):
     want: Want = Want()
     workspace_bytes: int = 256 << 20
     num_ids: int = 1  # I, the number of ids per token; 1: its label
-    invariant: bool = False  # A token's outputs have the same bits whichever other tokens are in the call
+    invariant: bool = False  # A token's bits do not depend on the other tokens
     alone: bool = False  # No rank waits for d_hidden, because it is not summed over ranks
     once: bool = False  # One backward follows at once, so it may overwrite what forward saves
 
@@ -168,19 +168,13 @@ class Spec(NamedTuple):
         return 3 + 2 * self.want.uniform + self.want.entropy
 
     def can_keep(self, dtype: str) -> bool:
-        """Whether exponentials can be kept from forward to backward, for hidden states of this dtype.
-
-        Only in bf16: the exponent of fp16 is too short, and fp32 would lose precision.
-        """
+        """Whether exponentials can be kept for backward: only in bf16. fp16's exponent is too short; fp32 would lose digits."""
         want, has_slope = self.want, self.logits.softcap > 0.0
         has_other_terms = (want.uniform and (has_slope or self.factors)) or (want.entropy and has_slope)
         return want.grad and dtype == "torch.bfloat16" and not has_other_terms and not self.invariant
 
     def can_keep_logits(self, dtype: str) -> bool:
-        """Whether plain torch can turn the exponentials of a group of tokens into gradients, for this dtype.
-
-        Gradients in fp16 may underflow. A softcap's slope and the filter need the logits themselves.
-        """
+        """Whether plain torch can turn exponentials into gradients: not in fp16 (underflow), nor where logits are needed."""
         wide = dtype != "torch.float16"
         return self.want.grad and wide and not self.want.entropy and self.logits.softcap == 0.0 and self.filter.eps == 0
 
@@ -219,7 +213,7 @@ class Rows(NamedTuple):
     """A group of tokens in compact order: labelled tokens first."""
 
     index: torch.Tensor  # [R] int32: indices of the tokens
-    num_labelled: torch.Tensor  # int32: its first element is how many of these tokens have a label, on the device
+    num_labelled: torch.Tensor  # int32: its first element counts those with a label
     hidden: torch.Tensor  # [R, D]: buffer for the hidden states of these tokens
 
 
@@ -228,7 +222,7 @@ class Cells(NamedTuple):
 
     ids_NI: torch.Tensor  # int64, in the whole vocabulary; negative: no id. In backward no row repeats an id.
     target_NI: torch.Tensor | None = None  # In backward: the logits of the ids, fp32
-    grad_NI: torch.Tensor | None = None  # In backward: the gradients of the ids' log-probabilities, fp32
+    grad_NI: torch.Tensor | None = None  # In backward: gradients of log-probabilities, fp32
 
 
 class Operands(NamedTuple):
@@ -242,7 +236,7 @@ class Operands(NamedTuple):
     start: int  # As in ``ShardLogits``
     num_valid: int  # As in ``ShardLogits``
     cells: Cells | None = None  # Several ids of each token, or None
-    order: list[torch.Tensor] | None = None  # ``tokens.compact`` of ``ids``, if it has been computed already
+    order: list[torch.Tensor] | None = None  # ``tokens.compact`` of ``ids``, if known
 
     @classmethod
     def of(
@@ -312,13 +306,13 @@ class Grads(NamedTuple):
     want_hidden: bool = True  # Compute d_hidden
     want_weight: bool = True  # Compute d_weight
     want_bias: bool = True  # Compute d_bias
-    weight_out: torch.Tensor | None = None  # [V, D] buffer that d_weight is added to instead of being returned, or None
+    weight_out: torch.Tensor | None = None  # [V, D]: d_weight is added to it, and not returned
     # Called with d_hidden once all work that writes it is queued on the current stream
     hidden_ready: Callable[[torch.Tensor], None] | None = None
     # If tokens are split, ``hidden_ready`` is also called with the first ``ready_rows`` rows, then with the first
     # 2 * ``ready_rows`` rows, and so on, as soon as these rows are final. None: it is only called with all rows.
     ready_rows: int | None = None
-    hidden_out: torch.Tensor | None = None  # [N, D] storage that d_hidden is written to and returned in, or None
+    hidden_out: torch.Tensor | None = None  # [N, D]: d_hidden is written to it
     # Often no token has a label: kernels then return early and may leave d_weight unwritten. d_hidden of tokens without a label
     # stays unwritten.
     often_empty: bool = False
@@ -330,7 +324,7 @@ Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | 
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums, statistics and losses of operands in ``dtype``: float64 for float64, else float32."""
+    """Return the dtype of sums and losses of operands in ``dtype``: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -49,7 +49,7 @@ def kernel(*specialized: str) -> Callable[[Callable], Kernel]:
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager:
-    """Return a context in which launches go to the tensor's device; it does nothing if that is current, as nearly always."""
+    """Return a context in which launches go to the tensor's device, nearly always the current one."""
     device = tensor.device
     is_current = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
     return NO_CHANGE if is_current else torch.cuda.device(device)

@@ -29,7 +29,7 @@ class Sum(NamedTuple):
     """d_hidden while chunks are added to it."""
 
     high_ND: torch.Tensor  # [N, D] in the hidden states' dtype: d_hidden itself
-    low_RD: torch.Tensor | None  # [R, D] bf16: the remainder; None in fp32, or if there is only one chunk
+    low_RD: torch.Tensor | None  # [R, D] bf16: the remainder; None in fp32, or for one chunk
     # Only for calls that are often empty: scratch for cut tiles, which groups of at most ``few_rows`` tokens use
     parts_PRC: torch.Tensor | None = None
     few_rows: int = 0
@@ -192,7 +192,7 @@ def _write_piece(
     OFTEN_EMPTY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Write a whole tile of d_hidden, or a part of the sum over columns for a tile that is cut; see ``_add``."""
+    """Write a whole tile of d_hidden, or a part of a tile that is cut; see ``_add``."""
     num_labelled = target[1]
     hidden_size, first, num_set = sizes
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)

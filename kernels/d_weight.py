@@ -20,7 +20,7 @@ from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, on_devic
 from cce_dist.kernels.direct import MOST_KINDS, Launch
 from cce_dist.kernels.tiles import Tile, beside_collectives, cdiv, fitted, num_programs, precision
 
-GROUP = tl.constexpr(8)  # row blocks that a loop over tiles walks together, so that hidden states are read from the cache
+GROUP = tl.constexpr(8)  # row blocks that a loop over tiles walks together
 
 
 def add_d_weight(
@@ -41,10 +41,9 @@ def add_d_weight(
     ``more_D``: fp32, added to each row of the product.
     ``often_empty``: write nothing if no row is kept.
 
-    Where shared memory allows a loop over tiles, two kinds of calls launch only as many programs as run at a time. In a call
-    that is often empty, thousands of programs that return early would take longer. In a call that sets d_weight_VD, the loop
-    overlaps a tile's first loads and its store with the tiles before and after: H200, 0.89 of the time at 1,024 tokens, 0.98 to
-    1.00 at 8,192. Beside collectives it can take twice as long (``beside_collectives``).
+    Where shared memory allows a loop over tiles, calls that are often empty or set d_weight_VD launch only as many programs as
+    run at a time. The loop overlaps a tile's first loads and its store with the tiles before and after: H200, 0.89 of the time
+    at 1,024 tokens, 0.98 to 1.00 at 8,192. Beside collectives it can take twice as long (``beside_collectives``).
     """
     tma = has_tma(dlogits_RV, rows.hidden, d_weight_VD)
     is_set = not add and low_VD is None

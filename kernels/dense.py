@@ -56,20 +56,20 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[Tensor] | None:
 
 
 class Block(NamedTuple):
-    """A block of logits: tokens ``rows`` x columns ``cols``, the operands of these, and the position of each label in it."""
+    """A block of logits: its tokens ``rows`` and columns ``cols``, their operands, and each label's position in it."""
 
     rows: slice
     cols: slice
     hidden_RD: Tensor
     weight_CD: Tensor
     head: Head  # Restricted to these tokens and columns
-    column_R1: Tensor  # The label's column, [R, 1]; any column if the label is not in the block
+    column_R1: Tensor  # The label's column, [R, 1]; any if it is not in the block
     label_R1: Tensor  # Whether the label is in the block
     # Whether a token has no label. Its logits are set to 0, because its hidden state may hold anything, and so may the product
     # with a weight or bias that is not finite.
     unlabelled_R1: Tensor
-    columns_RI: Tensor | None = None  # With several ids a token: the column of each id; any column if it is not in the block
-    ids_RI: Tensor | None = None  # With several ids a token: whether each id is in the block
+    columns_RI: Tensor | None = None  # The same for several ids a token, [R, I] each
+    ids_RI: Tensor | None = None
 
     def logits(self) -> Tensor:
         z, head = _matmul(self.hidden_RD, self.weight_CD.t()), self.head
@@ -115,7 +115,7 @@ def blocks_of(x: Operands, spec: Spec, whole: bool = False) -> Iterator[tuple[sl
             yield Block(rows, cols, hidden_RD, x.weight[cols], head, *columns_of(ids_R1, cols), ids_R1 < 0, *of_ids)
 
     def columns_of(ids: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
-        """Return the position of each id in the columns, any position if it is not among them, and whether it is."""
+        """Return the position of each id in the columns, and whether it is there at all."""
         columns = torch.where(ids >= 0, ids - x.start - cols.start, -1)
         width = cols.stop - cols.start
         return columns.clamp(0, width - 1), (columns >= 0) & (columns < width)
@@ -136,7 +136,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _multiplies_bf16() -> bool:
-    """Return whether oneDNN multiplies bf16 numbers on this CPU. Torch before 2.9 has no setting for fp32 results of them."""
+    """Return whether oneDNN multiplies bf16 numbers here. Torch before 2.9 has no setting for fp32 results."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     return hasattr(matmul, "fp32_precision") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -203,7 +203,7 @@ def _write_largest(x: Operands, spec: Spec, top_2KN: Tensor) -> None:
 
 
 def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
-    """Add a block of logits to the statistics of its rows, as the online softmax does. Overwrites z by exponentials."""
+    """Add a block of logits to the statistics of its rows (online softmax). Overwrites z by exponentials."""
     max_R, sum_R, target_R, *more = stats_KR[: spec.num_stats]
     target_R += torch.where(block.label_R1, z.gather(1, block.column_R1), 0.0)[:, 0]
     if block.columns_RI is not None:
@@ -343,7 +343,7 @@ def _block_gradients(
     block: Block, softmax: Softmax, coef_4N: Tensor, of_ids_RI: Tensor | None, spec: Spec,
     sums_of_dropped: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return a block's gradients with respect to ``hidden @ weight.T + bias``: all of them, and with dropped ones as 0."""
+    """Return a block's gradients with respect to ``hidden @ weight.T + bias``: all, and with dropped ones as 0."""
     p_coef, label_coef, uniform_coef, _ = coef_4N[:, block.rows, None].unbind()
     grad, slope = _softmax_part(block, softmax, coef_4N)
     dropped = None

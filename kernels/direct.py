@@ -35,7 +35,7 @@ MOST_CODES = 64  # of tensor descriptors of one argument of a kind
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Return whether kernels run on an NVIDIA GPU, with a launcher that is known here. Warn once if it is unknown."""
+    """Return whether kernels run on an NVIDIA GPU with a known launcher. Warn once if it is unknown."""
     if torch.version.hip is not None:
         return False
     import triton
@@ -106,7 +106,7 @@ def passes_triton_by() -> bool:
 
 
 class Part:
-    """A part of an allocation, contiguous and in fp32, that only kernels take for a tensor. A view takes the host longer."""
+    """A part of an allocation, in fp32, that kernels take for a tensor. A view takes the host longer."""
 
     __slots__ = ("address", "first", "shape", "whole")
     dtype = torch.float32
@@ -170,7 +170,7 @@ class Kernel:
         return self.launch((*grid, 1, 1)[:3], (), options, (tuple(options), *options.values()), *args)
 
     def prepared(self, grid: Sequence[int], *numbers: Any, **options: Any) -> Launch:
-        """Return a launch that takes the arguments before ``numbers``. Callers keep it for calls of equal sizes and options."""
+        """Return a launch that takes the arguments before ``numbers``, to be kept for equal sizes and options."""
         kind = (tuple(options), *options.values(), *kinds(numbers)[0])
         number = self.kinds.get(kind)
         if number is None:

@@ -34,7 +34,7 @@ from cce_dist.kernels.blocks import (
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
 from cce_dist.kernels.tiles import Tiles, beside_collectives, cdiv, num_parts, num_programs, precision
 
-LOWEST = tl.constexpr(-1e4)  # nats: lower bound of log-probabilities; the probability is 0 at and below it
+LOWEST = tl.constexpr(-1e4)  # nats: bound of log-probabilities; p is 0 at and below it
 
 
 def logits_chunk(
@@ -268,7 +268,7 @@ def write_cells(
     x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, first_col: int, dlogits_RV: torch.Tensor,
     scale_R: torch.Tensor | None = None,
 ) -> None:
-    """Write the gradient at each token's ids among the columns from ``first_col`` on, divided by ``scale_R`` if given."""
+    """Write the gradient at each token's ids from column ``first_col`` on, divided by ``scale_R`` if given."""
     assert x.cells is not None
     num_cols = dlogits_RV.shape[1]
     num_ids = x.cells.ids_NI.shape[1]

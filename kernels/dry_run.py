@@ -123,7 +123,7 @@ def groups_peak(sizes: Sizes, groups: Groups, spec: Spec, device: Planned | None
 
 @lru_cache(maxsize=4096)
 def anew_peak(sizes: Sizes, spec: Spec, device: Planned | None) -> int:
-    """Return the peak of computing d_weight again, because the upstream gradients differ from those that forward expected."""
+    """Return the peak of computing d_weight again, for upstream gradients that forward did not expect."""
     spec = spec._replace(want=spec.want._replace(grad=False))
     x, module = _bare_operands(sizes, spec), named("exact")
     d_weight = torch.empty_like(x.weight)
@@ -195,7 +195,7 @@ def _kind_of_task(spec: Spec) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    """Return the options with each float replaced by the facts that kernels are compiled for: above 0, 1, a far softcap."""
+    """Return the options with floats replaced by what kernels are compiled for: above 0, 1, a far softcap."""
     if isinstance(value, tuple):
         return tuple(map(_kind, value))
     return (value > 0, value == 1, value > FAR_SOFTCAP) if isinstance(value, float) else value

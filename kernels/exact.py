@@ -7,8 +7,7 @@ forward                                             backward
     rank into losses (losses)                           write its rows of d_weight (d_weight)
                                                       saved exponentials: the two matmuls alone
 
-Tokens without a label come last in both (``tokens.compact``).
-Nothing here waits for the device, so a CUDA graph can capture it; shapes known on the host alone decide the launches.
+Tokens without a label come last in both (``tokens.compact``). Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 
 def new_saved(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy: bool = False) -> SavedExp:
-    """Allocate the saved tensors, with exponentials of the first ``columns`` columns. Without columns most are empty."""
+    """Allocate the saved tensors, with exponentials of the first ``columns`` columns."""
     device, num_rows = x.hidden.device, x.num_tokens if columns else 0
     exp_NV = torch.empty(x.num_tokens, columns, dtype=x.hidden.dtype, device=device)
     reference_N, target_N = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
@@ -198,7 +197,7 @@ def _sweep_of(sizes: Sizes, spec: Spec, saved: int, tiles: Tiles, programs: int,
         other_parts = num_parts(16 * tile.rows if spec.invariant else at_once, num_tiles - num_kept, tile.rows, programs)
     keeping = Span(0, num_kept, kept_parts) if num_kept else None
     others = Span(num_kept, num_tiles, other_parts, kept_parts) if other_parts else None
-    if tile.warps >= 8:  # one tile per block of rows would occupy half of a device, so halve the blocks
+    if tile.warps >= 8:  # one tile per block of rows occupies half of a device: halve them
         tile = tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)
     shapes: list[tuple[int, ...]] = [
         shape_of_partials(kept_parts + other_parts, at_once, spec.want),
@@ -238,7 +237,7 @@ def _keep_exponentials(
 
 
 def _recompute_exponentials(x: Operands, saved: SavedExp, tiles: Tiles, spec: Spec) -> None:
-    """Compute the exponentials again if an earlier backward has overwritten them. Otherwise every launch returns at once."""
+    """Compute exponentials again that an earlier backward has overwritten. Otherwise launches return at once."""
     assert saved.overwritten is not None
     # The same groups, cut into the same parts, as in forward.
     how = _sweep_of(sizes_of(x), spec, saved.exp_NV.shape[1], tiles, num_programs(x.hidden.device), False)
@@ -260,7 +259,7 @@ class Output(NamedTuple):
     gain: torch.Tensor | None  # A factor on all gradients, or None
     grads: Grads
     tiles: Tiles
-    weight_first: bool = False  # Compute d_weight before d_hidden, whose storage holds the scaled hidden states until then
+    weight_first: bool = False  # Before d_hidden, whose storage holds scaled hidden states until then
 
 
 class Uniform(NamedTuple):
@@ -288,7 +287,7 @@ def gradients_by(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor | None, saved: SavedExp, grads: Grads, spec: Spec,
     upstream: Upstream = _NO_UPSTREAM,
 ) -> Gradients:
-    """Compute ``gradients``. Recomputed columns use ``coef_4N``, or if it is None, ``upstream``, as saved columns always do."""
+    """Compute ``gradients``. Recomputed columns use ``coef_4N``, or if it is None, ``upstream``, as saved ones do."""
     last = x.num_valid
     num_saved = min(saved.exp_NV.shape[1], last)
     d_hidden, d_weight, d_bias = new_gradients(x, grads)

@@ -52,22 +52,16 @@ def logits_of(
         after = after[:, None]
         inside = in_v[None, :]
     if head.bias is not None:
-        z += of_columns(head.bias, offs_v, in_v, TILE)
+        bias = tl.load(head.bias + offs_v, mask=in_v, other=0).to(tl.float32)
+        if TILE:
+            bias = bias[None, :]
+        z += bias
     z *= before
     if head.softcap is not None:
         z = softcapped(z, head.softcap, head.far)
     if MASK_V:
         z = tl.where(inside, z, float("-inf"))
     return z * after
-
-
-@triton.jit
-def of_columns(numbers_ptr, offs_v, in_v, TILE: tl.constexpr):
-    """Load one number per column, [V] in any dtype, as fp32; 0 outside ``in_v``. For a TILE the result is [1, BLOCK_V]."""
-    numbers = tl.load(numbers_ptr + offs_v, mask=in_v, other=0).to(tl.float32)
-    if TILE:
-        numbers = numbers[None, :]
-    return numbers
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from torch import Tensor
 from cce_dist.kernels import Gradients, Grads, Operands, ShardLogits, Softmax, Spec
 
 LEAST_ELEMENTS = 1 << 16  # fewest elements of a block of rows, whatever the budget
-LIVE_BYTES = 20  # bytes per element of a block: rows of weight and hidden states, both again in fp32, and their products
+LIVE_BYTES = 20  # per element of a block: weight and hidden states, both again in fp32, and products
 
 
 class KeptLists(NamedTuple):
@@ -54,7 +54,7 @@ class KeptLists(NamedTuple):
 
 
 def rising(offsets_N1: Tensor, num_listed: int) -> Tensor:
-    """Return the offsets with invalid values replaced, so that they rise from 0 to ``num_listed``: no read is out of bounds."""
+    """Return the offsets with invalid values replaced, so that they rise from 0 to ``num_listed``."""
     inner = offsets_N1[1:-1].clamp(0, num_listed).cummax(0).values
     ends = torch.full_like(offsets_N1[:1], num_listed)
     return torch.cat((torch.zeros_like(ends), inner, ends))[: offsets_N1.shape[0]]
@@ -188,7 +188,7 @@ def _d_hidden(x: Operands, lists: KeptLists, grad_M: Tensor, spec: Spec) -> Tens
 
 
 def _add_d_weight(d_weight: Tensor, x: Operands, lists: KeptLists, grad_M: Tensor, spec: Spec) -> None:
-    """Add each column's sum to its row of d_weight, rounded once: a block's last column may continue in the next block."""
+    """Add each column's sum to its row, rounded once: a block's last column may continue in the next block."""
     column, carried = -1, torch.zeros(x.hidden.shape[1], dtype=torch.float32, device=x.hidden.device)
     for block in _blocks(int(lists.first_V1[-1]), x, spec):
         entry = lists.order_M[block]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Operands, Spec
 from cce_dist.kernels.blocks import kernel, on_device
+from cce_dist.kernels.exact import new_gradients
 from cce_dist.kernels.head import logits_of, token_factors
 from cce_dist.kernels.kept_ids import KeptLists
 from cce_dist.kernels.tiles import cdiv, stages_of_rows
@@ -124,33 +125,25 @@ def _list_logits_kernel(
 
 
 def gradients(x: Operands, lists: KeptLists, grad_M: Tensor, grads: Grads, spec: Spec) -> Gradients:
-    d_hidden = d_weight = d_bias = None
+    d_hidden, d_weight, d_bias = new_gradients(x, grads._replace(want_bias=grads.want_weight or grads.want_bias))
     num_parts = cdiv(x.hidden.shape[1], BLOCK_D)
     sizes, tiles = (x.hidden.shape[1],), dict(BLOCK_K=8, BLOCK_D=BLOCK_D, num_warps=4)
-    with on_device(x.hidden):
-        if grads.want_hidden:
-            d_hidden = torch.empty_like(x.hidden)
-            if x.num_tokens:
+    if x.num_tokens and x.num_valid:
+        with on_device(x.hidden):
+            if d_hidden is not None:
                 _list_hidden_kernel[(x.num_tokens, num_parts)](
                     x.weight, lists.begin_N1, lists.column_M, grad_M,
                     d_hidden,
                     lists.num_listed, *sizes, **tiles,
                 )
-            if grads.hidden_ready is not None:
-                grads.hidden_ready(d_hidden)
-        if grads.want_weight or grads.want_bias:
-            add = grads.weight_out is not None
-            if grads.want_weight:
-                d_weight = grads.weight_out if add else torch.empty_like(x.weight)
-            if d_weight is not None and not add:
-                d_weight[x.num_valid :] = 0.0
-            d_bias = torch.zeros(x.weight.shape[0], dtype=torch.float32, device=x.hidden.device)
-            if x.num_valid:
+                if grads.hidden_ready is not None:
+                    grads.hidden_ready(d_hidden)
+            if d_bias is not None:
                 _column_rows_kernel[(x.num_valid, num_parts)](
                     x.hidden, lists.first_V1, lists.order_M, lists.token_M, grad_M,
                     d_weight, d_bias,
                     *sizes,
-                    ADD=add, **tiles,
+                    ADD=grads.weight_out is not None, **tiles,
                 )
     return d_hidden, d_weight if grads.weight_out is None else None, d_bias
 

@@ -39,8 +39,8 @@ class Finished(NamedTuple):
 
     losses: Losses
     softmax: Softmax
-    part_2B: Part | None  # fp32: sum of nll and number of labels that are not ignored, by program; with the mean
-    arrived: torch.Tensor | None  # ``num_labelled`` of the compact order, which has the counter of arrivals; with the mean
+    part_2B: Part | None  # fp32: sum of nll and number of labels, by program; with the mean
+    arrived: torch.Tensor | None  # ``num_labelled``, which has the counter of arrivals; with the mean
 
     @classmethod
     def new(cls, x: Operands, num_labelled: torch.Tensor | None, want: Want, inner: Sequence[Part]) -> Finished:
@@ -60,7 +60,7 @@ class Finished(NamedTuple):
 
     @staticmethod
     def shapes_inside(num_tokens: int, want: Want, num_programs: int) -> list[tuple[int, ...]]:
-        """Return the shapes of what only kernels need: parts of the mean, and losses of tokens that are not wanted."""
+        """Return the shapes of parts of the mean, and of losses that only kernels need."""
         return [(2, num_programs if want.mean else 0), *([] if want.tokens else [(num_tokens,)] * 3)]
 
 
@@ -85,11 +85,7 @@ def finish(
     """Merge the partials of all parts, in order, at the tokens of a group, and level their saved exponentials.
 
     Args:
-        x: Operands of all tokens.
-        rows: The group.
         partials_KPR: From ``lse_partials``; None: level only.
-        want: The wanted sums and losses.
-        leveling: Exponentials to level, or None.
         target_N: Logit of each token's label, fp32; None: 0.
         vocab_size: Size of the whole vocabulary, for ``out``.
         stats_KN: Out: statistics, except TARGET. Tokens without a label get a maximum of 0, a sum of 1, and zeros.
@@ -97,8 +93,7 @@ def finish(
         out: Out: losses and softmax, if this shard is the whole vocabulary.
         first_program: Number of programs that earlier groups took, for the mean.
 
-    Returns:
-        The number of programs that this group took.
+    Returns the number of programs that this group took.
     """
     num_rows, block = rows.index.shape[0], rows_per_program(leveling is not None)
     programs = cdiv(num_rows, block)

@@ -43,7 +43,7 @@ from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, cdiv, precision
 from cce_dist.kernels.tokens import first_rows
 
-HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
+HEADROOM = tl.constexpr(40.0)  # nats; sums and products with exp(40) are far from overflow
 NUM_PLANES = 7  # planes of the partials that are always allocated
 # Planes of the partials: running maximum, reference of the sums, sum of exp, then the optional sums. The last two, sum of
 # squares and bits of the best column, are allocated only if wanted.
@@ -79,7 +79,7 @@ class Span(NamedTuple):
 class Keep(NamedTuple):
     """Tensors for saved exponentials."""
 
-    reference_R: torch.Tensor | Part  # in: each row's first reference, fp32, at the start of a tensor that may be larger
+    reference_R: torch.Tensor | Part  # in: each row's first reference, fp32
     tile_reference_BR: torch.Tensor | Part  # out: the reference of each tile's exponentials, fp32
 
 
@@ -88,7 +88,7 @@ class Marks(NamedTuple):
 
     bound_N: torch.Tensor  # in: lower bound of each token's log-sum-exp, fp32
     log_eps: float  # A logit is kept unless it is below ``bound + log_eps``
-    words_RW: torch.Tensor  # out: int32, bit k of word w is column 32 w + k; the words cover whole tiles
+    words_RW: torch.Tensor  # out: int32, bit k of word w is column 32 w + k
 
 
 def shape_of_partials(parts: int, num_rows: int, want: Want) -> tuple[int, int, int]:
@@ -109,10 +109,7 @@ def lse_partials(
     marks: Marks | None = None,
     want_sloped: bool = False,
 ) -> None:
-    """Write the partials of a span of tiles. With ``marks``, also write marks, with ``keep`` exponentials and references.
-
-    ``want_sloped`` adds the sum of exp times the softcap's slope.
-    """
+    """Write the partials of a span of tiles. With ``marks``, also write marks, with ``keep`` exponentials and references."""
     tile = tiles.lse
     tma = has_tma(rows.hidden, x.weight) and (exp_RV is None or has_tma(exp_RV))
     num_columns = (
@@ -302,7 +299,7 @@ def _lse_kernel(
 
 @triton.jit
 def _moment(moment, sum_exp, e, z, top, drop, rise):
-    """Add a tile to sum_j exp(z_j - shift) (z_j - top), where shift has grown by ``drop`` and top, the maximum, by ``rise``."""
+    """Add a tile to sum_j exp(z_j - shift) (z_j - top); shift has grown by ``drop``, top, the maximum, by ``rise``."""
     # Avoid 0 * -inf = NaN for a logit of -inf.
     term = tl.sum(tl.where(e > 0, e * (z - top[:, None]), 0.0), 1)
     return tl.where(sum_exp > 0, tl.exp(-drop) * (moment - rise * sum_exp), 0.0) + term
@@ -310,7 +307,7 @@ def _moment(moment, sum_exp, e, z, top, drop, rise):
 
 @triton.jit
 def _exp(x, FAST: tl.constexpr):
-    """Return the bits of tl.exp(x). FAST takes two instructions instead of five, and returns 0 for results below 2^-126."""
+    """Return tl.exp(x), by FAST in two instructions instead of five, with 0 for results below 2^-126."""
     if FAST:
         return fast_exp2(x * LOG2_E, FAST)
     else:

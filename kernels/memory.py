@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cce_dist.kernels.tiles import Tiles, cdiv, fill_waves, usual_waves
 
-LEAST_BYTES = 32 << 20  # smaller budgets count as this when chunks are cut: their rows would not fill a device
+LEAST_BYTES = 32 << 20  # smaller budgets count as this when chunks are cut
 CHUNK_COST = 2500  # fixed cost of a chunk, in recomputed columns: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
 LEAST_TILES = 16  # keep exponentials of fewer tiles than this only if these are all tiles
 # Bounds of the default budget. The upper one holds a group of 4,096 tokens at a vocabulary of 262,144 to 262,400 ids (Gemma 3).
@@ -26,18 +26,18 @@ ROWS = 128  # chunks of tokens are cut at multiples of this
 LEAST_PAIR_ROWS = 256
 TILE_COLS = 256  # columns of a tile whose exponentials are kept together
 REFERENCE_BYTES = 4  # bytes of one row's reference in one tile, alive while exponentials are computed
-SAVED_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together: row blocks that share the weight in L2
+SAVED_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together, to share the weight in L2
 # Bytes of a logit that is sorted, with its column and the buffers of torch.sort; most columns of a piece (``piece_columns``).
 SORT_BYTES, MOST_PIECE = 40, 256
 
 LEAST_LINEAR = 1 << 16  # fewest columns of a shard that is worth a linear correction of d_hidden
-MOST_COVARIANCE = 1 << 25  # most elements of the rows that ``covariance_columns`` samples: noise falls with columns and D
-SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient, with the mean of all; a power of 2
+MOST_COVARIANCE = 1 << 25  # most elements of the rows that ``covariance_columns`` samples
+SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient; a power of 2
 
 # Slots of a token's list at this eps or a larger one. On nine softmaxes the longest list at 2^-10 has 145 columns (2026-11).
 USUAL_SLOTS, USUAL_EPS = 256, 2.0**-10
 SLOT_UNIT = 16  # a list has a multiple of this, and at least as many
-SLOT_BYTES = 20  # bytes of a slot: column, gradient and the slot's place; then token and gradient in sorted order
+SLOT_BYTES = 20  # of a slot: column, gradient and place; then token and gradient in sorted order
 COLUMNS_PER_SLOT = 64  # columns of exact gradient that cost as much as a listed column
 
 LIVE_BLOCKS = 8  # most blocks of logits that the dense backend has alive at a time
@@ -63,8 +63,8 @@ class Sizes(NamedTuple):
     hidden_size: int  # D
     num_columns: int  # Columns of the logits: rows of the weight that are part of the vocabulary
     itemsize: int  # Bytes of an element of hidden states and weight
-    teacher_size: int = 0  # D of the teacher in a divergence of two heads; 0: there is no teacher
-    pair_bytes: int = 0  # Bytes per logit position for the logits of both heads; 0: no teacher
+    teacher_size: int = 0  # D of a divergence's teacher; 0: none
+    pair_bytes: int = 0  # Bytes of both heads' logits at one position
     alone: bool = False  # No sum over ranks waits for d_hidden (``Spec.alone``)
 
     @property
@@ -83,7 +83,7 @@ class Sizes(NamedTuple):
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of one token's hidden states plus the remainder of d_hidden beyond its 16 bits (``d_hidden.py``)."""
+        """Bytes of one token's hidden states plus d_hidden's remainder (``d_hidden.py``)."""
         return self.hidden_bytes + (2 * self.hidden_size if self.itemsize == 2 else 0)
 
 
@@ -108,7 +108,7 @@ def bytes_of_all(sizes: Sizes) -> int:
 
 
 def _making_bytes(sizes: Sizes, num_tiles: int) -> int:
-    """Bytes per token that computing exponentials needs in addition: hidden states, and a reference per tile and head."""
+    """Bytes per token beside exponentials: hidden states, and a reference per tile and head."""
     return sizes.hidden_bytes + num_tiles * REFERENCE_BYTES * sizes.num_heads
 
 
@@ -163,7 +163,7 @@ def low_bytes(sizes: Sizes) -> int:
 
 
 def _rows_of_groups(sizes: Sizes, available: int, most: int) -> int | None:
-    """Return the tokens of a group that fits in ``available`` bytes, for at most ``most`` groups; None if there is none."""
+    """Return the tokens of a group that fits in ``available`` bytes, for at most ``most`` groups, or None."""
     num_tokens = sizes.num_tokens
     largest = min(num_tokens, available // (sizes.num_columns * sizes.cell_bytes))
     fit = [
@@ -185,7 +185,7 @@ def _rows_of_groups(sizes: Sizes, available: int, most: int) -> int | None:
 
 
 def _bytes_of_group(sizes: Sizes) -> int:
-    """Return the bytes of a group: exponentials, and the larger of forward's and backward's other buffers."""
+    """Return the bytes of a group: exponentials and the larger pass's other buffers."""
     num_tiles = cdiv(sizes.num_columns, TILE_COLS)
     made = min(sizes.num_tokens, SAVED_ROWS) * _making_bytes(sizes, num_tiles)
     parts = usual_waves(sizes.num_tokens, sizes.hidden_size)[1]
@@ -202,10 +202,7 @@ def _part_kept(sizes: Sizes, workspace_bytes: int) -> int:
 
 
 def forward_rows(sizes: Sizes, workspace_bytes: int, saved: int) -> int:
-    """Return how many tokens the exact forward processes at a time; ``saved`` columns keep their exponentials.
-
-    With saved exponentials these are all tokens, or groups of equal size if the other buffers only fit for a group.
-    """
+    """Return how many tokens the exact forward processes at a time: all, or equal groups, if ``saved`` columns are saved."""
     if not saved:
         return max(ROWS, max(workspace_bytes, LEAST_BYTES) // sizes.hidden_bytes // ROWS * ROWS)
     num_tokens = sizes.num_tokens
@@ -229,7 +226,7 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, saved_bytes: int, tiles: Ti
     budget = max(workspace_bytes, LEAST_BYTES) - saved_bytes
     tile_cols = tiles.dlogits.cols
     rows = sizes.num_tokens
-    if saved_bytes == 0:  # otherwise exponentials are saved for all tokens, and saved_columns left memory for all rows
+    if saved_bytes == 0:  # otherwise saved_columns left memory for all rows
         # Leave memory for two tiles of columns.
         rows = max(ROWS, budget // (sizes.sum_bytes + 2 * tile_cols * sizes.cell_bytes) // ROWS * ROWS)
         rows = min(sizes.num_tokens, rows, most_rows(sizes, workspace_bytes))
@@ -261,10 +258,7 @@ def _sample_bytes(num_columns: int, itemsize: int) -> int:
 
 
 def list_slots(sizes: Sizes, eps: float, workspace_bytes: int) -> int:
-    """Return L, the slots of a token's list: 256, more at an eps below 2^-10, and fewer if they do not pay or do not fit.
-
-    All slots take at most half of the budget, after the sampled tokens' part.
-    """
+    """Return L, the slots of a token's list: 256, more at an eps below 2^-10, and fewer if they do not pay or do not fit."""
     available = max(workspace_bytes, LEAST_BYTES)
     if keeps_sample(sizes.num_tokens, sizes.num_columns, sizes.itemsize, workspace_bytes):
         available -= _sample_bytes(sizes.num_columns, sizes.itemsize)
@@ -283,7 +277,7 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
 
 
 def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:
-    """Return whether the filter's backward keeps d_hidden's remainder of all tokens: if it fits in a quarter of the budget."""
+    """Return whether the filter's backward keeps d_hidden's whole remainder: if a quarter of the budget holds it."""
     return remainder_bytes(sizes) <= max(workspace_bytes, LEAST_BYTES) // 4
 
 
@@ -303,7 +297,7 @@ def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> in
 def dense_block(
     num_tokens: int, num_columns: int, workspace_bytes: int, itemsize: int = 4, on_cpu: bool = False
 ) -> Chunks:
-    """Return the size of the dense backend's blocks of logits: LIVE_BLOCKS blocks of fp32 (or float64) fit in the budget."""
+    """Return the size of the dense backend's blocks of logits: LIVE_BLOCKS of them fit in the budget."""
     elements = max(workspace_bytes // (itemsize * LIVE_BLOCKS), BLOCK_N * BLOCK_V)
     if on_cpu:
         num_tokens, num_columns = min(num_tokens, CPU_ROWS), min(num_columns, CPU_COLUMNS)
@@ -312,7 +306,7 @@ def dense_block(
 
 
 def dense_rows(sizes: Sizes, workspace_bytes: int, uniform: bool) -> int:
-    """Return the most tokens whose logits the dense backend keeps until their gradients are done: 0 if less than a unit."""
+    """Return the most tokens whose logits the dense backend keeps for backward: 0 if less than a unit."""
     return workspace_bytes // _dense_bytes(sizes, uniform) // DENSE_N * DENSE_N
 
 
@@ -327,7 +321,7 @@ def _dense_bytes(sizes: Sizes, uniform: bool) -> int:
 
 
 def default_dense(sizes: Sizes, uniform: bool) -> int:
-    """Return the dense backend's default budget where exponentials can be kept: in bf16 enough for all, within two limits."""
+    """Return the dense backend's default budget where exponentials can be kept: in bf16 enough for all."""
     rows = cdiv(sizes.num_tokens, DENSE_N) * DENSE_N
     wanted = rows * _dense_bytes(sizes, uniform) if sizes.itemsize == 2 else 0
     return wanted if LEAST_DEFAULT < wanted <= MOST_DEFAULT else LEAST_DEFAULT
@@ -377,10 +371,7 @@ def sampled_columns(num_columns: int) -> int:
 
 
 def covariance_columns(sizes: Sizes, workspace_bytes: int) -> int:
-    """Return Q, the number of columns sampled for d_hidden's linear correction: 64 per 1,024, at most 2^25 elements.
-
-    0: no linear correction, because the columns are few, or their covariance exceeds a quarter of the budget.
-    """
+    """Return Q, the number of columns sampled for d_hidden's linear correction: 64 per 1,024, at most 2^25 elements; or 0."""
     available = max(workspace_bytes, LEAST_BYTES) // 4
     few = sizes.num_tokens < SAMPLE or sizes.num_columns < LEAST_LINEAR
     if few or sizes.hidden_size * sizes.hidden_bytes > available:

@@ -110,10 +110,7 @@ def masked(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def distinct(ids_NI: Tensor, target_NI: Tensor, grad_NI: Tensor) -> Cells:
-    """Sort each token's ids, and sum the gradients of equal ids into one of them; the others become IGNORED.
-
-    The sums are computed by a segmented scan (Hillis and Steele, 1986) in log2(I) steps.
-    """
+    """Sum the gradients of equal ids into one of them, by a segmented scan (Hillis and Steele, 1986); others become IGNORED."""
     ids, order = ids_NI.sort(dim=1, stable=True)
     target, grad = target_NI.gather(1, order), grad_NI.gather(1, order)
     step = 1
@@ -128,7 +125,7 @@ def distinct(ids_NI: Tensor, target_NI: Tensor, grad_NI: Tensor) -> Cells:
 
 
 def cell_gradients(d_nll_NI: Tensor | None, target_NI: Tensor, ids_NI: Tensor) -> tuple[Cells, Tensor]:
-    """Return the cells of backward, and the part of each log-sum-exp's gradient that comes from the token's ids, [N]."""
+    """Return the cells of backward, and the gradients of log-sum-exps that come from ids, [N]."""
     grad_NI = torch.zeros_like(target_NI) if d_nll_NI is None else d_nll_NI.masked_fill(ids_NI < 0, 0.0)
     return distinct(ids_NI, target_NI, -grad_NI), grad_NI.sum(1)
 

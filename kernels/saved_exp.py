@@ -33,10 +33,10 @@ class SavedExp(NamedTuple):
     """Tensors that forward saves: the compact order of the tokens, and exponentials of the first columns in this order."""
 
     index_N: torch.Tensor  # int32, from ``tokens.compact``: labelled tokens first
-    num_labelled: torch.Tensor  # [2] int32, from ``tokens.compact``: number of labelled tokens, a counter (``losses.py``)
+    num_labelled: torch.Tensor  # [2] int32, from ``tokens.compact``
     exp_NV: torch.Tensor  # [N, columns]; no columns if nothing is saved
-    reference_N: torch.Tensor  # fp32: the value that a row's exponentials are relative to; empty if nothing is saved
-    target_N: torch.Tensor  # fp32: the logit of each token's label, by token, not compact; empty if nothing is saved
+    reference_N: torch.Tensor  # fp32: what a row's exponentials are relative to; or empty
+    target_N: torch.Tensor  # fp32: the logit of each token's label, by token, not compact; or empty
     # [1] int32: 1 once backward has overwritten the exponentials with gradients; None without entropy
     overwritten: torch.Tensor | None = None
 
@@ -48,7 +48,7 @@ class SavedExp(NamedTuple):
         return [self.index_N, self.num_labelled]
 
     def of_group(self, number: int, rows: int) -> SavedExp:
-        """Return the exponentials of group ``number``, where each group has ``rows`` tokens; the last one may have fewer."""
+        """Return the exponentials of group ``number``, where groups have ``rows`` tokens."""
         if rows >= self.index_N.shape[0]:
             return self
         here = slice(number * rows, (number + 1) * rows)
@@ -56,7 +56,7 @@ class SavedExp(NamedTuple):
 
 
 class Leveling(NamedTuple):
-    """Exponentials of a group whose tiles may have different references, and where their final reference is written."""
+    """A group's exponentials, whose tiles may have different references, and where the final one is written."""
 
     exp_RV: torch.Tensor  # in, out
     tile_reference_BR: Part  # in: the reference of each tile's exponentials, fp32

@@ -42,7 +42,7 @@ MAX_SIDE = 256  # most rows or columns of a tile; zeros behind gathered rows rea
 _WIDE = Tile(128, 256, 64, 8, 3)
 SECOND_WAVE = 0.03  # cost of a second wave of d_hidden's parts, in waves
 FULL_WAVES = 0.95  # wanted share of busy programs, on average, when the vocabulary is cut into parts
-PROGRAMS = 132  # of an H100 or H200; budgets must give the same groups on every rank, so they assume this number and _WIDE
+PROGRAMS = 132  # of an H100 or H200; budgets assume this number and _WIDE on every rank
 
 # By (compute capability major, bits of the dtype or 0 for ieee fp32).
 # (9, 16) was measured 2026-11 on one H200 and one H100 (torch 2.11, Triton 3.6; benchmarks/results/h100-kept.json). The others
@@ -91,7 +91,7 @@ def planned_device() -> Planned | None:
 
 @contextmanager
 def planned(device: Planned | None) -> Iterator[None]:
-    """Let this thread's host code choose tiles for ``device``, or for its own if that is None. No kernel can be launched."""
+    """Let this thread's host code choose tiles for ``device``, unless that is None. No kernel can be launched."""
     token = _PLANNED.set(device)
     try:
         yield
@@ -100,7 +100,7 @@ def planned(device: Planned | None) -> Iterator[None]:
 
 
 def thinned(items: list[_T]) -> list[_T]:
-    """Return the items to loop over: for a planned GPU the first two and the last, since others allocate alike; else all."""
+    """Return the items to loop over: all, or for a planned GPU the first two and the last."""
     return items if planned_device() is None or len(items) < 4 else [*items[:2], items[-1]]
 
 
@@ -132,10 +132,7 @@ def table_tiles(major: int, bits: int) -> Tiles:
 
 
 def sample_tile(tile: Tile, num_rows: int, itemsize: int, device: torch.device) -> Tile:
-    """Return the tile for the matmul of a sample of tokens with all columns: all rows, and no more elements than ``tile`` has.
-
-    It has one more stage if that fits (H200: 0.84 of the time).
-    """
+    """Return the tile for the matmul of a sample of tokens with all columns: all rows, and one more stage if that fits."""
     tile = tile._replace(rows=num_rows, cols=max(16, min(tile.cols, tile.rows * tile.cols // num_rows)))
     if interpreted() or _gpu(device).major not in (9, 10):
         return tile
@@ -165,7 +162,7 @@ def _gpu(device: torch.device) -> Planned:
 
 @lru_cache(maxsize=16)
 def _own(device: torch.device) -> Planned:
-    """Return what is known of a device. The interpreter has descriptors; ROCm has none, so its major number is 0 here."""
+    """Return what is known of a device. ROCm has no descriptors, so its major number is 0 here."""
     if _in_interpreter():
         return Planned(9, 4)
     device = real_device(device)
@@ -229,10 +226,7 @@ def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> in
 
 @lru_cache(maxsize=1024)
 def cut_last_wave(num_tiles: int, num_steps: int, at_once: int) -> tuple[int, int]:
-    """Return how many tiles of d_hidden stay whole, and into how many parts of the inner axis each other tile is cut.
-
-    87 tiles in three parts each, on 132 programs, take the time of two thirds of a wave.
-    """
+    """Return how many tiles of d_hidden stay whole, and into how many parts of the inner axis each other tile is cut."""
     last = num_tiles % at_once
     if not last:
         return num_tiles, 1
@@ -249,7 +243,7 @@ def _waves_of_parts(num_tiles: int, splits: int, at_once: int) -> float:
 
 @lru_cache(maxsize=4096)
 def usual_waves(num_rows: int, hidden_size: int) -> tuple[float, int]:
-    """Return the waves that d_hidden of ``num_rows`` tokens takes on an H100 or H200, and the bytes of its cut tiles' parts."""
+    """Return the waves that d_hidden of ``num_rows`` tokens takes on an H100, and the bytes of cut tiles' parts."""
     rows, cols = fitted(_WIDE, hidden_size)[:2]
     num_tiles = cdiv(num_rows, rows) * cdiv(hidden_size, cols)
     num_whole, splits = cut_last_wave(num_tiles, 2 * PROGRAMS, PROGRAMS)
@@ -260,20 +254,14 @@ def usual_waves(num_rows: int, hidden_size: int) -> tuple[float, int]:
 
 
 def fitted(tile: Tile, width: int) -> Tile:
-    """Return the tile, with rows and columns swapped if that pads ``width`` columns less.
-
-    640 columns are five times 128, not 2.5 times 256.
-    """
+    """Return the tile, with rows and columns swapped if that pads ``width`` less: 640 is five times 128."""
     swaps = cdiv(width, tile.rows) * tile.rows < cdiv(width, tile.cols) * tile.cols
     return tile._replace(rows=tile.cols, cols=tile.rows) if swaps else tile
 
 
 @lru_cache(maxsize=1024)
 def fill_waves(rows: int, num_cols: int, hidden_size: int, tiles: Tiles, at_once: int, most: int) -> int:
-    """Return the chunk width of the logits' gradient, at most ``most``, with the least time in partly filled waves.
-
-    d_hidden does not count: its last wave is cut.
-    """
+    """Return the width of dlogits' chunks, at most ``most``, with the least time in waves; d_hidden's last wave is cut."""
     grad_weight = fitted(tiles.grad_weight, hidden_size)
 
     def waves(tile: Tile, num_rows: int, num_cols: int, inner: int) -> int:

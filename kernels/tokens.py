@@ -1,8 +1,7 @@
 """Functions of a few numbers per token, before and after the passes over the vocabulary: one launch each instead of thirty.
 
 ``compact`` skips tokens without a label, although the host does not know how many there are. ``index_N`` lists labelled tokens
-first, in order, and ``num_labelled`` is their number, on the device. Every later kernel stops after ``num_labelled`` compact
-rows. So a batch with two thirds of its tokens ignored costs a third, wherever the ignored tokens are.
+first, in order, and ``num_labelled`` is their number, on the device. Every later kernel stops after so many compact rows.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ def ordered_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> t
 
 
 def compact(ids_N: torch.Tensor) -> list[torch.Tensor]:
-    """Return the compact order: index_N int32, the tokens with labelled ones first, and num_labelled, [2] int32.
-
-    The second number of num_labelled is 0. It counts the programs that have written their part of a mean (``losses.py``).
-    """
+    """Return the compact order: index_N int32, the tokens with labelled ones first, and num_labelled and a 0, [2] int32."""
     order = _new_order(ids_N)
     _of_labels(ids_N, None, order, IGNORED, None)
     return order
@@ -115,7 +111,7 @@ def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor
 
 
 def gathered(hidden_ND: torch.Tensor, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor) -> Rows:
-    """Gather the hidden states of a group of tokens into the first rows of the buffer; zeros fill the last tile's rest."""
+    """Gather the hidden states of a group into the buffer's first rows; zeros fill the last tile's rest."""
     rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     num_rows, hidden_size = rows.hidden.shape
     _gather_rows_kernel[(cdiv(num_rows, 16), cdiv(hidden_size, 256))](
@@ -127,7 +123,7 @@ def gathered(hidden_ND: torch.Tensor, order: Sequence[torch.Tensor], buffer_RD: 
 
 
 def first_rows(buffer: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the first rows of a buffer, or the buffer itself if these are all: a view takes the host some microseconds."""
+    """Return the first rows of a buffer, or the buffer itself if these are all: a view takes the host time."""
     return some_rows(buffer, 0, num_rows)
 
 

@@ -43,7 +43,7 @@ PAIR_BYTES = {torch.bfloat16: 4, torch.float16: 10}
 
 
 class Heads(NamedTuple):
-    """The operands of both heads, whose shards hold the same ids. They share ``ids``, negative for tokens that do not count."""
+    """The operands of both heads, whose shards hold the same ids. Tokens with a negative id do not count."""
 
     student: Operands
     teacher: Operands
@@ -93,7 +93,7 @@ class Pair(NamedTuple):
     log_sum_s: Tensor
     max_t: Tensor
     log_sum_t: Tensor
-    offset: Tensor  # Number in a token's gradient: KL(p || t) for "reverse", KL(p || m) for "jsd", u for "tv", u / o for "lk"
+    offset: Tensor  # KL(p || t) for "reverse", KL(p || m) for "jsd", u for "tv", u / o for "lk"
     log_overlap: Tensor | None = None  # log o for "lk", but 0 if o is 0; 0 for "tv"
 
 
@@ -140,7 +140,7 @@ def complete(pair: Pair, sums_T2N: Tensor, spec: Divergence) -> tuple[Tensor, Pa
     return spec.beta * first + spec.rest * offset, pair._replace(offset=offset)
 
 
-FARTHEST = 80.0  # nats: bound on the difference of log t and log p; beyond it the smaller probability does not matter
+FARTHEST = 80.0  # nats: bound on log t - log p, beyond which the smaller one does not matter
 
 
 def above_mixture(log_q: Tensor, log_other: Tensor, own: float, others: float) -> Tensor:

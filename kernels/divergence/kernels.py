@@ -40,14 +40,14 @@ SUMS_TILES = 4  # tiles that a warp of ``_pair_sums_kernel`` reads at a time
 # Warps per row of that kernel. Sums stay within one warp; but kinds with a second pass work on few rows at a time.
 SUMS_WARPS, FEW_ROWS_WARPS = 1, 4
 BLOCK_N = 16  # rows per program of ``_pair_gradients_kernel``
-GROUP = 8  # row blocks that read the weight together: 12.0 ms, 12.4 with 16 (a head of Llama-3-8B, N 8,192, H200, 2026-11)
+GROUP = 8  # row blocks that read the weight together: 12.0 ms, 12.4 with 16 (Llama-3-8B, N 8,192, H200)
 
 
 class PairLogits(NamedTuple):
     """Logits of both heads (student first) for a group of tokens and whole tiles of columns."""
 
     z_2RC: torch.Tensor  # [2, R, B tiles of columns], fp16 or fp32: relative to ``top_2BR``
-    top_2BR: torch.Tensor  # [2, B, R] fp32: the largest logit of each row in each tile; -inf where no logit is finite
+    top_2BR: torch.Tensor  # [2, B, R] fp32: each row's largest logit in each tile; -inf where none is finite
     # [1] int32: 1 once a backward has overwritten the student's logits with gradients. [0] if logits are not kept.
     overwritten: torch.Tensor
 
@@ -101,8 +101,8 @@ class _Work(NamedTuple):
     """Sizes and buffers of a pass over the columns."""
 
     at_once: int  # Tokens of a group
-    hidden: tuple[torch.Tensor, torch.Tensor]  # Buffers for a group's hidden states, the student's and the teacher's
-    chunk: PairLogits  # Buffer for a chunk of both heads' logits; without columns if all columns are saved
+    hidden: tuple[torch.Tensor, torch.Tensor]  # Buffers for a group's hidden states
+    chunk: PairLogits  # For a chunk of both heads' logits; without columns if all are saved
     tiles: Tiles  # Tiles of the device
 
     def chunks(self, first: int, last: int) -> list[tuple[int, int]]:
@@ -205,7 +205,7 @@ def _moment(e, difference):
 
 @triton.jit
 def _log_mixture(change, mixture, FAST_LOG: tl.constexpr):
-    """Return the logarithm of ``mixture``, which is 1 + ``change``: near 1 as a series, so that no digit of it is lost."""
+    """Return the logarithm of ``mixture``, 1 + ``change``: near 1 as a series, so that no digit is lost."""
     series = 1.0 / 3 - change * (0.25 - change * (0.2 - change * (1.0 / 6)))
     near = change * (1.0 - change * (0.5 - change * series))
     return tl.where(tl.abs(change) < 0.0625, near, fast_log2(mixture, FAST_LOG) * LOG_2)
@@ -243,7 +243,7 @@ def _add_up(
     rows: Rows, pair: Pair | None, sums_KN: torch.Tensor, spec: Divergence, tiles: Tiles, logits: PairLogits, first: int,
     last: int,
 ) -> None:
-    """Add columns [first, last) to the sums of the group's tokens; column 0 sets the sums of the first pass (no ``pair``)."""
+    """Add columns [first, last) to the group's sums; column 0 sets the sums of the first pass (no ``pair``)."""
     num_rows, (z_2RC, top_2BR, _) = rows.index.shape[0], logits
     num_warps = SUMS_WARPS if spec.empty_sum is None else FEW_ROWS_WARPS
     _pair_sums_kernel[(num_rows,)](
