@@ -262,7 +262,7 @@ def gradients(
     d_hidden, d_weight, d_bias = sums_of_products(x, parts, grads, gain)
     if spec.filter.eps > 0 and spec.filter.compensate:
         _add_compensation(d_hidden, d_weight, dropped, x, grads, spec, gain)
-    return wanted_of(x, d_hidden * gain, d_weight, d_bias * gain, grads)
+    return wanted_of(x, d_hidden.mul_(gain), d_weight, d_bias.mul_(gain), grads)
 
 
 def sums_of_products(

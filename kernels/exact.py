@@ -7,7 +7,7 @@ forward                                             backward
     rank into losses (losses)                           write its rows of d_weight (d_weight)
                                                       saved exponentials: the two matmuls alone
 
-Tokens without a label come last in both (``tokens.compact``). Nothing here waits for the device.
+Tokens without a label come last in both. Nothing here waits for the device, so a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from cce_dist.kernels.d_hidden import Sum, add_d_hidden, add_parts, with_parts
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.direct import MOST_KINDS, Part, allocate
 from cce_dist.kernels.dlogits import dlogits_chunk, logits_chunk, write_cells
-from cce_dist.kernels.losses import Finished, Results, finish, of_statistics, rows_per_program, token_losses
+from cce_dist.kernels.losses import (
+    Finished,
+    Results,
+    finish,
+    of_statistics,
+    rows_per_program,
+    token_losses,
+)
 from cce_dist.kernels.lse import NOTHING_MORE, Keep, Span, gathered_with_targets, lse_partials, shape_of_partials
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.outputs import NO_ID, largest, normalised

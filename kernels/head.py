@@ -4,9 +4,8 @@
 
 ``before`` and ``after`` are a token's factors; without factors ``before`` is the head's scale and ``after`` is 1. Triton
 knows at compile time which fields of ``Head`` are None, and a factor of 1 leaves no instruction. ``logits_of`` also masks
-columns past the end of the vocabulary, so forward and backward cannot disagree. A record has no integers: Triton compiles a
-kernel again if an integer becomes 1 or a multiple of 16. ``blocks.kernel`` turns that off for arguments, but nothing does
-inside a tuple.
+columns past the end of the vocabulary, so forward and backward cannot disagree. A record has no integers: Triton would compile
+a kernel again if one became 1 or a multiple of 16, which ``blocks.kernel`` can turn off for arguments alone.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ tiles and over D are flattened into one, so the copy engine works through the ep
 
 Saved exponentials are ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's
 relative precision does not depend on its exponent, so the reference need only be near the row's maximum. It is the maximum of
-the first tile, unless a later logit is more than ``HEADROOM`` above it. Then later tiles get a higher one, and
-``saved_exp.py`` levels them.
+the first tile, or if a later logit is more than ``HEADROOM`` above it, later tiles get another, and ``saved_exp.py`` levels.
 
 A filter's marks are one bit per logit: 0 if it is below its row's threshold. The logit of each token's label has a kernel of
 its own (*Cut Your Losses*, algorithm 1): inside the loop above it would cost registers.

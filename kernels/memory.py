@@ -46,10 +46,9 @@ DENSE_N = 32  # the dense backend's groups of tokens are multiples of this
 # Most tokens and columns of a block on a CPU: on an AMD EPYC 0.6 to 0.9 of the time of blocks of 32 MiB (2026-11).
 CPU_ROWS, CPU_COLUMNS = 1024, 2048
 
-# LEAST_GROUP: fewest tokens of a group; groups of 768 took as long as computing logits twice at D 1,024. MOST_ROUNDED: most
-# groups after each of which dC is rounded to bf16: its relative error is 3.8e-3, with 16 groups 6.9e-3, with dense bf16
-# 6.4e-3 to 8.1e-3. With more groups dC has 8 extra bits, or if these exceed a third of the budget, there are at most
-# MOST_GROUPS.
+# LEAST_GROUP: fewest tokens of a group; groups of 768 took as long as computing logits twice. MOST_ROUNDED: most groups after
+# each of which dC is rounded to bf16: its relative error is 3.8e-3, with 16 groups 6.9e-3, of dense bf16 6.4e-3 to 8.1e-3.
+# With more groups dC has 8 extra bits. If these exceed a third of the budget, there are at most MOST_GROUPS.
 LEAST_GROUP, MOST_ROUNDED, MOST_GROUPS = 896, 5, 16
 # Uneven groups are taken if they need less than FULLER of even groups' time. Time counts d_hidden and one pass over d_weight
 # per group (1e-4 of a wave for each hidden unit), in waves of d_hidden's tiles on the 132 programs of an H100 or H200.

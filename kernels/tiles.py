@@ -1,7 +1,6 @@
 """Tile sizes by device and dtype, how tiles fill a device, and the GPU that a dry run (``dry_run.py``) chooses tiles for.
 
-A wave is a set of programs that run at the same time. It takes the time of one tile, however few programs it has. No Triton is
-needed here.
+A wave is a set of programs that run at the same time. It takes the time of one tile, however few programs it has.
 """
 
 from __future__ import annotations
@@ -209,8 +208,7 @@ def num_parts(num_rows: int, num_tiles: int, tile_rows: int, at_once: int) -> in
     """Return the number of parts that the log-sum-exp cuts ``num_tiles`` tiles of the vocabulary into.
 
     The usual number is a quarter of the programs that the device runs at a time, so that 16 row blocks make four whole waves.
-    Many row blocks get fewer, to keep partials small; few get more. If the last wave would be far from full, take the nearest
-    number that fills it.
+    Many row blocks get fewer, few get more. If the last wave would be far from full, take the nearest number that fills it.
     """
     row_blocks = cdiv(num_rows, tile_rows)
     wanted = max(cdiv(at_once, row_blocks), min(at_once // 4, cdiv(16 * at_once, row_blocks)))
