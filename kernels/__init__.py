@@ -3,9 +3,8 @@
 The logits of the shard are ``z = softcap * tanh(u / softcap)`` with ``u = logit_scale * (hidden @ weight.T + bias)``
 (``z = u`` without a softcap). Rows of the weight at or past ``num_valid`` are padding: logit -inf, gradient exactly 0.
 
-This file holds the records that host functions exchange. ``backends`` names the functions that each of the three backends
-has: ``dense`` (plain torch, any device), ``exact`` (the kernels of this folder) and ``filter`` (these kernels with a
-gradient filter). ``memory`` decides what fits in ``workspace_bytes``. The table of kernels is in docs/kernels.md.
+``backends`` names the functions of the three backends: ``dense`` (plain torch, any device), ``exact`` (the kernels of this
+folder, see docs/kernels.md) and ``filter`` (with a gradient filter). ``memory`` decides what fits in ``workspace_bytes``.
 
 **Letters** at the end of a tensor's name are its dimensions:
 

@@ -43,7 +43,7 @@ def add_d_weight(
 
     Where shared memory allows a loop over tiles, calls that are often empty or set d_weight_VD launch only as many programs as
     run at a time. The loop overlaps a tile's first loads and its store with the tiles before and after: H200, 0.89 of the time
-    at 1,024 tokens, 0.98 to 1.00 at 8,192. Beside collectives it can take twice as long (``beside_collectives``).
+    at 1,024 tokens, 0.98 to 1.00 at 8,192. Beside collectives it can take twice as long.
     """
     tma = has_tma(dlogits_RV, rows.hidden, d_weight_VD)
     is_set = not add and low_VD is None

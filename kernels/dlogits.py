@@ -8,9 +8,9 @@ products that follow are then plain matrix multiplications, which write each out
 
 ``write_cells`` overwrites the gradient at the ids of each token, where a token has several. LABEL is 0 then, and the formula
 has the gradient g of the id's log-probability in its place, with the id's own logit, saved in fp32 by forward. No id is
-repeated within a row (``outputs.distinct``), so the result depends on no order. In 16 bits the whole formula is computed
-again: the cell's ``P p`` has been rounded, and nearly cancels with g at a likely id. In fp32 g is added to the cell: p, log p
-and H must come from the same logits, and the saved logit was summed in another order.
+repeated within a row (``outputs.distinct``). In 16 bits the whole formula is computed again: the cell's ``P p`` has been
+rounded, and nearly cancels with g at a likely id. In fp32 g is added to the cell: p, log p and H must come from the same
+logits, and the saved logit was summed in another order.
 """
 
 from __future__ import annotations

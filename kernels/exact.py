@@ -219,7 +219,7 @@ def _sweep_of(sizes: Sizes, spec: Spec, saved: int, tiles: Tiles, programs: int,
 def _targets(
     spec: Spec, saved: SavedExp, stats_KN: torch.Tensor | None, out: Finished | None
 ) -> tuple[torch.Tensor | None, int, torch.Tensor | None]:
-    """Return where the labels' logits are written: tensor, row and copy as ``gathered_with_targets`` takes them."""
+    """Return tensor, row and copy for the labels' logits, as ``gathered_with_targets`` takes them."""
     if spec.several:
         return stats_KN, spec.first_target, None
     saved_N = saved.target_N if saved.exp_NV.shape[1] else None

@@ -9,8 +9,7 @@ the gradients of ``log p_y = z_y - lse``, of ``lse = log sum_k exp z_k``, and of
 A shard has the entries whose ids it holds. One sort by column, then token, finds ids that a list repeats (they count once), and
 gives each column its tokens in a fixed order, in which sums are made.
 
-``kept_rows`` has the functions ``statistics`` and ``gradients`` as Triton kernels. The versions here read the lengths of lists,
-so they wait for the device.
+``kept_rows`` has both as Triton kernels. The versions here read the lengths of lists, so they wait for the device.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from cce_dist.kernels.head import logits_of, token_factors
 from cce_dist.kernels.kept_ids import KeptLists
 from cce_dist.kernels.tiles import cdiv, stages_of_rows
 
-WARP_ELEMENTS = 1024  # elements of rows that a warp holds in registers at a time, as for the filter's lists
+WARP_ELEMENTS = 1024  # elements of rows that a warp holds in registers at a time
 BLOCK_D = 1024  # elements of a row that a program of backward handles
 
 

@@ -51,7 +51,7 @@ CPU_ROWS, CPU_COLUMNS = 1024, 2048
 # With more groups dC has 8 extra bits. If these exceed a third of the budget, there are at most MOST_GROUPS.
 LEAST_GROUP, MOST_ROUNDED, MOST_GROUPS = 896, 5, 16
 # Uneven groups are taken if they need less than FULLER of even groups' time. Time counts d_hidden and one pass over d_weight
-# per group (1e-4 of a wave for each hidden unit), in waves of d_hidden's tiles on the 132 programs of an H100 or H200.
+# per group (1e-4 of a wave for each hidden unit), in waves of d_hidden's tiles.
 FULLER, D_WEIGHT_WAVES = 0.95, 1e-4
 
 
@@ -350,7 +350,7 @@ def piece_columns(num_columns: int, top_k: int) -> int:
 
 
 def top_rows(sizes: Sizes, top_k: int, workspace_bytes: int) -> int:
-    """Return the tokens per group whose hidden states, fp32 logits and sorts for the largest logits fit in the budget."""
+    """Return the tokens per group whose hidden states, fp32 logits and sorts of logits fit in the budget."""
     piece = piece_columns(sizes.num_columns, top_k)
     sorted_columns = min(sizes.num_columns, max(cdiv(sizes.num_columns, piece), piece * top_k))
     num_copies = 1 if sizes.num_columns % piece == 0 else 2  # ``outputs.largest`` pads logits to whole pieces

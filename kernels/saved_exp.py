@@ -6,7 +6,7 @@ scaled hidden states. The label's cell is written from the label's own logit, so
 
 If the entropy is differentiated, the row's gradient is ``scale * e * (a + b log e)``, since log p is log e plus a number per
 row. Backward then overwrites the exponentials with ``e * (a + b log e)`` and sets ``SavedExp.overwritten``. A second backward
-computes the exponentials again, with the same bits. Rounding e to 16 bits changes log p by at most 2^-9 nats.
+computes the exponentials again, with the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
 
 
 class SavedExp(NamedTuple):
-    """Tensors that forward saves: the compact order of the tokens, and exponentials of the first columns in this order."""
+    """What forward saves: the compact order, and exponentials of the first columns in this order."""
 
     index_N: torch.Tensor  # int32, from ``tokens.compact``: labelled tokens first
     num_labelled: torch.Tensor  # [2] int32, from ``tokens.compact``

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles of the four products, and the number of row blocks that walk the weight together (they share it in L2)."""
+    """Tiles of the four products, and how many row blocks share the weight in L2."""
 
     lse: Tile
     dlogits: Tile
@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
     group: int
 
 
-MAX_SIDE = 256  # most rows or columns of a tile; zeros behind gathered rows reach to a multiple of it
+MAX_SIDE = 256  # most rows or columns of a tile; gathered rows end with zeros up to a multiple
 _WIDE = Tile(128, 256, 64, 8, 3)
 SECOND_WAVE = 0.03  # cost of a second wave of d_hidden's parts, in waves
 FULL_WAVES = 0.95  # wanted share of busy programs, on average, when the vocabulary is cut into parts

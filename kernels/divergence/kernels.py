@@ -1,10 +1,9 @@
 """Divergence of two heads on Triton: write the logits of both heads, then compute statistics and gradients from the logits.
 
-Matrix products (``dlogits.py``) write the logits of both heads: the first columns' into memory that is saved for
-backward, the others chunk by chunk. In forward, a pass over the logits sums up five numbers per token. A second pass reads the
-logits again before the next group of tokens overwrites them, or computes them again. In backward, a pass turns the student's
-logits into their gradient, in place, and the products of ``d_hidden.py`` and ``d_weight.py`` follow, as in ``exact.py``.
-``heads.py`` has the formulas. A second backward computes the overwritten logits again, with the same bits.
+Matrix products (``dlogits.py``) write the logits of both heads: the first columns' into memory that is saved for backward, the
+others chunk by chunk. In forward, a pass over the logits sums up five numbers per token (``heads.py`` has the formulas). A
+second pass reads the logits again, or computes them again. In backward, a pass turns the student's logits into their gradient,
+in place, and the products follow. A second backward computes the overwritten logits again, with the same bits.
 
 In each tile of columns a row's logits are stored relative to the row's largest one, which is kept in fp32, so the largest
 logits are exact. With bf16 hidden states they are stored in fp16: a logit that is d below its tile's largest is off by at most
