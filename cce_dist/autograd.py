@@ -18,7 +18,7 @@ from torch._C._functorch import is_legacy_batchedtensor, maybe_current_level
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
-from cce_dist.kernels.precision import accumulator
+from cce_dist.kernels import accumulator
 
 
 class Operator(NamedTuple):

@@ -25,8 +25,7 @@ from cce_dist.kernels import Spec, memory
 from cce_dist.kernels.divergence.heads import Divergence
 from cce_dist.kernels.filter import costs
 from cce_dist.kernels.memory import Groups, Sizes
-from cce_dist.kernels.precision import fp32_precision
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import cdiv, fp32_precision
 
 BACKENDS = ("auto", "triton", "torch")
 MISREAD = (torch.bfloat16,)  # dtypes that Triton's interpreter misreads; the tests mend it

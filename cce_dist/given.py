@@ -17,10 +17,10 @@ from cce_dist import checks, decide, operands, terms
 from cce_dist.autograd import PLAIN, is_unobserved
 from cce_dist.call import DTYPES, Call, Options, are_plain, checked, checked_num_tokens, numbers_of
 from cce_dist.decide import Way, Where
-from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want
+from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want, accumulator
 from cce_dist.kernels.dense import label_ids
 from cce_dist.kernels.outputs import Outputs
-from cce_dist.kernels.precision import accumulator, fp32_precision
+from cce_dist.kernels.tiles import fp32_precision
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
 from cce_dist.terms import ClassWeights, Terms

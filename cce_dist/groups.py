@@ -34,11 +34,10 @@ from cce_dist.call import Call, concrete, numbers_of
 from cce_dist.debug_ranks import check_labels
 from cce_dist.decide import Way, of_rows
 from cce_dist.given import Found, Given
-from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
+from cce_dist.kernels import IGNORED, Grads, Operands, Softmax, accumulator, widened
 from cce_dist.kernels.backends import named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.outputs import NUM_LOSSES
-from cce_dist.kernels.precision import accumulator, widened
 from cce_dist.merge import Distributed
 from cce_dist.op import operands_of, run_backward, run_forward
 from cce_dist.terms import Terms
@@ -193,7 +192,7 @@ def _scale(values: Tensor | None, factor: Tensor, backend: str, out: Tensor | No
     if values is None:
         return
     if backend != "torch":
-        from cce_dist.kernels.scale import scale
+        from cce_dist.kernels.d_weight import scale
 
         scale(values, factor, out)
         return

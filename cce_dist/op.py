@@ -18,11 +18,10 @@ from cce_dist.autograd import Operator, build, without_autocast
 from cce_dist.call import Call
 from cce_dist.debug_ranks import check_labels
 from cce_dist.given import Found, Given
-from cce_dist.kernels import Cells, Gradients, Grads, Operands, Softmax, Spec, Upstream
+from cce_dist.kernels import Cells, Gradients, Grads, Operands, Softmax, Spec, Upstream, accumulator
 from cce_dist.kernels.backends import Backend, named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.outputs import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
-from cce_dist.kernels.precision import accumulator
 from cce_dist.merge import Distributed
 
 

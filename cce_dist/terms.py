@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cce_dist import checks, merge
 from cce_dist.call import is_symbol
-from cce_dist.kernels import Operands, Upstream
-from cce_dist.kernels.precision import accumulator, widened
+from cce_dist.kernels import Operands, Upstream, accumulator, widened
 from cce_dist.operands import environment
 from cce_dist.shard import VocabShard
 from cce_dist.token_loss import TokenLoss

@@ -3,15 +3,11 @@
 The logits of the shard are ``z = softcap * tanh(u / softcap)`` with ``u = logit_scale * (hidden @ weight.T + bias)``
 (``z = u`` without a softcap). Rows of the weight at or past ``num_valid`` are padding: logit -inf, gradient exactly 0.
 
-This file holds the records that host functions exchange. ``backends`` names the functions that each of the three backends
-has: ``dense`` (plain torch, any device), ``exact`` (the kernels of this folder) and ``filter`` (these kernels with a
-gradient filter). ``memory`` decides what fits in ``workspace_bytes``. The table of kernels is in docs/kernels.md.
+``backends`` names the functions of the three backends: ``dense`` (plain torch, any device), ``exact`` (the kernels of this
+folder, see docs/kernels.md) and ``filter`` (with a gradient filter). ``memory`` decides what fits in ``workspace_bytes``.
 
 **Letters** at the end of a tensor's name are its dimensions:
 
-======  ============================================================================================================
-letter  counts
-======  ============================================================================================================
 N       tokens of the call
 R       tokens of a group that is processed together, labelled tokens first
 S       tokens of a sample
@@ -28,20 +24,16 @@ P       parts that a sum is cut into
 C       columns of a tile
 T       shards of the group
 2 to 4  that many rows
-======  ============================================================================================================
 
 **Statistics of a shard** are the rows of ``stats_KN`` (a maximum of -inf and zeros where the shard has no valid row):
 
-====  ===========  ====================================================================================
 row   name         value
-====  ===========  ====================================================================================
 0     MAX          m = max_j z_j
 1     SUM_EXP      sum_j exp(z_j - m)
 2     TARGET       z at the label if the label is a valid row of this shard, else 0
 3     SUM_BELOW    sum_j (m - z_j); only where label smoothing is on
 4     COUNT        the number of valid rows; only where label smoothing is on
 last  SUM_MOMENT   sum_j exp(z_j - m) (z_j - m); only where the entropy is wanted
-====  ===========  ====================================================================================
 
 ``linear_log_probs`` appends up to four kinds of rows (``outputs.py`` merges them), in this order: SUM_SQUARE, the sum of
 exp(2 (z_j - m)); BEST, the bits of an int32, the smallest id whose logit is m; I rows with the logits of each token's ids,
@@ -54,11 +46,6 @@ p_j = exp(z_j - M - L) is accurate however large the logits are:
     dL/dz_j = P * p_j + LABEL * [j = label] + UNIFORM - ENTROPY * p_j * (log p_j + H)
 
 and dL/du_j is that times 1 - (z_j / softcap)^2.
-
-**Several ids a token.** TARGET is not used, and LABEL is 0. ``cells.py`` overwrites the ids' cells with their whole gradient.
-
-**Factors of a token** are two numbers, ``a`` and ``b``: ``u = a * (hidden @ weight.T + bias)`` and
-``z = b * softcap * tanh(u / softcap)`` (``z = u`` without a softcap). ``logit_scale`` is 1 then.
 """
 
 from __future__ import annotations
@@ -70,35 +57,33 @@ import torch
 
 _T = TypeVar("_T")
 FAR_SOFTCAP = 64.0  # models have 30 to 50
-IGNORED, OUTSIDE = -1, -2  # stand for a label that is the ignore_index, and for one that is not in the vocabulary
+IGNORED, OUTSIDE = -1, -2  # stand for the ignore_index, and for a label outside the vocabulary
 
 
 class ShardLogits(NamedTuple):
     """How this shard turns hidden states into logits, as plain values."""
 
     start: int  # First vocabulary id of the shard; row j of the weight is id ``start + j``
-    num_valid: int  # Rows of the weight that are part of the vocabulary; rows from here on are padding
+    num_valid: int  # Rows of the vocabulary; rows of the weight from here on are padding
     logit_scale: float = 1.0  # Multiplies the logits
     softcap: float = 0.0  # Bound of the logits, ``softcap * tanh(u / softcap)``; 0 means none
     # Names of the tensors that ``Head`` has here, separated by spaces. An operator takes these tensors as a list.
     tensors: str = ""
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Return a dict from the names in ``tensors`` to ``values``, which are in the same order."""
         if not self.tensors:
             return {}
         return dict(zip(self.tensors.split(), values, strict=True))
 
     def listed(self, **values: _T) -> list[_T | None]:
-        """Return the values given by name as a list in the order of ``tensors``; None for a name that is not given."""
+        """Return the values given by name in the order of ``tensors``; None for a name that is not given."""
         return [values.get(name) for name in self.tensors.split()]
 
 
 class Head(NamedTuple):
     """The parameters that turn products ``hidden @ weight.T`` into logits. None means absent.
 
-    A kernel takes the record as one argument, and only ``head.py`` reads it there. Triton compiles a kernel again for each set
-    of absent fields, so no flag says whether there is a bias.
+    Triton compiles a kernel again for each set of absent fields, so no flag says whether there is a bias.
     """
 
     bias: torch.Tensor | None = None  # [V] contiguous
@@ -128,11 +113,9 @@ class Head(NamedTuple):
         return 1.0 if self.scale is None else self.scale
 
     def of_columns(self, columns: slice | torch.Tensor) -> Head:
-        """Return the head of some columns."""
         return self if self.bias is None else self._replace(bias=self.bias[columns].contiguous())
 
     def of_tokens(self, rows: slice) -> Head:
-        """Return the head of some tokens."""
         return self if self.factors is None else self._replace(factors=self.factors[rows])
 
 
@@ -174,7 +157,7 @@ class Spec(NamedTuple):
     want: Want = Want()
     workspace_bytes: int = 256 << 20
     num_ids: int = 1  # I, the number of ids per token; 1: its label
-    invariant: bool = False  # A token's outputs have the same bits whichever other tokens are in the call
+    invariant: bool = False  # A token's bits do not depend on the other tokens
     alone: bool = False  # No rank waits for d_hidden, because it is not summed over ranks
     once: bool = False  # One backward follows at once, so it may overwrite what forward saves
 
@@ -184,28 +167,18 @@ class Spec(NamedTuple):
         return 3 + 2 * self.want.uniform + self.want.entropy
 
     def can_keep(self, dtype: str) -> bool:
-        """Whether exponentials can be kept from forward to backward, for hidden states of this dtype.
-
-        Only in bf16: the exponent of fp16 is too short, and fp32 would lose precision. Label
-        smoothing and a differentiated entropy can use them only without a softcap, and label smoothing only without factors
-        per token. ``invariant`` calls keep nothing.
-        """
+        """Whether exponentials can be kept for backward: only in bf16. fp16's exponent is too short; fp32 would lose digits."""
         want, has_slope = self.want, self.logits.softcap > 0.0
         has_other_terms = (want.uniform and (has_slope or self.factors)) or (want.entropy and has_slope)
         return want.grad and dtype == "torch.bfloat16" and not has_other_terms and not self.invariant
 
     def can_keep_logits(self, dtype: str) -> bool:
-        """Whether plain torch can turn the exponentials of a group of tokens into gradients, for this dtype.
-
-        Gradients in fp16 may underflow. The gradient must be as in ``can_keep``; a softcap's slope and the filter need the
-        logits themselves.
-        """
+        """Whether plain torch can turn exponentials into gradients: not in fp16 (underflow), nor where logits are needed."""
         wide = dtype != "torch.float16"
         return self.want.grad and wide and not self.want.entropy and self.logits.softcap == 0.0 and self.filter.eps == 0
 
     @property
     def factors(self) -> bool:
-        """Whether each token has factors of its own."""
         return "factors" in self.logits.tensors.split()
 
     @property
@@ -215,22 +188,18 @@ class Spec(NamedTuple):
 
     @property
     def square_row(self) -> int:
-        """Index of the row SUM_SQUARE of the statistics, if it is wanted."""
         return self.num_stats
 
     @property
     def best_row(self) -> int:
-        """Index of the row BEST of the statistics, if it is wanted."""
         return self.num_stats + self.want.sum_p_squared
 
     @property
     def first_target(self) -> int:
-        """Index of the first of the I rows of statistics that hold the logits of several ids."""
         return self.best_row + self.want.best
 
     @property
     def first_top(self) -> int:
-        """Index of the first row of statistics that holds the largest logits."""
         return self.first_target + (self.num_ids if self.several else 0)
 
     @property
@@ -243,7 +212,7 @@ class Rows(NamedTuple):
     """A group of tokens in compact order: labelled tokens first."""
 
     index: torch.Tensor  # [R] int32: indices of the tokens
-    num_labelled: torch.Tensor  # int32: its first element is how many of these tokens have a label, on the device
+    num_labelled: torch.Tensor  # int32: its first element counts those with a label
     hidden: torch.Tensor  # [R, D]: buffer for the hidden states of these tokens
 
 
@@ -252,7 +221,7 @@ class Cells(NamedTuple):
 
     ids_NI: torch.Tensor  # int64, in the whole vocabulary; negative: no id. In backward no row repeats an id.
     target_NI: torch.Tensor | None = None  # In backward: the logits of the ids, fp32
-    grad_NI: torch.Tensor | None = None  # In backward: the gradients of the ids' log-probabilities, fp32
+    grad_NI: torch.Tensor | None = None  # In backward: gradients of log-probabilities, fp32
 
 
 class Operands(NamedTuple):
@@ -266,7 +235,7 @@ class Operands(NamedTuple):
     start: int  # As in ``ShardLogits``
     num_valid: int  # As in ``ShardLogits``
     cells: Cells | None = None  # Several ids of each token, or None
-    order: list[torch.Tensor] | None = None  # ``tokens.compact`` of ``ids``, if it has been computed already
+    order: list[torch.Tensor] | None = None  # ``tokens.compact`` of ``ids``, if known
 
     @classmethod
     def of(
@@ -336,13 +305,13 @@ class Grads(NamedTuple):
     want_hidden: bool = True  # Compute d_hidden
     want_weight: bool = True  # Compute d_weight
     want_bias: bool = True  # Compute d_bias
-    weight_out: torch.Tensor | None = None  # [V, D] buffer that d_weight is added to instead of being returned, or None
+    weight_out: torch.Tensor | None = None  # [V, D]: d_weight is added to it, and not returned
     # Called with d_hidden once all work that writes it is queued on the current stream
     hidden_ready: Callable[[torch.Tensor], None] | None = None
     # If tokens are split, ``hidden_ready`` is also called with the first ``ready_rows`` rows, then with the first
     # 2 * ``ready_rows`` rows, and so on, as soon as these rows are final. None: it is only called with all rows.
     ready_rows: int | None = None
-    hidden_out: torch.Tensor | None = None  # [N, D] storage that d_hidden is written to and returned in, or None
+    hidden_out: torch.Tensor | None = None  # [N, D]: d_hidden is written to it
     # Often no token has a label: kernels then return early and may leave d_weight unwritten. d_hidden of tokens without a label
     # stays unwritten.
     often_empty: bool = False
@@ -351,3 +320,13 @@ class Grads(NamedTuple):
 
 
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]  # d_hidden, d_weight, d_bias
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and losses of operands in ``dtype``: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Cast to ``accumulator`` of the tensor's dtype."""
+    return x.to(accumulator(x.dtype))

@@ -1,7 +1,4 @@
 """The functions that each backend has. ``cce_dist/decide.py`` chooses the backend of a call.
-
-``dense`` (plain torch), ``exact`` and ``filter`` (Triton) are modules that have all of these functions, so the operator in
-``cce_dist/op.py`` reads like the algorithm and names no backend.
 """
 
 from __future__ import annotations
@@ -16,37 +13,28 @@ from cce_dist.kernels import Gradients, Grads, Losses, Operands, Softmax, Spec, 
 
 
 class Backend(Protocol):
-    """One shard's arithmetic. ``cce_dist.kernels`` defines the letters and records."""
-
-    # Functions of one number per token.
+    """One shard's arithmetic, first the functions of one number per token, then the passes over the vocabulary."""
 
     def label_ids(self, labels_N: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
         """Replace ``ignore_index`` by IGNORED and labels outside the vocabulary by OUTSIDE. [N] int64 -> [N] int64."""
-        ...
 
     def ordered_ids(self, labels_N: Tensor, ignore_index: int, vocab_size: int) -> tuple[Tensor, list[Tensor] | None]:
         """Return ``label_ids`` of all tokens, and ``Operands.order``."""
-        ...
 
     def token_losses(self, stats_TKN: Tensor, x: Operands, spec: Spec) -> tuple[Losses, Softmax]:
         """Merge the shards' statistics by log-add-exp, in rank order, so that every rank computes the same bits.
 
         Only ids and order of ``x`` count. The entropy of the softmax is None unless it is wanted.
         """
-        ...
-
-    # Passes over the vocabulary.
 
     def saved_like(self, x: Operands, spec: Spec) -> list[Tensor]:
         """Return tensors with the shapes and dtypes that ``statistics`` saves."""
-        ...
 
     def saved_of_slices(self, x: Operands, spec: Spec) -> list[Tensor] | None:
         """Return the tensors saved for backward if forward may process the tokens in slices, else None.
 
         None: forward saves data of every token, so it needs all tokens at once. Only dtype and D of ``x.hidden`` count.
         """
-        ...
 
     def statistics(
         self, x: Operands, spec: Spec, gather: Callable[[Tensor], Tensor]
@@ -56,7 +44,6 @@ class Backend(Protocol):
         Args:
             gather: Gathers [3, N] of each rank to [T, 3, N]. A backend calls it once on every rank, or on none.
         """
-        ...
 
     def losses_alone(self, x: Operands, spec: Spec) -> tuple[Losses, Softmax, Tensor | None, list[Tensor]]:
         """Return ``token_losses``, stats_TKN and the tensors saved for backward if this shard is the whole vocabulary.
@@ -64,13 +51,11 @@ class Backend(Protocol):
         The statistics are for ``outputs.merge_listed`` and ``outputs.merge_cells``. They are None if neither function needs
         them. The row TARGET may be unset.
         """
-        ...
 
     def gradients(
         self, x: Operands, softmax: Softmax, upstream: Upstream, saved: list[Tensor], grads: Grads, spec: Spec
     ) -> Gradients:
         """Return d_hidden [N, D] in hidden's dtype, d_weight [V, D] in weight's dtype, d_bias [V] fp32, or None each."""
-        ...
 
 
 @lru_cache(maxsize=4)

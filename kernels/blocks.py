@@ -1,4 +1,4 @@
-"""Functions that kernels share: declare a kernel, and load, multiply and store tiles.
+"""Functions that kernels share: declare a kernel, load, multiply and store tiles, and take exponentials and logarithms.
 
 A kernel takes a matrix in one of two forms, as the constexpr ``TMA`` says: a tensor descriptor, which the copy engine of Hopper
 and later GPUs reads and writes without address arithmetic in the loop, or a plain pointer for other devices.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,8 +17,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist.kernels.direct import Kernel, current, passes_triton_by
-from cce_dist.kernels.tiles import has_descriptors
+from cce_dist.kernels.direct import Kernel, passes_triton_by
+from cce_dist.kernels.tiles import has_descriptors, interpreted
+
+NO_CHANGE = nullcontext()
+LOG2_E, LOG_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 def kernel(*specialized: str) -> Callable[[Callable], Kernel]:
@@ -46,8 +49,10 @@ def kernel(*specialized: str) -> Callable[[Callable], Kernel]:
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager:
-    """Return a context in which launches go to the tensor's device."""
-    return current(tensor.device)
+    """Return a context in which launches go to the tensor's device, nearly always the current one."""
+    device = tensor.device
+    is_current = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+    return NO_CHANGE if is_current else torch.cuda.device(device)
 
 
 def has_tma(*matrices: torch.Tensor) -> bool:
@@ -181,3 +186,30 @@ def row_and_split(pid, num_row_blocks, num_splits, GROUP: tl.constexpr):
     size = tl.minimum(num_row_blocks - first, GROUP)
     within = pid - first * num_splits
     return first + within % size, within // size
+
+
+def has_fast_math() -> bool:
+    """Whether kernels may contain NVIDIA's PTX instructions: the value of their constexpr ``FAST``."""
+    return torch.version.hip is None and not interpreted()
+
+
+@triton.jit
+def fast_exp2(x, FAST: tl.constexpr):
+    """Return 2^x within 2^-22. FAST takes one instruction instead of four, and results below 2^-126 are 0."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def fast_log2(x, FAST: tl.constexpr):
+    """Return log2(x). FAST takes one instruction instead of thirty, is within 2^-22, and takes x < 2^-126 for 0."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)

@@ -22,15 +22,14 @@ import triton.language as tl
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.direct import MOST_KINDS, Launch
-from cce_dist.kernels.tiles import Tile, Tiles, num_programs, precision
-from cce_dist.kernels.waves import cdiv, cut_last_wave, fitted
+from cce_dist.kernels.tiles import Tile, Tiles, cdiv, cut_last_wave, fitted, num_programs, precision
 
 
 class Sum(NamedTuple):
     """d_hidden while chunks are added to it."""
 
     high_ND: torch.Tensor  # [N, D] in the hidden states' dtype: d_hidden itself
-    low_RD: torch.Tensor | None  # [R, D] bf16: the remainder; None in fp32, or if there is only one chunk
+    low_RD: torch.Tensor | None  # [R, D] bf16: the remainder; None in fp32, or for one chunk
     # Only for calls that are often empty: scratch for cut tiles, which groups of at most ``few_rows`` tokens use
     parts_PRC: torch.Tensor | None = None
     few_rows: int = 0
@@ -77,7 +76,6 @@ def _target(
     total: Sum, rows: Rows, scale_R: torch.Tensor | None, gain: torch.Tensor | None,
     outer: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors that both kernels take."""
     factors = scale_R, gain, *(outer or (None, None))
     return (rows.index, rows.num_labelled, *factors, total.high_ND, total.low_RD, total.parts_PRC)
 
@@ -116,7 +114,7 @@ def _nothing(device: torch.device) -> torch.Tensor:
 def _launches(
     sizes: tuple[int, ...], tile: Tile, at_once: int, few: tuple[int, int] | None, tma: bool, dot_precision: str
 ) -> tuple[Tile, tuple[int, int, int], Launch, Launch | None]:
-    """Return the tile, the shape of the parts of cut tiles, and both kernels' launches, the second None if no tile is cut."""
+    """Return the tile, the shape of the parts of cut tiles, and both kernels' launches."""
     num_rows, num_cols, hidden_size, _, write, num_set = sizes
     tile = fitted(tile, hidden_size)
     num_tiles = cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols)
@@ -168,26 +166,20 @@ def _grad_hidden_kernel(
     PRECISION: tl.constexpr,
 ):
     num_labelled = tl.load(num_labelled_ptr)
-    given = (
-        dlogits, weight, index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
-        parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_set,
-    )
+    target = (index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr)
+    given = (dlogits, weight, parts_ptr, target, (hidden_size, first, num_set), num_rows, num_cols, dlogits_stride)
     if OFTEN_EMPTY:
         num_tiles, splits = _tiles_and_splits(num_labelled, hidden_size, num_whole, splits, BLOCK_N, BLOCK_D)
         num_whole = tl.where(splits > 1, 0, num_tiles)
         for piece in range(tl.program_id(0), num_tiles * splits, tl.num_programs(0)):
-            _write_piece(
-                piece, *given, num_whole, splits, OFTEN_EMPTY, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
-            )
+            _write_piece(piece, *given, num_whole, splits, OFTEN_EMPTY, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION)
     else:
-        _write_piece(
-            tl.program_id(0), *given, num_whole, splits, OFTEN_EMPTY, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION
-        )
+        piece = tl.program_id(0)
+        _write_piece(piece, *given, num_whole, splits, OFTEN_EMPTY, BLOCK_N, BLOCK_D, BLOCK_V, TMA, PRECISION)
 
 
 @triton.jit
 def _tiles_and_splits(num_labelled, hidden_size, few_rows, num_parts, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the number of tiles that have a token, and into how many parts each is cut."""
     num_row_blocks = tl.cdiv(num_labelled, BLOCK_N)
     num_tiles = num_row_blocks * tl.cdiv(hidden_size, BLOCK_D)
     splits = tl.where(num_row_blocks * BLOCK_N <= few_rows, num_parts // tl.maximum(num_tiles, 1), 1)
@@ -196,12 +188,13 @@ def _tiles_and_splits(num_labelled, hidden_size, few_rows, num_parts, BLOCK_N: t
 
 @triton.jit
 def _write_piece(
-    piece, dlogits, weight, index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr,
-    parts_ptr, num_rows, num_cols, hidden_size, dlogits_stride, first, num_set, num_whole, splits,
+    piece, dlogits, weight, parts_ptr, target, sizes, num_rows, num_cols, dlogits_stride, num_whole, splits,
     OFTEN_EMPTY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Write a whole tile of d_hidden, or a part of the sum over columns for a tile that is cut."""
+    """Write a whole tile of d_hidden, or a part of a tile that is cut; see ``_add``."""
+    num_labelled = target[1]
+    hidden_size, first, num_set = sizes
     num_col_blocks = tl.cdiv(hidden_size, BLOCK_D)
     part = piece - num_whole  # negative: a whole tile
     steps = tl.cdiv(tl.cdiv(num_cols, BLOCK_V), splits) * BLOCK_V
@@ -231,10 +224,7 @@ def _write_piece(
                         some += tl.load(where)
                     tl.store(where, some)
                 else:
-                    _add(
-                        some, row, col + number * (BLOCK_D // 4), index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr,
-                        of_column_ptr, d_hidden_ptr, low_ptr, hidden_size, first, num_set, BLOCK_N, BLOCK_D // 4,
-                    )
+                    _add(some, row, col + number * (BLOCK_D // 4), target, sizes, BLOCK_N, BLOCK_D // 4)
 
 
 @kernel("scale_ptr", "of_column_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")
@@ -275,40 +265,25 @@ def _add_parts_kernel(
     # Add the parts of a quarter of a tile, [BLOCK_N, BLOCK_D / 4].
     for split in range(num_parts):
         some += tl.load(_part(parts_ptr, cut * splits + split, quarter, BLOCK_N, BLOCK_D))
-    _add(
-        some, row, col + quarter * (BLOCK_D // 4), index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr,
-        d_hidden_ptr, low_ptr, hidden_size, first, num_set, BLOCK_N, BLOCK_D // 4,
-    )
+    target = (index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr)
+    _add(some, row, col + quarter * (BLOCK_D // 4), target, (hidden_size, first, num_set), BLOCK_N, BLOCK_D // 4)
 
 
 @triton.jit
 def _part(parts_ptr, part, quarter, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the addresses of a quarter of a part of a tile."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = quarter * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
     return parts_ptr + (part * BLOCK_N + offs_n)[:, None] * BLOCK_D + offs_d[None, :]
 
 
 @triton.jit
-def _add(
-    some,  # [ROWS, COLS] fp32 at (row, col) of dlogits @ weight
-    row,
-    col,
-    index_ptr,
-    num_labelled,
-    scale_ptr,
-    gain_ptr,
-    of_token_ptr,
-    of_column_ptr,
-    d_hidden_ptr,
-    low_ptr,
-    hidden_size,
-    first,
-    num_set,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Add to d_hidden and its remainder, or set them if this is the first chunk, without a label to 0."""
+def _add(some, row, col, target, sizes, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Add ``some``, [ROWS, COLS] fp32 at (row, col) of dlogits @ weight, to d_hidden and its remainder.
+
+    The first chunk sets them instead, without a label to 0. ``target`` and ``sizes`` are arguments of the kernels.
+    """
+    index_ptr, num_labelled, scale_ptr, gain_ptr, of_token_ptr, of_column_ptr, d_hidden_ptr, low_ptr = target
+    hidden_size, first, num_set = sizes
     offs_n = row + tl.arange(0, ROWS)
     offs_d = col + tl.arange(0, COLS)
     live = offs_n < num_labelled

@@ -1,4 +1,4 @@
-"""Gradient of the weight and of the bias: d_weight = dlogits^T @ hidden, for a chunk of vocabulary rows.
+"""Gradient of the weight and of the bias: d_weight = dlogits^T @ hidden, for a chunk of vocabulary rows; scaled gradients.
 
 The chunk holds every token, so each output tile is summed in registers and written once: no atomics, no zero-fill, no fp32
 copy of the weight's size. With ``add`` the tile is added to what is there (Megatron's fp32 ``main_grad``).
@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Rows
-from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand, row_and_split, store_tile
+from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, on_device, operand, row_and_split, store_tile
 from cce_dist.kernels.direct import MOST_KINDS, Launch
-from cce_dist.kernels.tiles import Tile, beside_collectives, num_programs, precision
-from cce_dist.kernels.waves import cdiv, fitted
+from cce_dist.kernels.tiles import Tile, beside_collectives, cdiv, fitted, num_programs, precision
 
-GROUP = tl.constexpr(8)  # row blocks that a loop over tiles walks together, so that hidden states are read from the cache
+GROUP = tl.constexpr(8)  # row blocks that a loop over tiles walks together
 
 
 def add_d_weight(
@@ -42,11 +41,9 @@ def add_d_weight(
     ``more_D``: fp32, added to each row of the product.
     ``often_empty``: write nothing if no row is kept.
 
-    Where shared memory allows a loop over tiles, two kinds of calls launch only as many programs as run at a time. In a call
-    that is often empty, thousands of programs that return early would take longer. In a call that sets d_weight_VD, the loop
-    overlaps a tile's first loads and its store with the tiles before and after. On random numbers on one H200, with D from 640
-    to 4,096, it takes 0.89 to 0.90 of the time at 1,024 tokens, 0.91 to 0.95 at 2,048, and 0.98 to 1.00 at 8,192. Beside
-    collectives it can take twice as long, so there such a call launches a program for each tile (``beside_collectives``).
+    Where shared memory allows a loop over tiles, calls that are often empty or set d_weight_VD launch only as many programs as
+    run at a time. The loop overlaps a tile's first loads and its store with the tiles before and after: H200, 0.89 of the time
+    at 1,024 tokens, 0.98 to 1.00 at 8,192. Beside collectives it can take twice as long.
     """
     tma = has_tma(dlogits_RV, rows.hidden, d_weight_VD)
     is_set = not add and low_VD is None
@@ -126,7 +123,6 @@ def _write_tile(
     ADD: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write a tile of d_weight, or add to it."""
     acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
     # acc [BLOCK_V, BLOCK_D] = dlogits [num_labelled, BLOCK_V].T @ hidden [num_labelled, BLOCK_D], BLOCK_N tokens at a time.
     for inner in range(0, num_labelled, BLOCK_N):
@@ -222,3 +218,61 @@ def _grad_bias_kernel(
         bias *= tl.load(gain_ptr)
     bias += tl.load(d_bias_ptr + offs_v, mask=in_v, other=0)
     tl.store(d_bias_ptr + offs_v, bias, mask=in_v)
+
+
+def scale(values: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None = None) -> None:
+    """Multiply ``values`` [R, D] or [D] in place by ``factor``, fp32: 0-d, or [R], one for each row.
+
+    An upstream gradient is usually 1, and then the kernel reads one number and returns.
+
+    With ``out``, of the shape of ``values``, the product is added to ``out`` instead. A product with a 0 is 0, even if the
+    other number is NaN or infinite.
+    """
+    if not values.numel():
+        return
+    num_cols = values.shape[-1]
+    num_rows = values.numel() // num_cols
+    num_blocks = cdiv(num_rows, 32) * cdiv(num_cols, 256)
+    with on_device(values):
+        _scale_kernel[(min(num_blocks, 8 * num_programs(values.device)),)](
+            values, factor, out,
+            num_rows, num_cols, num_blocks,
+            OF_ROWS=factor.dim() > 0, BLOCK_R=32, BLOCK_D=256, num_warps=8,
+        )  # fmt: skip
+
+
+@kernel("values_ptr", "out_ptr", "num_cols")
+def _scale_kernel(
+    values_ptr,  # in, out without out_ptr: [R, D]
+    factor_ptr,  # in: [] fp32, or [R] with OF_ROWS
+    out_ptr,  # in, out: [R, D], or None
+    num_rows,
+    num_cols,
+    num_blocks,
+    OF_ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    nothing_to_do = 1.0 if out_ptr is None else 0.0
+    factor = tl.full((BLOCK_R,), 0.0, tl.float32) + tl.load(factor_ptr)
+    if not OF_ROWS:
+        num_blocks = tl.where(tl.load(factor_ptr) == nothing_to_do, 0, num_blocks)
+    blocks_d = tl.cdiv(num_cols, BLOCK_D)
+    # Each block is [BLOCK_R, BLOCK_D]; a block is skipped if none of its rows changes anything.
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        offs_r = block // blocks_d * BLOCK_R + tl.arange(0, BLOCK_R)
+        offs_d = block % blocks_d * BLOCK_D + tl.arange(0, BLOCK_D)
+        in_r = offs_r < num_rows
+        if OF_ROWS:
+            factor = tl.load(factor_ptr + offs_r, mask=in_r, other=nothing_to_do)
+        if tl.max((factor != nothing_to_do).to(tl.int32), 0) > 0:
+            offs = offs_r.to(tl.int64)[:, None] * num_cols + offs_d[None, :]
+            mask = in_r[:, None] & (offs_d < num_cols)[None, :]
+            value = tl.load(values_ptr + offs, mask=mask, other=0)
+            is_zero = (value == 0) | (factor == 0)[:, None]
+            scaled = tl.where(is_zero, 0.0, value.to(tl.float32) * factor[:, None])
+            if out_ptr is None:
+                tl.store(values_ptr + offs, scaled.to(values_ptr.dtype.element_ty), mask=mask)
+            else:
+                scaled += tl.load(out_ptr + offs, mask=mask, other=0).to(tl.float32)
+                tl.store(out_ptr + offs, scaled.to(out_ptr.dtype.element_ty), mask=mask)

@@ -11,8 +11,9 @@ Source: mgmalek's efficient_cross_entropy and Liger-Kernel chunk tokens. The onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +29,11 @@ from cce_dist.kernels import (
     Softmax,
     Spec,
     Upstream,
+    accumulator,
     memory,
+    widened,
 )
 from cce_dist.kernels.outputs import NO_ID, largest, merge_largest, normalised
-from cce_dist.kernels.precision import accumulator, product_on_cpu, widened
 
 FLOOR = torch.finfo(torch.float32).min  # replaces a maximum of -inf where -inf - -inf would be NaN
 
@@ -54,20 +56,20 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[Tensor] | None:
 
 
 class Block(NamedTuple):
-    """A block of logits: tokens ``rows`` x columns ``cols``, the operands of these, and the position of each label in it."""
+    """A block of logits: its tokens ``rows`` and columns ``cols``, their operands, and each label's position in it."""
 
     rows: slice
     cols: slice
     hidden_RD: Tensor
     weight_CD: Tensor
     head: Head  # Restricted to these tokens and columns
-    column_R1: Tensor  # The label's column, [R, 1]; any column if the label is not in the block
+    column_R1: Tensor  # The label's column, [R, 1]; any if it is not in the block
     label_R1: Tensor  # Whether the label is in the block
     # Whether a token has no label. Its logits are set to 0, because its hidden state may hold anything, and so may the product
     # with a weight or bias that is not finite.
     unlabelled_R1: Tensor
-    columns_RI: Tensor | None = None  # With several ids a token: the column of each id; any column if it is not in the block
-    ids_RI: Tensor | None = None  # With several ids a token: whether each id is in the block
+    columns_RI: Tensor | None = None  # The same for several ids a token, [R, I] each
+    ids_RI: Tensor | None = None
 
     def logits(self) -> Tensor:
         z, head = _matmul(self.hidden_RD, self.weight_CD.t()), self.head
@@ -95,7 +97,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(x: Operands, spec: Spec, whole: bool = False) -> Iterator[tuple[slice, Iterator[Block]]]:
-    """Yield, for each range of columns, the range and an iterator over the blocks of all tokens. ``whole``: one block."""
+    """Yield each range of columns with an iterator over the blocks of all tokens. ``whole``: one block."""
     itemsize = accumulator(x.hidden.dtype).itemsize
     num_rows, num_cols = memory.dense_block(
         x.num_tokens, x.num_valid, spec.workspace_bytes, itemsize, on_cpu=x.hidden.is_cpu
@@ -113,7 +115,7 @@ def blocks_of(x: Operands, spec: Spec, whole: bool = False) -> Iterator[tuple[sl
             yield Block(rows, cols, hidden_RD, x.weight[cols], head, *columns_of(ids_R1, cols), ids_R1 < 0, *of_ids)
 
     def columns_of(ids: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
-        """Return the position of each id in the columns, any position if it is not among them, and whether it is."""
+        """Return the position of each id in the columns, and whether it is there at all."""
         columns = torch.where(ids >= 0, ids - x.start - cols.start, -1)
         width = cols.stop - cols.start
         return columns.clamp(0, width - 1), (columns >= 0) & (columns < width)
@@ -130,6 +132,30 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if b.is_cuda:
         return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
     return product_on_cpu(a, b) if b.dtype == torch.bfloat16 and b.is_cpu else a.float() @ b.float()
+
+
+@lru_cache(maxsize=1)
+def _multiplies_bf16() -> bool:
+    """Return whether oneDNN multiplies bf16 numbers here. Torch before 2.9 has no setting for fp32 results."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    return hasattr(matmul, "fp32_precision") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def product_on_cpu(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in fp32 by oneDNN, in half of MKL's time on an AMD EPYC. A CPU with AMX rounds elements to bf16.
+
+    The setting is the process's: a matmul of fp32 that another thread starts in these moments is computed so, too.
+    """
+    if not _multiplies_bf16():
+        return a.float() @ b.float()
+    backends: Any = torch.backends
+    matmul = backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        return a.float() @ b.float()
+    finally:
+        matmul.fp32_precision = before
 
 
 def _zeros(*shape: int, like: Tensor) -> Tensor:
@@ -164,7 +190,6 @@ def _saves_exponentials(x: Operands, spec: Spec) -> bool:
 
 
 def _write_largest(x: Operands, spec: Spec, top_2KN: Tensor) -> None:
-    """Write each token's largest logits and their ids."""
     z_NK = x.hidden.new_full((x.num_tokens, spec.want.top_k), -torch.inf, dtype=torch.float32)
     ids_NK = torch.full_like(z_NK, NO_ID, dtype=torch.int64)
     # ``largest`` may copy a block.
@@ -178,7 +203,7 @@ def _write_largest(x: Operands, spec: Spec, top_2KN: Tensor) -> None:
 
 
 def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
-    """Add a block of logits to the statistics of its rows, as the online softmax does. Overwrites z by exponentials."""
+    """Add a block of logits to the statistics of its rows (online softmax). Overwrites z by exponentials."""
     max_R, sum_R, target_R, *more = stats_KR[: spec.num_stats]
     target_R += torch.where(block.label_R1, z.gather(1, block.column_R1), 0.0)[:, 0]
     if block.columns_RI is not None:
@@ -209,16 +234,6 @@ def _add_block(stats_KR: Tensor, z: Tensor, block: Block, spec: Spec) -> None:
     max_R.copy_(new_max)
 
 
-class _Sums(NamedTuple):
-    """Sums of blocks of gradients, in fp32 (float64); d_weight in its own dtype. ``dropped``: sums of the dropped R and |R|."""
-
-    hidden_ND: Tensor
-    weight_VD: Tensor
-    bias_V: Tensor
-    dropped_N: Tensor
-    dropped_V: Tensor
-
-
 def gradients(
     x: Operands, softmax: Softmax, upstream: Upstream, saved: list[Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
@@ -234,30 +249,52 @@ def gradients(
         return _of_exponentials(x, softmax, coef_4N, saved, grads, spec)
     x, coef_4N, divisor = normalised(x, coef_4N)
     gain = 1.0 if divisor is None else divisor
-    num_rows, own = x.weight.shape[0], grads.weight_out is None
-    sums = _Sums(
-        _zeros(*x.hidden.shape, like=x.hidden), torch.zeros_like(x.weight) if grads.weight_out is None else grads.weight_out,
-        _zeros(num_rows, like=x.hidden), _zeros(x.num_tokens, like=x.hidden), _zeros(num_rows, like=x.hidden),
-    )
-    for cols, blocks in blocks_of(x, spec):
-        d_weight_CD = _zeros(*x.weight[cols].shape, like=x.hidden)
+    # Row sums of the dropped R, and column sums of |R|
+    dropped = _zeros(x.num_tokens, like=x.hidden), _zeros(x.weight.shape[0], like=x.hidden)
+
+    def gradients_of(blocks: Iterator[Block]) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
         for block in blocks:
             of_ids = None if x.cells is None else x.cells.grad_NI[block.rows]
-            whole, kept = _block_gradients(block, softmax, coef_4N, of_ids, spec, sums)
-            if grads.want_bias:
-                sums.bias_V[cols] += whole.sum(0)
-            if grads.want_hidden:
-                sums.hidden_ND[block.rows] += _matmul(kept if spec.filter.hidden else whole, block.weight_CD)
-            if grads.want_weight:
-                d_weight_CD += _matmul((kept if spec.filter.weight else whole).t(), block.hidden_RD)
-        if grads.want_weight:
-            sums.weight_VD[cols] += (d_weight_CD * gain).to(sums.weight_VD.dtype)
+            whole, kept = _block_gradients(block, softmax, coef_4N, of_ids, spec, dropped)
+            yield block, whole, kept if spec.filter.hidden else whole, kept if spec.filter.weight else whole
+
+    parts = ((cols, gradients_of(blocks)) for cols, blocks in blocks_of(x, spec))
+    d_hidden, d_weight, d_bias = sums_of_products(x, parts, grads, gain)
     if spec.filter.eps > 0 and spec.filter.compensate:
-        _add_compensation(sums, x, grads, spec, gain)
+        _add_compensation(d_hidden, d_weight, dropped, x, grads, spec, gain)
+    return wanted_of(x, d_hidden.mul_(gain), d_weight, d_bias.mul_(gain), grads)
+
+
+def sums_of_products(
+    x: Operands, parts: Iterable[tuple[slice, Iterable[tuple[Block, Tensor, Tensor, Tensor]]]], grads: Grads,
+    gain: Tensor | float = 1.0, matmul: Callable[[Tensor, Tensor], Tensor] = _matmul,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sums of d_hidden and d_bias in fp32 (float64), and gain * d_weight in its own dtype.
+
+    ``parts`` yields each range of columns with its blocks; a block comes with its gradients for d_bias, d_hidden and d_weight.
+    """
+    d_hidden, d_bias = _zeros(*x.hidden.shape, like=x.hidden), _zeros(x.weight.shape[0], like=x.hidden)
+    d_weight = torch.zeros_like(x.weight) if grads.weight_out is None else grads.weight_out
+    for cols, blocks in parts:
+        d_weight_CD = _zeros(*x.weight[cols].shape, like=x.hidden)
+        for block, of_bias, of_hidden, of_weight in blocks:
+            if grads.want_bias:
+                d_bias[cols] += of_bias.sum(0)
+            if grads.want_hidden:
+                d_hidden[block.rows] += matmul(of_hidden, block.weight_CD)
+            if grads.want_weight:
+                d_weight_CD += matmul(of_weight.t(), block.hidden_RD)
+        if grads.want_weight:
+            d_weight[cols] += (d_weight_CD * gain).to(d_weight.dtype)
+    return d_hidden, d_weight, d_bias
+
+
+def wanted_of(x: Operands, d_hidden: Tensor, d_weight: Tensor, d_bias: Tensor, grads: Grads) -> Gradients:
+    """Finish d_hidden, and return the gradients that are wanted and not in a buffer."""
     return (
-        _finished((sums.hidden_ND * gain).to(x.hidden.dtype), x, grads) if grads.want_hidden else None,
-        sums.weight_VD if grads.want_weight and own else None,
-        sums.bias_V * gain if grads.want_bias else None,
+        _finished(d_hidden.to(x.hidden.dtype), x, grads) if grads.want_hidden else None,
+        d_weight if grads.want_weight and grads.weight_out is None else None,
+        d_bias if grads.want_bias else None,
     )
 
 
@@ -299,14 +336,14 @@ def _of_exponentials(
 
 
 def _add_to_label(grad: Tensor, label_coef: Tensor, block: Block) -> None:
-    """Add the label's term to a block's gradients."""
     grad.scatter_(1, block.column_R1, grad.gather(1, block.column_R1) + torch.where(block.label_R1, label_coef, 0.0))
 
 
 def _block_gradients(
-    block: Block, softmax: Softmax, coef_4N: Tensor, of_ids_RI: Tensor | None, spec: Spec, sums: _Sums
+    block: Block, softmax: Softmax, coef_4N: Tensor, of_ids_RI: Tensor | None, spec: Spec,
+    sums_of_dropped: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return a block's gradients with respect to ``hidden @ weight.T + bias``: all of them, and with dropped ones as 0."""
+    """Return a block's gradients with respect to ``hidden @ weight.T + bias``: all, and with dropped ones as 0."""
     p_coef, label_coef, uniform_coef, _ = coef_4N[:, block.rows, None].unbind()
     grad, slope = _softmax_part(block, softmax, coef_4N)
     dropped = None
@@ -315,8 +352,8 @@ def _block_gradients(
         kept = ~(grad.abs() < threshold)  # NaN is kept
         kept.scatter_(1, block.column_R1, kept.gather(1, block.column_R1) | block.label_R1)
         dropped = (grad * slope).masked_fill_(kept, 0.0)
-        sums.dropped_N[block.rows] += dropped.sum(1)
-        sums.dropped_V[block.cols] += dropped.abs().sum(0)
+        sums_of_dropped[0][block.rows] += dropped.sum(1)
+        sums_of_dropped[1][block.cols] += dropped.abs().sum(0)
     grad += uniform_coef
     _add_to_label(grad, label_coef, block)
     if of_ids_RI is not None:
@@ -326,7 +363,7 @@ def _block_gradients(
 
 
 def _softmax_part(block: Block, softmax: Softmax, coef_4N: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Return the P and ENTROPY terms of a block's gradient with respect to the logits, and the logits' slope."""
+    """Return the P and ENTROPY terms of a block's gradient, and the logits' slope."""
     p_coef, _, _, entropy_coef = coef_4N[:, block.rows, None].unbind()
     z = block.logits()
     slope = block.slope(z)
@@ -338,50 +375,23 @@ def _softmax_part(block: Block, softmax: Softmax, coef_4N: Tensor) -> tuple[Tens
     return p_coef * p - entropy_coef * surprise, slope
 
 
-def _add_compensation(sums: _Sums, x: Operands, grads: Grads, spec: Spec, gain: Tensor | float) -> None:
+def _add_compensation(
+    d_hidden: Tensor, d_weight: Tensor, dropped: tuple[Tensor, Tensor], x: Operands, grads: Grads, spec: Spec,
+    gain: Tensor | float,
+) -> None:
     """Add the rank-1 matrix that replaces the dropped gradients.
 
     Padding rows of the weight are not read: they may hold infinity, and 0 * inf is NaN.
     """
-    dropped_V = sums.dropped_V[: x.num_valid]
+    dropped_N, dropped_V = dropped[0], dropped[1][: x.num_valid]
     total = dropped_V.sum()
     share_V = torch.where(total > 0, dropped_V / total, 0.0)
     if grads.want_hidden and spec.filter.hidden:
-        sums.hidden_ND.addcmul_(sums.dropped_N[:, None], share_V @ widened(x.weight[: x.num_valid]))
+        d_hidden.addcmul_(dropped_N[:, None], share_V @ widened(x.weight[: x.num_valid]))
     if grads.want_weight and spec.filter.weight:
         hidden_ND = widened(x.hidden).masked_fill(x.ids[:, None] < 0, 0.0)
-        rank_1_VD = share_V[:, None] * (sums.dropped_N @ hidden_ND)
-        sums.weight_VD[: x.num_valid].add_((rank_1_VD * gain).to(sums.weight_VD.dtype))
-
-
-class Merged(NamedTuple):
-    """Statistics of the whole vocabulary, all [N] fp32. The log-sum-exp is ``max + log_sum``; their sum would round."""
-
-    max: Tensor
-    log_sum: Tensor
-    target: Tensor
-    mean_below: Tensor  # mean_j (max - z_j)
-    entropy: Tensor
-
-
-def merge(stats_TKN: Tensor, spec: Spec) -> Merged:
-    """Merge the shards' statistics by log-add-exp, in rank order: every rank computes the same bits from the same numbers."""
-    max_TN, sum_TN, target_TN = stats_TKN[:, 0], stats_TKN[:, 1], stats_TKN[:, 2]
-    max_N = max_TN.amax(0)
-    # An empty shard or a row of -inf logits has a maximum of -inf, and -inf - -inf would be NaN.
-    below_TN = torch.where(max_TN == max_N, 0.0, max_TN - max_N)
-    weight_TN = below_TN.exp()
-    sum_N = (weight_TN * sum_TN).sum(0)
-    log_sum = sum_N.log()
-    mean_below = entropy = torch.zeros_like(max_N)
-    if spec.want.uniform:
-        count_TN = stats_TKN[:, 4]
-        shift_TN = torch.where(count_TN > 0, -below_TN * count_TN, 0.0)
-        mean_below = (stats_TKN[:, 3] + shift_TN).sum(0) / spec.vocab_size
-    if spec.want.entropy:
-        moment_TN = torch.where(weight_TN == 0, 0.0, weight_TN * (stats_TKN[:, -1] + below_TN * sum_TN))
-        entropy = log_sum - moment_TN.sum(0) / sum_N
-    return Merged(max_N, log_sum, target_TN.sum(0), mean_below, entropy)
+        rank_1_VD = share_V[:, None] * (dropped_N @ hidden_ND)
+        d_weight[: x.num_valid].add_((rank_1_VD * gain).to(d_weight.dtype))
 
 
 def losses_alone(x: Operands, spec: Spec) -> tuple[Losses, Softmax, Tensor, list[Tensor]]:
@@ -390,10 +400,23 @@ def losses_alone(x: Operands, spec: Spec) -> tuple[Losses, Softmax, Tensor, list
 
 
 def token_losses(stats_TKN: Tensor, x: Operands, spec: Spec) -> tuple[Losses, Softmax]:
-    want, ids_N = spec.want, x.ids
-    merged = merge(stats_TKN[:, : spec.num_stats], spec)
-    nll, lse = merged.max - merged.target + merged.log_sum, merged.max + merged.log_sum
-    losses = torch.stack((nll, lse, merged.target, merged.mean_below + merged.log_sum, merged.entropy))
+    want, ids_N, stats_TKN = spec.want, x.ids, stats_TKN[:, : spec.num_stats]
+    max_TN, sum_TN, target_N = stats_TKN[:, 0], stats_TKN[:, 1], stats_TKN[:, 2].sum(0)
+    max_N = max_TN.amax(0)
+    # An empty shard or a row of -inf logits has a maximum of -inf, and -inf - -inf would be NaN.
+    below_TN = torch.where(max_TN == max_N, 0.0, max_TN - max_N)
+    weight_TN = below_TN.exp()
+    sum_N = (weight_TN * sum_TN).sum(0)
+    log_sum = sum_N.log()
+    uniform = entropy = torch.zeros_like(max_N)
+    if want.uniform:
+        count_TN = stats_TKN[:, 4]
+        shift_TN = torch.where(count_TN > 0, -below_TN * count_TN, 0.0)
+        uniform = (stats_TKN[:, 3] + shift_TN).sum(0) / spec.vocab_size + log_sum
+    if want.entropy:
+        moment_TN = torch.where(weight_TN == 0, 0.0, weight_TN * (stats_TKN[:, -1] + below_TN * sum_TN))
+        entropy = log_sum - moment_TN.sum(0) / sum_N
+    losses = torch.stack((max_N - target_N + log_sum, max_N + log_sum, target_N, uniform, entropy))
     losses = losses.masked_fill_(ids_N == IGNORED, 0.0).masked_fill_(ids_N == OUTSIDE, torch.nan)
     wanted = (True, True, True, want.uniform, want.entropy)
     losses_N = [x.clone() if is_wanted else None for x, is_wanted in zip(losses, wanted, strict=True)]
@@ -401,12 +424,11 @@ def token_losses(stats_TKN: Tensor, x: Operands, spec: Spec) -> tuple[Losses, So
     if want.mean:
         count = (ids_N != IGNORED).sum().clamp(min=1)
         mean = losses[0].sum() / count
-    softmax = Softmax(merged.max, merged.log_sum, merged.entropy if want.entropy else None)
+    softmax = Softmax(max_N, log_sum, entropy if want.entropy else None)
     return Losses(*losses_N, mean, count), softmax  # type: ignore[arg-type]
 
 
 def coefficients(upstream: Upstream, ids_N: Tensor, vocab_size: int) -> Tensor:
-    """Return coef_4N, the four coefficients of each token's logit gradients; 0 for tokens without a label."""
     *grads, d_mean, count = upstream
     like = next((d for d in (*grads, d_mean) if d is not None), ids_N)
     zeros = _zeros(*ids_N.shape, like=like)

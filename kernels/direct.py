@@ -3,8 +3,6 @@
 The first launch with arguments of a kind goes through Triton, which compiles. Later ones of that kind call Triton's launcher
 in C with that compiled kernel. The kind is a key (``kinds``) that differs wherever Triton would compile differently.
 
-What does not depend on a launch's tensors is worked out once for equal sizes and options (``prepared``).
-
 Launches go through Triton if this version's launcher is unknown here, while hooks are set on launches, and with
 ``CCE_DIST_LAUNCH=triton``. In a dry run they go to a function instead (``launching``).
 """
@@ -18,7 +16,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate, count
 from typing import Any, NamedTuple
@@ -29,7 +27,7 @@ from torch.nn import Parameter
 
 _LOG = logging.getLogger("cce_dist")
 Launch = Callable[..., Any]  # takes a kernel's tensors
-NO_CHANGE = nullcontext()
+Launcher = tuple[Callable[..., None], list[Any], list[Callable[[Any], list[Any]]], bool]  # of ``launcher_of``
 MOST_KINDS = 1024  # of launches of one kernel; then the dictionary begins anew
 _COUNT = count()
 MOST_CODES = 64  # of tensor descriptors of one argument of a kind
@@ -37,7 +35,7 @@ MOST_CODES = 64  # of tensor descriptors of one argument of a kind
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Return whether kernels run on an NVIDIA GPU, with a launcher that is known here. Warn once if it is unknown."""
+    """Return whether kernels run on an NVIDIA GPU with a known launcher. Warn once if it is unknown."""
     if torch.version.hip is not None:
         return False
     import triton
@@ -61,12 +59,6 @@ def watched() -> bool:
     """Return whether hooks are set on Triton's launches."""
     runtime = knobs().runtime
     return bool(getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True))
-
-
-def current(device: torch.device) -> AbstractContextManager:
-    """Return a context in which a GPU is the current device; it does nothing if the GPU is current, as nearly always."""
-    is_current = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
-    return NO_CHANGE if is_current else torch.cuda.device(device)
 
 
 @lru_cache(maxsize=1)
@@ -98,9 +90,8 @@ def launches_are_replaced() -> bool:
     return _THREAD.launch is not None
 
 
-# Triton loads each kernel's launcher in C as a module of the same name, and then reads the module's function. If the file was
-# loaded before, as for kernels with equal arguments, CPython puts its functions into the module that was loaded last. Another
-# thread that loads a launcher in between would make this kernel use that launcher (seen with Triton 3.6).
+# Triton loads each launcher in C as a module of the same name. If the file was loaded before, CPython puts its functions into
+# the module that was loaded last, so a thread that loads another launcher meanwhile would give it to this kernel (Triton 3.6).
 _LOADING = threading.Lock()
 
 
@@ -111,12 +102,11 @@ def load(kernel: Any) -> None:
 
 
 def passes_triton_by() -> bool:
-    """Return whether this thread's launches go past Triton, and not to a function in their place."""
     return _THREAD.launch is None and _is_wanted()
 
 
 class Part:
-    """A part of an allocation, contiguous and in fp32, that only kernels take for a tensor. A view takes the host longer."""
+    """A part of an allocation, in fp32, that kernels take for a tensor. A view takes the host longer."""
 
     __slots__ = ("address", "first", "shape", "whole")
     dtype = torch.float32
@@ -161,8 +151,7 @@ def _tensors(args: Any) -> Any:
 class Kernel:
     """A kernel of ``triton.jit``, launched by ``kernel[grid](*args, **options)`` as Triton's own object is.
 
-    Options are the kernel's constexprs and Triton's options, such as ``num_warps``. Constexprs are passed by name. Other
-    attributes are those of Triton's object.
+    Options are the kernel's constexprs and Triton's options. Other attributes are those of Triton's object.
     """
 
     def __init__(self, jitted: Any) -> None:
@@ -181,7 +170,7 @@ class Kernel:
         return self.launch((*grid, 1, 1)[:3], (), options, (tuple(options), *options.values()), *args)
 
     def prepared(self, grid: Sequence[int], *numbers: Any, **options: Any) -> Launch:
-        """Return a launch that takes the arguments before ``numbers``. Callers keep it for calls of equal sizes and options."""
+        """Return a launch that takes the arguments before ``numbers``, to be kept for equal sizes and options."""
         kind = (tuple(options), *options.values(), *kinds(numbers)[0])
         number = self.kinds.get(kind)
         if number is None:
@@ -221,7 +210,6 @@ class Kernel:
 
 
 def _keep(records: dict[tuple, Any], key: tuple, record: Any) -> Any:
-    """Keep a record, and return it."""
     if len(records) >= MOST_KINDS:
         records.clear()
     records[key] = record
@@ -281,56 +269,44 @@ class _Known(NamedTuple):
 
     Attributes:
         compiled: Triton's compiled kernel.
-        launcher: How to call its launcher in C.
+        run, behind, in_one: From ``launcher_of``.
         constants: Values of the constexprs, in the kernel's order.
         matrices: For each tensor descriptor, the last first, its position among the arguments and the function that encodes it.
             The function caches codes, because a training step passes the same descriptors again and again.
     """
 
     compiled: Any
-    launcher: Launcher
+    run: Callable[..., None]
+    behind: list[Any]
+    in_one: bool
     constants: list[Any]
     matrices: list[tuple[int, Callable[[Any], list[Any]]]]
 
     @classmethod
     def of(cls, compiled: Any, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> _Known:
-        launcher, constants = launcher_of(compiled), [kwargs[name] for name in names[len(args) :]]
+        (run, behind, encoders, in_one), constants = launcher_of(compiled), [kwargs[name] for name in names[len(args) :]]
         places = [place for place, value in enumerate(args) if hasattr(value, "block_shape")]
-        encoders = [lru_cache(maxsize=MOST_CODES)(encode) for encode in launcher.encoders or []]
-        return cls(compiled, launcher, constants, [*zip(places, encoders, strict=False)][::-1])
+        encoders = [lru_cache(maxsize=MOST_CODES)(encode) for encode in encoders]
+        return cls(compiled, run, behind, in_one, constants, [*zip(places, encoders, strict=False)][::-1])
 
     def launch(self, grid: Sequence[int], stream: int, values: list[Any], numbers: Sequence[Any]) -> None:
         for place, encode in self.matrices:
             values[place : place + 1] = encode(values[place])
-        run, behind, _, in_one = self.launcher
-        if in_one:
-            run(*grid, stream, self.compiled.function, *behind, [*values, *numbers, *self.constants])
+        if self.in_one:
+            self.run(*grid, stream, self.compiled.function, *self.behind, [*values, *numbers, *self.constants])
         else:
-            run(*grid, stream, self.compiled.function, *behind, *values, *numbers, *self.constants)
-
-
-class Launcher(NamedTuple):
-    """A function that launches a compiled kernel.
-
-    It is called with the grid's three sizes, the stream, the kernel's handle, ``behind``, and the kernel's arguments.
-
-    Attributes:
-        run: The function.
-        behind: Its arguments between the kernel's handle and the kernel's arguments.
-        encoders: For each tensor descriptor, a function that returns the arguments which replace it. None: ``run`` encodes.
-        in_one: Whether the kernel's arguments are passed as one list.
-    """
-
-    run: Callable[..., None]
-    behind: list[Any]
-    encoders: list[Callable[[Any], list[Any]]] | None
-    in_one: bool
+            self.run(*grid, stream, self.compiled.function, *self.behind, *values, *numbers, *self.constants)
 
 
 def launcher_of(compiled: Any) -> Launcher:
     """Return Triton's launcher in C for a compiled kernel, or the Python around it if this Triton's is unknown.
 
-    The Python allocates scratch memory, and encodes descriptors at each launch.
+    The Python allocates scratch memory, and encodes descriptors at each launch. A launcher is called with the grid's three
+    sizes, the stream, the kernel's handle, ``behind``, and the kernel's arguments.
+
+    Returns:
+        The launcher; ``behind``; for each tensor descriptor that the launcher does not encode, a function that returns the
+        arguments which replace it; and whether the kernel's arguments are passed as one list.
     """
     try:
         known = _known_launcher(compiled)
@@ -338,7 +314,7 @@ def launcher_of(compiled: Any) -> Launcher:
         _say_once(f"cce_dist launches through Triton's Python: {error!r}")
         known = None
     # The three Nones are metadata for hooks and two hooks. If there were hooks, the launch would go through Triton.
-    return known or Launcher(compiled.run, [compiled.packed_metadata, None, None, None], None, False)
+    return known or (compiled.run, [compiled.packed_metadata, None, None, None], [], False)
 
 
 def _known_launcher(compiled: Any) -> Launcher | None:
@@ -356,7 +332,7 @@ def _known_launcher(compiled: Any) -> Launcher | None:
     else:
         raise ValueError(f"the launcher of {type(run)} has another form")
     if not inspect.isfunction(run.launch):  # a kernel without descriptors
-        return Launcher(run.launch, behind, [], in_one)
+        return run.launch, behind, [], in_one
     within = inspect.getclosurevars(run.launch).nonlocals
     metas = within["tensordesc_meta"]
     if not metas or None in metas:
@@ -370,7 +346,7 @@ def _known_launcher(compiled: Any) -> Launcher | None:
     def encoder(meta: Any) -> Callable[[Any], list[Any]]:
         return lambda descriptor: make_tensordesc_arg(descriptor, meta, *others)
 
-    return Launcher(within["launcher"], behind, [encoder(meta) for meta in metas], in_one)
+    return within["launcher"], behind, [encoder(meta) for meta in metas], in_one
 
 
 @lru_cache(maxsize=8)

@@ -2,13 +2,11 @@
 
 Tensors are on torch's device "meta", so they have sizes but no memory, and each launch is replaced by a Python function.
 
-peak           Return the most bytes alive, for ``cce-dist plan``, in some 10 to 100 ms. The GPU need not be present.
-compile_ahead  Compile the kernels of a call in parallel before forward begins. A first loss and gradient compiles some 14
-               kernels, with a filter 45, which otherwise are compiled at their first launch. ``triton.AsyncCompileMode`` runs
-               Triton's passes and the assembler in threads, without Python's lock. The call waits for all of them.
+``peak`` returns the most bytes alive, for ``cce-dist plan``, in some 10 to 100 ms. The GPU need not be present.
 
-Compiling ahead never changes what a call does: a kernel that it missed, or that does not compile, is compiled by its launch.
-``CCE_DIST_COMPILE_AHEAD=0`` turns it off.
+``compile_ahead`` compiles the kernels of a call before forward begins: some 14, with a filter 45. ``triton.AsyncCompileMode``
+runs Triton's passes and the assembler in threads, without Python's lock. The call waits for all of them. A kernel that is
+missed, or does not compile, is compiled by its launch. ``CCE_DIST_COMPILE_AHEAD=0`` turns compiling ahead off.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -36,7 +33,8 @@ from cce_dist.kernels.tiles import Planned, planned
 _LOG = logging.getLogger("cce_dist")
 MOST_THREADS = 16  # a call has no more kernels than this that take long to compile
 MOST_KINDS = 64  # most kinds of calls whose kernels are remembered as compiled
-_COMPILED: OrderedDict[tuple, None] = OrderedDict()
+_COMPILED = set[tuple]()
+_Kept = tuple[Operands, list[Tensor], Softmax, Losses]  # what forward passes to backward, with its saved tensors
 
 
 class Live(TorchDispatchMode):
@@ -94,17 +92,12 @@ class Peak(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def peak(backend: str, sizes: Sizes, spec: Spec, device: Planned | None, ready_rows: int = 0) -> Peak:
-    """Return the peak of forward and backward in bf16.
+    """Return the peak of forward and backward in bf16 by "exact" or "filter", on a GPU (None: the device of this process).
 
-    Args:
-        backend: "exact" or "filter".
-        sizes: Sizes of the shard.
-        spec: Options of the call, with its memory budget.
-        device: The GPU. None: the device of this process.
-        ready_rows: As in ``cce_dist.decide.Way``.
+    ``ready_rows`` as in ``cce_dist.decide.Way``.
     """
     x, module = _bare_operands(sizes, spec), named(backend)
-    with planned(device), launching(_launch_nothing), torch.no_grad(), Live() as live:
+    with planned(device), launching(lambda *_: None), torch.no_grad(), Live() as live:
         kept = _forward(module, spec, x)
         forward, saved, before = live.restart(), live.current(), [0]
         ready = None if spec.alone else (lambda _: before.append(live.restart()))
@@ -122,7 +115,7 @@ def groups_peak(sizes: Sizes, groups: Groups, spec: Spec, device: Planned | None
     d_weight, d_hidden = torch.empty_like(x.weight), torch.empty_like(x.hidden)
     low = torch.empty_like(x.weight, dtype=torch.int8) if groups.low else None
     grads = Grads(want_bias=False, weight_out=d_weight, hidden_out=d_hidden, weight_low=low)
-    with planned(device), launching(_launch_nothing), torch.no_grad(), Live() as live:
+    with planned(device), launching(lambda *_: None), torch.no_grad(), Live() as live:
         _backward(module, spec, _forward(module, spec, x), grads)
     of_all = sizes.num_tokens * (8 + 4 + 8)  # ids, losses and the two numbers of the softmax
     return live.peak + of_all + (low_bytes(sizes) if groups.low else 0)
@@ -130,13 +123,13 @@ def groups_peak(sizes: Sizes, groups: Groups, spec: Spec, device: Planned | None
 
 @lru_cache(maxsize=4096)
 def anew_peak(sizes: Sizes, spec: Spec, device: Planned | None) -> int:
-    """Return the peak of computing d_weight again, because the upstream gradients differ from those that forward expected."""
+    """Return the peak of computing d_weight again, for upstream gradients that forward did not expect."""
     spec = spec._replace(want=spec.want._replace(grad=False))
     x, module = _bare_operands(sizes, spec), named("exact")
     d_weight = torch.empty_like(x.weight)
     softmax = Softmax(*(torch.empty(sizes.num_tokens, device="meta") for _ in range(2)))
-    with planned(device), launching(_launch_nothing), torch.no_grad(), Live() as live:
-        kept = _Kept(x, module.saved_of_slices(x, spec) or [], softmax, Losses(*(softmax.max,) * 3))
+    with planned(device), launching(lambda *_: None), torch.no_grad(), Live() as live:
+        kept = x, module.saved_of_slices(x, spec) or [], softmax, Losses(*(softmax.max,) * 3)
         _backward(module, spec, kept, Grads(False, True, False, d_weight, often_empty=True))
     return live.peak
 
@@ -149,19 +142,6 @@ def _bare_operands(sizes: Sizes, spec: Spec) -> Operands:
     return Operands.of(hidden, weight, labels, spec.logits)
 
 
-def _launch_nothing(kernel: Any, args: Any, grid: Any, kwargs: dict[str, Any]) -> None:
-    pass
-
-
-class _Kept(NamedTuple):
-    """Tensors that forward passes to backward."""
-
-    x: Operands
-    saved: list[Tensor]
-    softmax: Softmax
-    losses: Losses
-
-
 def _forward(backend: Backend, spec: Spec, x: Operands, num_ranks: int = 1) -> _Kept:
     """Run the forward pass of ``op.py`` without collectives. ``x.ids`` holds labels, which become ids here."""
     ids, order = backend.ordered_ids(x.ids, spec.ignore_index, spec.vocab_size)
@@ -171,7 +151,7 @@ def _forward(backend: Backend, spec: Spec, x: Operands, num_ranks: int = 1) -> _
     else:
         stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[None])
         losses, softmax = backend.token_losses(stats_KN[None], x, spec)
-    return _Kept(x, saved, softmax, losses)
+    return x, saved, softmax, losses
 
 
 def _backward(backend: Backend, spec: Spec, kept: _Kept, grads: Grads) -> Any:
@@ -185,12 +165,7 @@ def _backward(backend: Backend, spec: Spec, kept: _Kept, grads: Grads) -> Any:
 def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None, num_ranks: int = 1) -> None:
     """Compile the kernels of a call's forward and backward in parallel, unless a similar call came before.
 
-    Args:
-        backend: Backend of the call.
-        spec: Options of the call.
-        x: Operands of the call, with labels in ``ids``. Under sequence parallelism hidden states are a slice.
-        weight_out: As in ``Grads``.
-        num_ranks: Size of the vocabulary-parallel group.
+    ``x.ids`` holds labels. Under sequence parallelism ``x.hidden`` is a slice.
     """
     if backend is named("dense"):
         return
@@ -202,9 +177,9 @@ def compile_ahead(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor 
     call = id(backend), x.weight.device, options, x.num_tokens.bit_length(), tensors, num_ranks == 1
     if call in _COMPILED or spec.several or spec.factors or spec.want.top_k or torch.cuda.is_current_stream_capturing():
         return
-    _COMPILED[call] = None
-    if len(_COMPILED) > MOST_KINDS:
-        _COMPILED.popitem(last=False)
+    if len(_COMPILED) == MOST_KINDS:
+        _COMPILED.clear()
+    _COMPILED.add(call)
     if launches_are_replaced():  # whoever replaces them compiles the kernels
         return
     try:
@@ -220,14 +195,13 @@ def _kind_of_task(spec: Spec) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    """Return the options with each float replaced by the facts that kernels are compiled for: above 0, 1, a far softcap."""
+    """Return the options with floats replaced by what kernels are compiled for: above 0, 1, a far softcap."""
     if isinstance(value, tuple):
         return tuple(map(_kind, value))
     return (value > 0, value == 1, value > FAR_SOFTCAP) if isinstance(value, float) else value
 
 
 def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | None, num_ranks: int) -> None:
-    """Compile the kernels that a dry run of the call launches."""
     import triton
 
     device, compiling = torch.device("cuda", torch.cuda.current_device()), []
@@ -236,7 +210,7 @@ def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
         compiling.append(kernel.warmup(*args, grid=(1,), **kwargs))
 
     def load_now(kernel: Any) -> None:
-        """Have Triton 3.6 build the kernel's C launcher now, which takes a quarter of a second, instead of at its launch."""
+        """Have Triton build the kernel's launcher in C now, which takes a quarter of a second."""
         with torch.cuda.device(device):
             load(kernel.result() if hasattr(kernel, "result") else kernel)
 

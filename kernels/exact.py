@@ -7,10 +7,7 @@ forward                                             backward
     rank into losses (losses)                           write its rows of d_weight (d_weight)
                                                       saved exponentials: the two matmuls alone
 
-Tokens without a label come last in both (``tokens.compact``). ``workspace_bytes`` bounds what is alive beside inputs and
-outputs; ``memory`` says how many rows and columns a chunk has, and how many columns keep their exponentials for backward.
-
-Nothing here waits for the device, so a CUDA graph can capture it; shapes known on the host alone decide the launches.
+Tokens without a label come last in both. Nothing here waits for the device, so a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -23,12 +20,10 @@ import torch
 
 from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, Spec, Upstream, Want, memory
 from cce_dist.kernels.blocks import on_device
-from cce_dist.kernels.cells import write_cells
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden, add_parts, with_parts
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.direct import MOST_KINDS, Part, allocate
-from cce_dist.kernels.dlogits import dlogits_chunk
-from cce_dist.kernels.logits import logits_chunk
+from cce_dist.kernels.dlogits import dlogits_chunk, logits_chunk, write_cells
 from cce_dist.kernels.losses import (
     Finished,
     Results,
@@ -37,23 +32,15 @@ from cce_dist.kernels.losses import (
     rows_per_program,
     token_losses,
 )
-from cce_dist.kernels.lse import (
-    NOTHING_MORE,
-    Keep,
-    Span,
-    gathered_with_targets,
-    lse_partials,
-    shape_of_partials,
-)
+from cce_dist.kernels.lse import NOTHING_MORE, Keep, Span, gathered_with_targets, lse_partials, shape_of_partials
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.outputs import NO_ID, largest, normalised
 from cce_dist.kernels.saved_exp import Leveling, SavedExp, scaled_rows
-from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs, thinned
+from cce_dist.kernels.tiles import Tiles, cdiv, choose_tiles, num_parts, num_programs, thinned
 from cce_dist.kernels.tokens import (
     coefficients,
     compact,
     first_rows,
-    gather_rows,
     gathered,
     label_ids,
     ordered_ids,
@@ -61,7 +48,6 @@ from cce_dist.kernels.tokens import (
     token_groups,
     weighted_sums,
 )
-from cce_dist.kernels.waves import cdiv, num_parts
 
 __all__ = [
     "gradients", "label_ids", "losses_alone", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
@@ -74,7 +60,6 @@ FIRST_TILE = Span(0, 1, 1)
 
 
 def saved_columns(x: Operands, spec: Spec) -> int:
-    """Return how many of the shard's first columns keep their exponentials: as many as fit in the budget."""
     if not spec.can_keep(str(x.hidden.dtype)):
         return 0
     return memory.saved_columns(sizes_of(x, spec.alone), spec.workspace_bytes)
@@ -94,7 +79,7 @@ def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
 
 
 def new_saved(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy: bool = False) -> SavedExp:
-    """Allocate the saved tensors, with exponentials of the first ``columns`` columns. Without columns most are empty."""
+    """Allocate the saved tensors, with exponentials of the first ``columns`` columns."""
     device, num_rows = x.hidden.device, x.num_tokens if columns else 0
     exp_NV = torch.empty(x.num_tokens, columns, dtype=x.hidden.dtype, device=device)
     reference_N, target_N = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
@@ -120,7 +105,6 @@ def statistics(
 
 
 def losses_alone(x: Operands, spec: Spec) -> Results:
-    """Return losses, softmax, statistics and ``SavedExp``. Statistics are None without further outputs, and have no TARGET."""
     if x.num_tokens == 0 or x.num_valid == 0:
         return of_statistics(x, spec, *statistics(x, spec))
     stats_TKN = _empty(x, 1, spec.num_rows, x.num_tokens) if spec.num_rows > spec.num_stats else None
@@ -143,7 +127,6 @@ def _saved_after_largest(x: Operands, spec: Spec, order: list[torch.Tensor], sta
 
 
 def _write_largest(x: Operands, spec: Spec, order: list[torch.Tensor], top_2KN: torch.Tensor) -> None:
-    """Write each token's largest logits and their ids, from all logits of a group of tokens at a time."""
     z_KN, ids_KN = top_2KN[: spec.want.top_k], top_2KN[spec.want.top_k :].view(torch.int32)
     z_KN.fill_(float("-inf"))  # stays where the shard has fewer columns than k
     ids_KN.fill_(NO_ID)
@@ -210,7 +193,7 @@ class _Sweep(NamedTuple):
 
 @lru_cache(maxsize=MOST_KINDS)
 def _sweep_of(sizes: Sizes, spec: Spec, saved: int, tiles: Tiles, programs: int, alone: bool) -> _Sweep:
-    """Return how to sweep if the exponentials of ``saved`` columns are saved. The device runs ``programs`` at a time."""
+    """Return how to sweep if ``saved`` columns are saved. The device runs ``programs`` at a time."""
     at_once, tile = min(sizes.num_tokens, memory.forward_rows(sizes, spec.workspace_bytes, saved)), tiles.lse
     num_tiles = cdiv(sizes.num_columns, tile.cols)
     num_kept = min(saved // tile.cols, num_tiles)
@@ -221,7 +204,7 @@ def _sweep_of(sizes: Sizes, spec: Spec, saved: int, tiles: Tiles, programs: int,
         other_parts = num_parts(16 * tile.rows if spec.invariant else at_once, num_tiles - num_kept, tile.rows, programs)
     keeping = Span(0, num_kept, kept_parts) if num_kept else None
     others = Span(num_kept, num_tiles, other_parts, kept_parts) if other_parts else None
-    if tile.warps >= 8:  # one tile per block of rows would occupy half of a device, so halve the blocks
+    if tile.warps >= 8:  # one tile per block of rows occupies half of a device: halve them
         tile = tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)
     shapes: list[tuple[int, ...]] = [
         shape_of_partials(kept_parts + other_parts, at_once, spec.want),
@@ -236,7 +219,7 @@ def _sweep_of(sizes: Sizes, spec: Spec, saved: int, tiles: Tiles, programs: int,
 def _targets(
     spec: Spec, saved: SavedExp, stats_KN: torch.Tensor | None, out: Finished | None
 ) -> tuple[torch.Tensor | None, int, torch.Tensor | None]:
-    """Return where the labels' logits are written: tensor, row and copy as ``gathered_with_targets`` takes them."""
+    """Return tensor, row and copy for the labels' logits, as ``gathered_with_targets`` takes them."""
     if spec.several:
         return stats_KN, spec.first_target, None
     saved_N = saved.target_N if saved.exp_NV.shape[1] else None
@@ -261,7 +244,7 @@ def _keep_exponentials(
 
 
 def _recompute_exponentials(x: Operands, saved: SavedExp, tiles: Tiles, spec: Spec) -> None:
-    """Compute the exponentials again if an earlier backward has overwritten them. Otherwise every launch returns at once."""
+    """Compute exponentials again that an earlier backward has overwritten. Otherwise launches return at once."""
     assert saved.overwritten is not None
     # The same groups, cut into the same parts, as in forward.
     how = _sweep_of(sizes_of(x), spec, saved.exp_NV.shape[1], tiles, num_programs(x.hidden.device), False)
@@ -270,7 +253,7 @@ def _recompute_exponentials(x: Operands, saved: SavedExp, tiles: Tiles, spec: Sp
         rows = gathered(x.hidden, group, buffer_RD)
         partials = [part.of_rows(rows.index.shape[0]) for part in inner]
         leveling = _keep_exponentials(x, rows, how, partials, saved.of_group(number, how.at_once), spec.want)
-        finish(x, rows, None, leveling=leveling)
+        finish(x, rows, None, want=NOTHING_MORE, leveling=leveling)
 
 
 class Output(NamedTuple):
@@ -283,14 +266,11 @@ class Output(NamedTuple):
     gain: torch.Tensor | None  # A factor on all gradients, or None
     grads: Grads
     tiles: Tiles
-    weight_first: bool = False  # Compute d_weight before d_hidden, whose storage holds the scaled hidden states until then
+    weight_first: bool = False  # Before d_hidden, whose storage holds scaled hidden states until then
 
 
 class Uniform(NamedTuple):
-    """Label smoothing's part of the logits' gradient, where the rest comes from saved exponentials.
-
-    It is one number per token, equal in all columns, so its products with weight and hidden states are sums of rows.
-    """
+    """Label smoothing's part beside saved exponentials: one number per token, so its products are sums of rows."""
 
     coef_N: torch.Tensor  # The gradient of each token's logits, fp32
     d_weight_D: torch.Tensor  # Added to every row of d_weight, fp32
@@ -307,7 +287,6 @@ class Uniform(NamedTuple):
 def gradients(
     x: Operands, softmax: Softmax, upstream: Upstream, saved: list[torch.Tensor], grads: Grads, spec: Spec
 ) -> Gradients:
-    """Return d_hidden, d_weight and d_bias; a token without a label gets a d_hidden of exactly 0 and adds nothing elsewhere."""
     return gradients_by(x, softmax, None, SavedExp(*saved), grads, spec, upstream)
 
 
@@ -315,14 +294,12 @@ def gradients_by(
     x: Operands, softmax: Softmax, coef_4N: torch.Tensor | None, saved: SavedExp, grads: Grads, spec: Spec,
     upstream: Upstream = _NO_UPSTREAM,
 ) -> Gradients:
-    """Compute ``gradients``. Recomputed columns use ``coef_4N``, or if it is None, ``upstream``, as saved columns always do."""
+    """Compute ``gradients``. Recomputed columns use ``coef_4N``, or if it is None, ``upstream``, as saved ones do."""
     last = x.num_valid
     num_saved = min(saved.exp_NV.shape[1], last)
     d_hidden, d_weight, d_bias = new_gradients(x, grads)
     returned = d_hidden, None if grads.weight_out is not None else d_weight, d_bias
     if x.num_tokens == 0 or x.num_valid == 0:
-        if d_hidden is not None and grads.hidden_ready is not None:
-            grads.hidden_ready(d_hidden)
         return returned
     # Only d_weight needs the scaled hidden states. They are kept in d_hidden's storage if d_hidden may be computed last.
     weight_first = 0 < num_saved == last and grads.want_hidden and grads.want_weight and grads.hidden_ready is None
@@ -366,8 +343,7 @@ def gradients_by(
             # A group of tokens and a chunk of columns at a time. Beside saved columns one group has all tokens.
             ready_rows = None if num_saved else grads.ready_rows
             for group, (*compact_order, num_final) in enumerate(finished_groups(x.ids, saved.order, at_once, ready_rows)):
-                rows = Rows(*compact_order, first_rows(buffer_RD, compact_order[0].shape[0]))
-                gather_rows(x.hidden, rows)
+                rows = gathered(x.hidden, compact_order, buffer_RD)
                 fill = partial(_fill_chunk, x, rows, softmax, coef_4N, tiles, grads.often_empty)
                 final = 0 if num_saved else num_final
                 add_chunks(out, rows, chunks, dlogits_RV, fill, add=add or group > 0, num_final=final)
@@ -387,7 +363,6 @@ def gradients_by(
 def _write_label_cells(
     saved: SavedExp, x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, scale_R: torch.Tensor
 ) -> None:
-    """Write the cells of each token's ids in saved exponentials, if ``scaled_rows`` has not written its label's cell."""
     if softmax.entropy is not None and x.cells is None:
         x = x._replace(cells=Cells(x.ids[:, None], saved.target_N[:, None], coef_4N[1][:, None]))
     if x.cells is not None:
@@ -398,7 +373,6 @@ def _fill_chunk(
     x: Operands, rows: Rows, softmax: Softmax, coef_4N: torch.Tensor, tiles: Tiles, one_wave: bool, first: int,
     grads_RV: torch.Tensor,
 ) -> None:
-    """Write the logits' gradient of the columns from ``first`` on, including the cells of each token's ids."""
     dlogits_chunk(x, rows, softmax, coef_4N, first, grads_RV, tiles, one_wave=one_wave)
     if x.cells is not None:
         write_cells(x, rows, softmax, coef_4N, first, grads_RV)
@@ -454,12 +428,17 @@ def add_chunks(
 
 
 def new_gradients(x: Operands, grads: Grads) -> Gradients:
-    """Allocate the wanted gradients. d_bias and padding rows start as 0; without tokens or columns, all gradients do."""
+    """Allocate the wanted gradients. d_bias and padding rows start as 0.
+
+    Without tokens or columns all gradients do, and ``hidden_ready`` is called.
+    """
     d_hidden, num_written = None, x.num_valid if x.num_tokens else 0
     if grads.want_hidden:
         d_hidden = _new_like(x.hidden) if grads.hidden_out is None else grads.hidden_out
         if not num_written:  # ``add_d_hidden`` sets rows without a label to 0
             d_hidden.zero_()
+            if grads.hidden_ready is not None:
+                grads.hidden_ready(d_hidden)
     num_rows = x.weight.shape[0]
     d_bias = torch.zeros(num_rows, dtype=torch.float32, device=x.weight.device) if grads.want_bias else None
     if not grads.want_weight or grads.weight_out is not None:

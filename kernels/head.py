@@ -2,13 +2,10 @@
 
     u = before * (hidden @ weight.T + bias),  z = after * softcap * tanh(u / softcap)  (z = u without a softcap)
 
-``before`` and ``after`` are a token's factors; without factors ``before`` is the head's scale and ``after`` is 1. A kernel
-takes ``Head`` (``kernels/__init__.py``) as one argument, a tuple. Triton knows at compile time which fields are None, so
-``head.bias is not None`` costs nothing, and a factor of 1 leaves no instruction. ``logits_of`` is also where columns past the
-end of the vocabulary are masked, so forward and backward cannot disagree on the mask.
-
-Integers stay arguments of their own. Triton compiles a kernel again if an integer becomes 1 or a multiple of 16.
-``blocks.kernel`` turns that off for arguments, but nothing turns it off inside a tuple.
+``before`` and ``after`` are a token's factors; without factors ``before`` is the head's scale and ``after`` is 1. Triton
+knows at compile time which fields of ``Head`` are None, and a factor of 1 leaves no instruction. ``logits_of`` also masks
+columns past the end of the vocabulary, so forward and backward cannot disagree. A record has no integers: Triton would compile
+a kernel again if one became 1 or a multiple of 16, which ``blocks.kernel`` can turn off for arguments alone.
 """
 
 from __future__ import annotations
@@ -54,22 +51,16 @@ def logits_of(
         after = after[:, None]
         inside = in_v[None, :]
     if head.bias is not None:
-        z += of_columns(head.bias, offs_v, in_v, TILE)
+        bias = tl.load(head.bias + offs_v, mask=in_v, other=0).to(tl.float32)
+        if TILE:
+            bias = bias[None, :]
+        z += bias
     z *= before
     if head.softcap is not None:
         z = softcapped(z, head.softcap, head.far)
     if MASK_V:
         z = tl.where(inside, z, float("-inf"))
     return z * after
-
-
-@triton.jit
-def of_columns(numbers_ptr, offs_v, in_v, TILE: tl.constexpr):
-    """Load one number per column, [V] in any dtype, as fp32; 0 outside ``in_v``. For a TILE the result is [1, BLOCK_V]."""
-    numbers = tl.load(numbers_ptr + offs_v, mask=in_v, other=0).to(tl.float32)
-    if TILE:
-        numbers = numbers[None, :]
-    return numbers
 
 
 @triton.jit

@@ -6,12 +6,10 @@ the gradients of ``log p_y = z_y - lse``, of ``lse = log sum_k exp z_k``, and of
 
     dL/dz_k = (L - G) p_k + G [k = y] - E p_k (log p_k + H)        p_k = exp(z_k - lse); 0 for an own id outside its list
 
-Only listed rows of the weight are read, and only listed logits are computed. A shard has the entries whose ids it holds. One
-sort by column, then token, finds ids that a list repeats (they count once), and gives each column its tokens in a fixed order.
-Sums are made in this order, without atomics.
+A shard has the entries whose ids it holds. One sort by column, then token, finds ids that a list repeats (they count once), and
+gives each column its tokens in a fixed order, in which sums are made.
 
-``kept_rows`` has the functions ``statistics`` and ``gradients`` as Triton kernels. The versions here read the lengths of lists,
-so they wait for the device.
+``kept_rows`` has both as Triton kernels. The versions here read the lengths of lists, so they wait for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from torch import Tensor
 from cce_dist.kernels import Gradients, Grads, Operands, ShardLogits, Softmax, Spec
 
 LEAST_ELEMENTS = 1 << 16  # fewest elements of a block of rows, whatever the budget
-LIVE_BYTES = 20  # bytes per element of a block: rows of weight and hidden states, both again in fp32, and their products
+LIVE_BYTES = 20  # per element of a block: weight and hidden states, both again in fp32, and products
 
 
 class KeptLists(NamedTuple):
@@ -55,7 +53,7 @@ class KeptLists(NamedTuple):
 
 
 def rising(offsets_N1: Tensor, num_listed: int) -> Tensor:
-    """Return the offsets with invalid values replaced, so that they rise from 0 to ``num_listed``: no read is out of bounds."""
+    """Return the offsets with invalid values replaced, so that they rise from 0 to ``num_listed``."""
     inner = offsets_N1[1:-1].clamp(0, num_listed).cummax(0).values
     ends = torch.full_like(offsets_N1[:1], num_listed)
     return torch.cat((torch.zeros_like(ends), inner, ends))[: offsets_N1.shape[0]]
@@ -189,7 +187,7 @@ def _d_hidden(x: Operands, lists: KeptLists, grad_M: Tensor, spec: Spec) -> Tens
 
 
 def _add_d_weight(d_weight: Tensor, x: Operands, lists: KeptLists, grad_M: Tensor, spec: Spec) -> None:
-    """Add each column's sum to its row of d_weight, rounded once: a block's last column may continue in the next block."""
+    """Add each column's sum to its row, rounded once: a block's last column may continue in the next block."""
     column, carried = -1, torch.zeros(x.hidden.shape[1], dtype=torch.float32, device=x.hidden.device)
     for block in _blocks(int(lists.first_V1[-1]), x, spec):
         entry = lists.order_M[block]

@@ -3,8 +3,6 @@
 In forward and for d_hidden each program has one token and goes through its list, a few rows of the weight at a time. For
 d_weight a program has a part of one column's row, and goes through the column's tokens. Programs share no sums, so a token's
 outputs do not depend on other tokens, and sums are in the order of the lists.
-
-Memory traffic takes the time: each entry reads a row of the weight in forward, and again in backward, with a hidden state.
 """
 
 from __future__ import annotations
@@ -16,20 +14,16 @@ from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Operands, Spec
 from cce_dist.kernels.blocks import kernel, on_device
+from cce_dist.kernels.exact import new_gradients
 from cce_dist.kernels.head import logits_of, token_factors
 from cce_dist.kernels.kept_ids import KeptLists
-from cce_dist.kernels.tiles import stages_of_rows
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import cdiv, stages_of_rows
 
-WARP_ELEMENTS = 1024  # elements of rows that a warp holds in registers at a time, as for the filter's lists
+WARP_ELEMENTS = 1024  # elements of rows that a warp holds in registers at a time
 BLOCK_D = 1024  # elements of a row that a program of backward handles
 
 
 def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Return ``stats_KN`` of the softmax over each token's list, and the logit of each list entry.
-
-    The logit of an entry that is no column of this shard is -inf.
-    """
     num_tokens, hidden_size = x.hidden.shape
     z_M = torch.empty(lists.column_M.shape, dtype=torch.float32, device=x.hidden.device)
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=x.hidden.device)
@@ -56,7 +50,6 @@ def statistics(x: Operands, lists: KeptLists, spec: Spec) -> tuple[Tensor, Tenso
 
 @triton.jit
 def _entry_logits(h, weight_ptr, head, factors, column, offs_d, in_d, hidden_size):
-    """Return the logits of a block of entries of one token, -inf for entries without a column."""
     here = column >= 0
     where = weight_ptr + column.to(tl.int64)[:, None] * hidden_size + offs_d[None, :]
     w = tl.load(where, mask=here[:, None] & in_d[None, :], other=0)
@@ -132,34 +125,25 @@ def _list_logits_kernel(
 
 
 def gradients(x: Operands, lists: KeptLists, grad_M: Tensor, grads: Grads, spec: Spec) -> Gradients:
-    """Return d_hidden, d_weight and d_bias from the entries' gradients."""
-    d_hidden = d_weight = d_bias = None
+    d_hidden, d_weight, d_bias = new_gradients(x, grads._replace(want_bias=grads.want_weight or grads.want_bias))
     num_parts = cdiv(x.hidden.shape[1], BLOCK_D)
     sizes, tiles = (x.hidden.shape[1],), dict(BLOCK_K=8, BLOCK_D=BLOCK_D, num_warps=4)
-    with on_device(x.hidden):
-        if grads.want_hidden:
-            d_hidden = torch.empty_like(x.hidden)
-            if x.num_tokens:
+    if x.num_tokens and x.num_valid:
+        with on_device(x.hidden):
+            if d_hidden is not None:
                 _list_hidden_kernel[(x.num_tokens, num_parts)](
                     x.weight, lists.begin_N1, lists.column_M, grad_M,
                     d_hidden,
                     lists.num_listed, *sizes, **tiles,
                 )
-            if grads.hidden_ready is not None:
-                grads.hidden_ready(d_hidden)
-        if grads.want_weight or grads.want_bias:
-            add = grads.weight_out is not None
-            if grads.want_weight:
-                d_weight = grads.weight_out if add else torch.empty_like(x.weight)
-            if d_weight is not None and not add:
-                d_weight[x.num_valid :] = 0.0
-            d_bias = torch.zeros(x.weight.shape[0], dtype=torch.float32, device=x.hidden.device)
-            if x.num_valid:
+                if grads.hidden_ready is not None:
+                    grads.hidden_ready(d_hidden)
+            if d_bias is not None:
                 _column_rows_kernel[(x.num_valid, num_parts)](
                     x.hidden, lists.first_V1, lists.order_M, lists.token_M, grad_M,
                     d_weight, d_bias,
                     *sizes,
-                    ADD=add, **tiles,
+                    ADD=grads.weight_out is not None, **tiles,
                 )
     return d_hidden, d_weight if grads.weight_out is None else None, d_bias
 

@@ -22,27 +22,14 @@ import triton.language as tl
 from cce_dist.kernels import IGNORED, Losses, Operands, Rows, Softmax, Spec, Want
 from cce_dist.kernels.blocks import kernel, on_device
 from cce_dist.kernels.direct import MOST_KINDS, Launch, Part, allocate
-from cce_dist.kernels.lse import (
-    BELOW,
-    BEST,
-    COUNT,
-    FAR,
-    MAX,
-    MOMENT,
-    NOTHING_MORE,
-    SHIFT,
-    SLOPED,
-    SMALLER,
-    SQUARE,
-    SUM,
-    Sums,
-)
+from cce_dist.kernels.lse import BELOW, BEST, COUNT, MAX, MOMENT, SHIFT, SLOPED, SMALLER, SQUARE, SUM, Sums
 from cce_dist.kernels.saved_exp import Leveling, leveled
+from cce_dist.kernels.tiles import cdiv
 from cce_dist.kernels.tokens import compact
-from cce_dist.kernels.waves import cdiv
 
 _IGNORED = tl.constexpr(IGNORED)
 _BLOCK = 128  # tokens per program
+FAR = tl.constexpr(87.0)  # nats; exp(-87) is above 2^-126, and exp(87) is finite
 _LEVELED = 16  # tokens per program that also levels exponentials
 Results = tuple[Losses, Softmax, "torch.Tensor | None", list[torch.Tensor]]  # of ``losses_alone``
 
@@ -52,8 +39,8 @@ class Finished(NamedTuple):
 
     losses: Losses
     softmax: Softmax
-    part_2B: Part | None  # fp32: sum of nll and number of labels that are not ignored, by program; with the mean
-    arrived: torch.Tensor | None  # ``num_labelled`` of the compact order, which has the counter of arrivals; with the mean
+    part_2B: Part | None  # fp32: sum of nll and number of labels, by program; with the mean
+    arrived: torch.Tensor | None  # ``num_labelled``, which has the counter of arrivals; with the mean
 
     @classmethod
     def new(cls, x: Operands, num_labelled: torch.Tensor | None, want: Want, inner: Sequence[Part]) -> Finished:
@@ -73,12 +60,11 @@ class Finished(NamedTuple):
 
     @staticmethod
     def shapes_inside(num_tokens: int, want: Want, num_programs: int) -> list[tuple[int, ...]]:
-        """Return the shapes of what only kernels need: parts of the mean, and losses of tokens that are not wanted."""
+        """Return the shapes of parts of the mean, and of losses that only kernels need."""
         return [(2, num_programs if want.mean else 0), *([] if want.tokens else [(num_tokens,)] * 3)]
 
 
 def rows_per_program(levels: bool) -> int:
-    """Return how many tokens a program of ``finish`` takes."""
     return _LEVELED if levels else _BLOCK
 
 
@@ -87,7 +73,7 @@ def finish(
     rows: Rows,
     partials_KPR: torch.Tensor | Part | None,
     *,
-    want: Want = NOTHING_MORE,
+    want: Want,
     leveling: Leveling | None = None,
     target_N: torch.Tensor | None = None,
     vocab_size: int = 0,
@@ -99,11 +85,7 @@ def finish(
     """Merge the partials of all parts, in order, at the tokens of a group, and level their saved exponentials.
 
     Args:
-        x: Operands of all tokens.
-        rows: The group.
         partials_KPR: From ``lse_partials``; None: level only.
-        want: The wanted sums and losses.
-        leveling: Exponentials to level, or None.
         target_N: Logit of each token's label, fp32; None: 0.
         vocab_size: Size of the whole vocabulary, for ``out``.
         stats_KN: Out: statistics, except TARGET. Tokens without a label get a maximum of 0, a sum of 1, and zeros.
@@ -111,8 +93,7 @@ def finish(
         out: Out: losses and softmax, if this shard is the whole vocabulary.
         first_program: Number of programs that earlier groups took, for the mean.
 
-    Returns:
-        The number of programs that this group took.
+    Returns the number of programs that this group took.
     """
     num_rows, block = rows.index.shape[0], rows_per_program(leveling is not None)
     programs = cdiv(num_rows, block)
@@ -206,10 +187,9 @@ def _finish_kernel(
 
 @triton.jit
 def _merged_parts(partial_ptr, offs_n, live, row_stride, num_splits, WANT: tl.constexpr):
-    """Merge the partials of all parts. Return the maximum, and six sums, 0 if not wanted, relative to it.
+    """Merge the partials of all parts. Return the maximum, and six numbers, relative to it, 0 if not wanted.
 
-    The sums are those of exp, of ``below`` and of ``moment`` (``kernels/__init__.py``), of exp times the softcap's slope, of
-    exp squared, and the bits of the best column.
+    These are sums of exp, of two statistics, of exp times the slope, of exp squared, and the bits of the best column.
     """
     plane = num_splits * row_stride
     merged_max = tl.full(offs_n.shape, float("-inf"), tl.float32)
@@ -272,7 +252,7 @@ def _store_stats(stats, merged, live, in_n, stride, num_valid, WANT: tl.constexp
 
 @triton.jit
 def _store_losses(losses, softmax, token, in_n, ids, row_max, sum_exp, target, below, moment, vocab_size):
-    """Store the losses of these tokens and the numbers of their softmax over the whole vocabulary. Return nll."""
+    """Store the losses and the softmax of these tokens. Return nll."""
     log_sum = tl.log(sum_exp)
     tl.store(softmax.max + token, row_max, mask=in_n)
     tl.store(softmax.log_sum + token, log_sum, mask=in_n)
@@ -292,7 +272,6 @@ def _store_losses(losses, softmax, token, in_n, ids, row_max, sum_exp, target, b
 
 @triton.jit
 def _add_to_mean(nll, ids, mean_ptr, count_ptr, part_ptr, arrived_ptr, program, num_programs):
-    """Store this program's part of the mean. If all programs have stored theirs, add the parts up, in order."""
     tl.store(part_ptr + program, tl.sum(nll, 0))
     tl.store(part_ptr + num_programs + program, tl.sum((ids != _IGNORED).to(tl.float32), 0))
     tl.debug_barrier()
@@ -313,7 +292,6 @@ def _add_to_mean(nll, ids, mean_ptr, count_ptr, part_ptr, arrived_ptr, program, 
 
 
 def of_statistics(x: Operands, spec: Spec, stats_KN: torch.Tensor, saved: list[torch.Tensor]) -> Results:
-    """Return the results of ``losses_alone`` from the statistics of a shard that is the whole vocabulary."""
     stats_TKN = stats_KN[None]
     return *token_losses(stats_TKN, x, spec), stats_TKN, saved
 
@@ -356,7 +334,10 @@ def _token_losses_kernel(
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = offs_n < num_tokens
     plane = num_tokens.to(tl.int64)
-    merged_max = _merged_max(stats_ptr, offs_n, in_n, num_shards, num_stats * plane)
+    merged_max = tl.full(offs_n.shape, float("-inf"), tl.float32)
+    for shard in range(0, num_shards):
+        shard_max = tl.load(stats_ptr + shard * (num_stats * plane) + offs_n, mask=in_n, other=0)
+        merged_max = tl.maximum(merged_max, shard_max, propagate_nan=tl.PropagateNan.ALL)
 
     sum_exp = tl.zeros((BLOCK_N,), tl.float32)
     target = tl.zeros((BLOCK_N,), tl.float32)
@@ -365,7 +346,9 @@ def _token_losses_kernel(
     # Rescale each shard's sums, [BLOCK_N], to the merged maximum and add them up, in rank order.
     for shard in range(0, num_shards):
         where = stats_ptr + shard * num_stats * plane + offs_n
-        below = _below(tl.load(where, mask=in_n, other=0), merged_max)
+        shard_max = tl.load(where, mask=in_n, other=0)
+        # An empty shard or a row of -inf logits has a maximum of -inf, and -inf - -inf would be NaN.
+        below = tl.where(shard_max == merged_max, 0.0, shard_max - merged_max)
         weight = tl.exp(below)
         shard_sum = tl.load(where + plane, mask=in_n, other=1)
         sum_exp += weight * shard_sum
@@ -380,18 +363,3 @@ def _token_losses_kernel(
     nll = _store_losses(losses, softmax, offs_n, in_n, ids, merged_max, sum_exp, target, sum_below, moment, vocab_size)
     if losses.mean is not None:
         _add_to_mean(nll, ids, losses.mean, losses.count, part_ptr, arrived_ptr, tl.program_id(0), num_programs)
-
-
-@triton.jit
-def _merged_max(stats_ptr, offs_n, in_n, num_shards, shard_stride):
-    merged_max = tl.full(offs_n.shape, float("-inf"), tl.float32)
-    for shard in range(0, num_shards):
-        shard_max = tl.load(stats_ptr + shard * shard_stride + offs_n, mask=in_n, other=0)
-        merged_max = tl.maximum(merged_max, shard_max, propagate_nan=tl.PropagateNan.ALL)
-    return merged_max
-
-
-@triton.jit
-def _below(shard_max, merged_max):
-    # An empty shard or a row of -inf logits has a maximum of -inf, and -inf - -inf would be NaN.
-    return tl.where(shard_max == merged_max, 0.0, shard_max - merged_max)

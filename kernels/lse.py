@@ -5,16 +5,12 @@ Online softmax (Milakov and Gimelshein, 2018) over the vocabulary for a block of
 fp32 partials that another kernel (``losses.py``) merges in order: no lock, no atomic, the same bits every run. The loops over
 tiles and over D are flattened into one, so the copy engine works through the epilogue.
 
-Saved exponentials are ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's relative
-precision does not depend on its exponent, so the reference need only be near the row's maximum. It is the maximum of the
-first tile, unless a later logit is more than ``HEADROOM`` above it. Then later tiles get a higher reference, and
-``saved_exp.py`` rescales the row to one reference at the end.
+Saved exponentials are ``exp(z - reference)`` in bf16, times the softcap's slope, with one reference per row. A float's
+relative precision does not depend on its exponent, so the reference need only be near the row's maximum. It is the maximum of
+the first tile, or if a later logit is more than ``HEADROOM`` above it, later tiles get another, and ``saved_exp.py`` levels.
 
-A filter's marks are one bit per logit: 0 if it is below its row's threshold. Reducing a tile to bits and storing them
-unconditionally spills no registers; a branch that stores the tile itself would.
-
-The logit of each token's label has a kernel of its own, the indexed matrix-vector product of *Cut Your Losses* (algorithm 1):
-inside the loop above it would cost registers.
+A filter's marks are one bit per logit: 0 if it is below its row's threshold. The logit of each token's label has a kernel of
+its own (*Cut Your Losses*, algorithm 1): inside the loop above it would cost registers.
 """
 
 from __future__ import annotations
@@ -30,6 +26,9 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Want
 from cce_dist.kernels.blocks import (
+    LOG2_E,
+    fast_exp2,
+    has_fast_math,
     has_tma,
     kernel,
     operand,
@@ -39,16 +38,11 @@ from cce_dist.kernels.blocks import (
     tile_of_products,
 )
 from cce_dist.kernels.direct import MOST_KINDS, Launch, Part
-from cce_dist.kernels.fast_math import LOG2_E, fast_exp2, has_fast_math
 from cce_dist.kernels.head import logits_of, sloped, token_factors
-from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, precision
+from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, cdiv, precision
 from cce_dist.kernels.tokens import first_rows
-from cce_dist.kernels.waves import cdiv
 
-HEADROOM = tl.constexpr(40.0)  # nats; exp(40) leaves the sums of fp32 and the products of bf16 far from overflow
-
-FAR = tl.constexpr(87.0)  # nats; exp(-87) is above 2^-126, and exp(87) is finite
-
+HEADROOM = tl.constexpr(40.0)  # nats; sums and products with exp(40) are far from overflow
 NUM_PLANES = 7  # planes of the partials that are always allocated
 # Planes of the partials: running maximum, reference of the sums, sum of exp, then the optional sums. The last two, sum of
 # squares and bits of the best column, are allocated only if wanted.
@@ -84,7 +78,7 @@ class Span(NamedTuple):
 class Keep(NamedTuple):
     """Tensors for saved exponentials."""
 
-    reference_R: torch.Tensor | Part  # in: each row's first reference, fp32, at the start of a tensor that may be larger
+    reference_R: torch.Tensor | Part  # in: each row's first reference, fp32
     tile_reference_BR: torch.Tensor | Part  # out: the reference of each tile's exponentials, fp32
 
 
@@ -93,7 +87,7 @@ class Marks(NamedTuple):
 
     bound_N: torch.Tensor  # in: lower bound of each token's log-sum-exp, fp32
     log_eps: float  # A logit is kept unless it is below ``bound + log_eps``
-    words_RW: torch.Tensor  # out: int32, bit k of word w is column 32 w + k; the words cover whole tiles
+    words_RW: torch.Tensor  # out: int32, bit k of word w is column 32 w + k
 
 
 def shape_of_partials(parts: int, num_rows: int, want: Want) -> tuple[int, int, int]:
@@ -114,10 +108,7 @@ def lse_partials(
     marks: Marks | None = None,
     want_sloped: bool = False,
 ) -> None:
-    """Write the partials of a span of tiles. With ``marks``, also write marks, with ``keep`` exponentials and references.
-
-    ``want_sloped`` adds the sum of exp times the softcap's slope.
-    """
+    """Write the partials of a span of tiles. With ``marks``, also write marks, with ``keep`` exponentials and references."""
     tile = tiles.lse
     tma = has_tma(rows.hidden, x.weight) and (exp_RV is None or has_tma(exp_RV))
     num_columns = (
@@ -141,7 +132,6 @@ def _lse_launch(
     partials: Sequence[int], hidden_size: int, num_columns: tuple[int, int, int], span: Span, want: Want, want_sloped: bool,
     tile: Tile, group: int, options: tuple[bool, bool, str],
 ) -> Launch:
-    """Return the launch of ``_lse_kernel`` for partials of this shape, and columns of logits, exponentials and marks."""
     (_, num_splits, num_rows), (num_valid, exp_cols, num_words), (tma, fast, dot_precision) = partials, num_columns, options
     return _lse_kernel.prepared(
         (cdiv(num_rows, tile.rows) * span.num_parts,),
@@ -308,10 +298,7 @@ def _lse_kernel(
 
 @triton.jit
 def _moment(moment, sum_exp, e, z, top, drop, rise):
-    """Add a tile to sum_j exp(z_j - shift) (z_j - top), where shift has grown by ``drop`` and top by ``rise``.
-
-    ``top`` is the largest logit so far: relative to another number the moment would be large and lose digits.
-    """
+    """Add a tile to sum_j exp(z_j - shift) (z_j - top); shift has grown by ``drop``, top, the maximum, by ``rise``."""
     # Avoid 0 * -inf = NaN for a logit of -inf.
     term = tl.sum(tl.where(e > 0, e * (z - top[:, None]), 0.0), 1)
     return tl.where(sum_exp > 0, tl.exp(-drop) * (moment - rise * sum_exp), 0.0) + term
@@ -319,7 +306,7 @@ def _moment(moment, sum_exp, e, z, top, drop, rise):
 
 @triton.jit
 def _exp(x, FAST: tl.constexpr):
-    """Return the bits of tl.exp(x). FAST takes two instructions instead of five, and returns 0 for results below 2^-126."""
+    """Return tl.exp(x), by FAST in two instructions instead of five, with 0 for results below 2^-126."""
     if FAST:
         return fast_exp2(x * LOG2_E, FAST)
     else:
@@ -343,10 +330,9 @@ def gathered_with_targets(
     x: Operands, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor, out_KN: torch.Tensor | None, row: int,
     copy_N: torch.Tensor | None = None,
 ) -> Rows:
-    """Gather the hidden states of a group as ``tokens.gathered`` does, and write the logit of each token's label.
+    """Gather the hidden states of a group as ``tokens.gathered`` does, and write each label's logit; 0: no row of this shard.
 
-    The logits go to row ``row`` of out_KN (which may be [N] for one row) and to ``copy_N``, if given. With several ids a token
-    they go to I rows, ``row`` and the following ones. A logit is 0 if the label is no valid row of this shard.
+    The logits go to row ``row`` of out_KN, with several ids a token to I rows from there on, and to ``copy_N``, if given.
     """
     rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
     num_rows, hidden_size = rows.hidden.shape

@@ -2,68 +2,56 @@
 
 Pure arithmetic on sizes, so that the host code of the kernels and the fake tensors of torch.compile agree.
 
-exact     A chunk is a part of the vocabulary. It finishes its rows of d_weight, the large output, and adds to d_hidden, the
-          small one. Tokens are split too if hidden states and remainder of all tokens exceed half of the budget; d_weight is
-          then accumulated in its own dtype. A larger budget keeps exponentials of the first columns.
-filtered  The budget holds hidden states of a group of tokens and their marks, the lists of all tokens, and in backward the
-          lists' gradients.
-dense     At most LIVE_BLOCKS blocks of fp32 logits are alive at a time.
+In the exact path a chunk is a part of the vocabulary. It finishes its rows of d_weight, the large output, and adds to d_hidden,
+the small one. Tokens are split too if hidden states and remainder of all tokens exceed half of the budget; d_weight is then
+accumulated in its own dtype. A larger budget keeps exponentials of the first columns.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from cce_dist.kernels.waves import cdiv, fill_waves, usual_waves
+from cce_dist.kernels.tiles import Tiles, cdiv, fill_waves, usual_waves
 
-if TYPE_CHECKING:
-    from cce_dist.kernels.tiles import Tiles
-
-LEAST_BYTES = 32 << 20  # smaller budgets count as this when chunks are cut: their rows would not fill a device
+LEAST_BYTES = 32 << 20  # smaller budgets count as this when chunks are cut
 CHUNK_COST = 2500  # fixed cost of a chunk, in recomputed columns: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
 LEAST_TILES = 16  # keep exponentials of fewer tiles than this only if these are all tiles
-# Bounds of the default budget. The upper one holds a group of 4,096 tokens at a vocabulary of 262,144 to 262,400 ids (Gemma 3):
-# 2,048 MiB of exponentials and at most 42 MiB beside them for hidden sizes up to 8,192. With 2,048 MiB groups have half as many
-# tokens, and Gemma-3-1b's head takes 27.6 ms in place of 23.9 (H200, 8,192 tokens, 2026-11).
+# Bounds of the default budget. The upper one holds a group of 4,096 tokens at a vocabulary of 262,144 to 262,400 ids (Gemma 3).
+# With 2,048 MiB groups have half as many, and Gemma-3-1b's head takes 27.6 ms in place of 23.9 (H200, 8,192 tokens, 2026-11).
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2100 << 20
 ROWS = 128  # chunks of tokens are cut at multiples of this
-# Fewest tokens of a group whose logits are read twice. H200, 8,192 tokens of Gemma-3-270m's head: groups of 128 took 2.5 of
-# forward KL's time, groups of 768 took 1.25; logits computed twice would take a third more.
+# Fewest tokens of a group whose logits are read twice: groups of 128 took 2.5 of forward KL's time, groups of 768 took 1.25.
 LEAST_PAIR_ROWS = 256
 TILE_COLS = 256  # columns of a tile whose exponentials are kept together
 REFERENCE_BYTES = 4  # bytes of one row's reference in one tile, alive while exponentials are computed
-SAVED_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together: row blocks that share the weight in L2
+SAVED_ROWS = 16 * ROWS  # fewest tokens whose exponentials are computed together, to share the weight in L2
 # Bytes of a logit that is sorted, with its column and the buffers of torch.sort; most columns of a piece (``piece_columns``).
 SORT_BYTES, MOST_PIECE = 40, 256
 
 LEAST_LINEAR = 1 << 16  # fewest columns of a shard that is worth a linear correction of d_hidden
-MOST_COVARIANCE = 1 << 25  # most elements of the rows that ``covariance_columns`` samples: noise falls with columns and D
-SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient, with the mean of all; a power of 2
+MOST_COVARIANCE = 1 << 25  # most elements of the rows that ``covariance_columns`` samples
+SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient; a power of 2
 
 # Slots of a token's list at this eps or a larger one. On nine softmaxes the longest list at 2^-10 has 145 columns (2026-11).
 USUAL_SLOTS, USUAL_EPS = 256, 2.0**-10
 SLOT_UNIT = 16  # a list has a multiple of this, and at least as many
-SLOT_BYTES = 20  # bytes of a slot: column, gradient and the slot's place; then token and gradient in sorted order
-# A listed column moves three rows of D numbers. A column of the exact gradient takes three products of 2 D operations, and a
-# GPU does 60 to 110 operations while it moves a byte.
+SLOT_BYTES = 20  # of a slot: column, gradient and place; then token and gradient in sorted order
 COLUMNS_PER_SLOT = 64  # columns of exact gradient that cost as much as a listed column
 
 LIVE_BLOCKS = 8  # most blocks of logits that the dense backend has alive at a time
 BLOCK_N, BLOCK_V = 128, 256  # groups of tokens are multiples of BLOCK_N, the dense backend's blocks of both
 DENSE_N = 32  # the dense backend's groups of tokens are multiples of this
-# Most tokens and columns of a block on a CPU, whose caches hold a few such blocks. On an AMD EPYC they take 0.6 to 0.9 of the
-# time of blocks of 32 MiB, and wider blocks of few tokens up to five times as long in oneDNN (2026-11).
+# Most tokens and columns of a block on a CPU: on an AMD EPYC 0.6 to 0.9 of the time of blocks of 32 MiB (2026-11).
 CPU_ROWS, CPU_COLUMNS = 1024, 2048
 
-# LEAST_GROUP: fewest tokens of a group; groups of 768 took as long as computing logits twice at D 1,024. MOST_ROUNDED: most
-# groups after each of which dC is rounded to bf16. Its relative error is 2.9e-3 with one group, 3.8e-3 with five, 6.9e-3 with
-# 16; dense bf16 has 6.4e-3 to 8.1e-3 (H200, 2026-11). With more groups dC has 8 extra bits. If these exceed a third of the
-# budget there are at most MOST_GROUPS groups, and dC is rounded.
+# LEAST_GROUP: fewest tokens of a group; groups of 768 took as long as computing logits twice. MOST_ROUNDED: most groups after
+# each of which dC is rounded to bf16: its relative error is 3.8e-3, with 16 groups 6.9e-3, of dense bf16 6.4e-3 to 8.1e-3.
+# With more groups dC has 8 extra bits. If these exceed a third of the budget, there are at most MOST_GROUPS.
 LEAST_GROUP, MOST_ROUNDED, MOST_GROUPS = 896, 5, 16
 # Uneven groups are taken if they need less than FULLER of even groups' time. Time counts d_hidden and one pass over d_weight
-# per group (1e-4 of a wave for each hidden unit), in waves of d_hidden's tiles on the 132 programs of an H100 or H200.
+# per group (1e-4 of a wave for each hidden unit), in waves of d_hidden's tiles.
 FULLER, D_WEIGHT_WAVES = 0.95, 1e-4
 
 
@@ -74,13 +62,12 @@ class Sizes(NamedTuple):
     hidden_size: int  # D
     num_columns: int  # Columns of the logits: rows of the weight that are part of the vocabulary
     itemsize: int  # Bytes of an element of hidden states and weight
-    teacher_size: int = 0  # D of the teacher in a divergence of two heads; 0: there is no teacher
-    pair_bytes: int = 0  # Bytes per logit position for the logits of both heads (``pair_logits.py``); 0: no teacher
+    teacher_size: int = 0  # D of a divergence's teacher; 0: none
+    pair_bytes: int = 0  # Bytes of both heads' logits at one position
     alone: bool = False  # No sum over ranks waits for d_hidden (``Spec.alone``)
 
     @property
     def num_heads(self) -> int:
-        """Number of heads: 2 with a teacher."""
         return 2 if self.teacher_size else 1
 
     @property
@@ -95,7 +82,7 @@ class Sizes(NamedTuple):
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of one token's hidden states plus the remainder of d_hidden beyond its 16 bits (``d_hidden.py``)."""
+        """Bytes of one token's hidden states plus d_hidden's remainder (``d_hidden.py``)."""
         return self.hidden_bytes + (2 * self.hidden_size if self.itemsize == 2 else 0)
 
 
@@ -107,10 +94,9 @@ class Chunks(NamedTuple):
 
 
 def bytes_of_all(sizes: Sizes) -> int:
-    """Return the smallest budget that keeps the exponentials of all columns.
+    """Return the smallest budget that keeps the exponentials of all columns, beside hidden states and references.
 
-    It also holds hidden states and references of all tokens. If no other rank waits for d_hidden (``alone``), it needs them for
-    one group in forward, and room for the parts of d_hidden's last wave in backward, which keeps hidden states in d_hidden.
+    If no other rank waits for d_hidden (``alone``), these are one group's, and backward keeps hidden states in d_hidden.
     """
     num_tiles = cdiv(sizes.num_columns, TILE_COLS)
     row_bytes = _making_bytes(sizes, num_tiles)
@@ -121,7 +107,7 @@ def bytes_of_all(sizes: Sizes) -> int:
 
 
 def _making_bytes(sizes: Sizes, num_tiles: int) -> int:
-    """Bytes per token that computing exponentials needs in addition: hidden states, and a reference per tile and head."""
+    """Bytes per token beside exponentials: hidden states, and a reference per tile and head."""
     return sizes.hidden_bytes + num_tiles * REFERENCE_BYTES * sizes.num_heads
 
 
@@ -172,12 +158,11 @@ def groups_of(sizes: Sizes, workspace_bytes: int, *, holds_weight: bool = False)
 
 
 def low_bytes(sizes: Sizes) -> int:
-    """Bytes of d_weight's extra 8 bits."""
     return sizes.num_columns * sizes.hidden_size
 
 
 def _rows_of_groups(sizes: Sizes, available: int, most: int) -> int | None:
-    """Return the tokens of a group that fits in ``available`` bytes, for at most ``most`` groups; None if there is none."""
+    """Return the tokens of a group that fits in ``available`` bytes, for at most ``most`` groups, or None."""
     num_tokens = sizes.num_tokens
     largest = min(num_tokens, available // (sizes.num_columns * sizes.cell_bytes))
     fit = [
@@ -199,7 +184,7 @@ def _rows_of_groups(sizes: Sizes, available: int, most: int) -> int | None:
 
 
 def _bytes_of_group(sizes: Sizes) -> int:
-    """Return the bytes of a group: exponentials, and the larger of forward's and backward's other buffers."""
+    """Return the bytes of a group: exponentials and the larger pass's other buffers."""
     num_tiles = cdiv(sizes.num_columns, TILE_COLS)
     made = min(sizes.num_tokens, SAVED_ROWS) * _making_bytes(sizes, num_tiles)
     parts = usual_waves(sizes.num_tokens, sizes.hidden_size)[1]
@@ -208,8 +193,7 @@ def _bytes_of_group(sizes: Sizes) -> int:
 
 def _part_kept(sizes: Sizes, workspace_bytes: int) -> int:
     """Return how many tiles keep their exponentials if the other columns are recomputed in chunks; negative if none fit."""
-    # Each chunk has a fixed cost, CHUNK_COST, so wider chunks are cheaper, until their memory would save more time if it held
-    # exponentials. Beside the chunk the budget holds hidden states and remainder of all tokens.
+    # Wider chunks are cheaper (CHUNK_COST), until their memory would save more time if it held exponentials.
     width = math.isqrt(CHUNK_COST * sizes.num_columns)
     recompute = sizes.num_tokens * (2 * sizes.hidden_bytes + width * sizes.cell_bytes)
     tile_bytes = TILE_COLS * sizes.cell_bytes + REFERENCE_BYTES * sizes.num_heads  # per token, with references
@@ -217,10 +201,7 @@ def _part_kept(sizes: Sizes, workspace_bytes: int) -> int:
 
 
 def forward_rows(sizes: Sizes, workspace_bytes: int, saved: int) -> int:
-    """Return how many tokens the exact forward processes at a time; ``saved`` columns keep their exponentials.
-
-    With saved exponentials these are all tokens, or groups of equal size if the other buffers only fit for a group.
-    """
+    """Return how many tokens the exact forward processes at a time: all, or equal groups, if ``saved`` columns are saved."""
     if not saved:
         return max(ROWS, max(workspace_bytes, LEAST_BYTES) // sizes.hidden_bytes // ROWS * ROWS)
     num_tokens = sizes.num_tokens
@@ -244,7 +225,7 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, saved_bytes: int, tiles: Ti
     budget = max(workspace_bytes, LEAST_BYTES) - saved_bytes
     tile_cols = tiles.dlogits.cols
     rows = sizes.num_tokens
-    if saved_bytes == 0:  # otherwise exponentials are saved for all tokens, and saved_columns left memory for all rows
+    if saved_bytes == 0:  # otherwise saved_columns left memory for all rows
         # Leave memory for two tiles of columns.
         rows = max(ROWS, budget // (sizes.sum_bytes + 2 * tile_cols * sizes.cell_bytes) // ROWS * ROWS)
         rows = min(sizes.num_tokens, rows, most_rows(sizes, workspace_bytes))
@@ -253,10 +234,9 @@ def exact_chunks(sizes: Sizes, workspace_bytes: int, saved_bytes: int, tiles: Ti
 
 
 def pair_rows(sizes: Sizes, workspace_bytes: int, saved: int) -> int:
-    """Return how many tokens' logits of both heads fit in the budget beside ``saved`` columns of all tokens.
+    """Return how many tokens' logits of both heads fit in 13/16 of the budget beside ``saved`` columns of all tokens.
 
-    Three sixteenths of the memory are left free, about as much as the chunks of backward leave. Returns 0 if fewer than
-    ``LEAST_PAIR_ROWS`` fit, unless these are all: then it is faster to compute the logits twice.
+    0 if fewer than ``LEAST_PAIR_ROWS`` fit, unless these are all: then it is faster to compute the logits twice.
     """
     one, saved = sizes._replace(num_tokens=1), min(saved, sizes.num_columns)
     saved_bytes = bytes_of_all(one._replace(num_columns=saved)) - sizes.hidden_bytes
@@ -277,10 +257,7 @@ def _sample_bytes(num_columns: int, itemsize: int) -> int:
 
 
 def list_slots(sizes: Sizes, eps: float, workspace_bytes: int) -> int:
-    """Return L, the slots of a token's list: 256, more at an eps below 2^-10, and fewer if they do not pay or do not fit.
-
-    All slots take at most half of the budget, after the sampled tokens' part.
-    """
+    """Return L, the slots of a token's list: 256, more at an eps below 2^-10, and fewer if they do not pay or do not fit."""
     available = max(workspace_bytes, LEAST_BYTES)
     if keeps_sample(sizes.num_tokens, sizes.num_columns, sizes.itemsize, workspace_bytes):
         available -= _sample_bytes(sizes.num_columns, sizes.itemsize)
@@ -299,7 +276,7 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
 
 
 def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:
-    """Return whether the filter's backward keeps d_hidden's remainder of all tokens: if it fits in a quarter of the budget."""
+    """Return whether the filter's backward keeps d_hidden's whole remainder: if a quarter of the budget holds it."""
     return remainder_bytes(sizes) <= max(workspace_bytes, LEAST_BYTES) // 4
 
 
@@ -319,7 +296,7 @@ def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> in
 def dense_block(
     num_tokens: int, num_columns: int, workspace_bytes: int, itemsize: int = 4, on_cpu: bool = False
 ) -> Chunks:
-    """Return the size of the dense backend's blocks of logits: LIVE_BLOCKS blocks of fp32 (or float64) fit in the budget."""
+    """Return the size of the dense backend's blocks of logits: LIVE_BLOCKS of them fit in the budget."""
     elements = max(workspace_bytes // (itemsize * LIVE_BLOCKS), BLOCK_N * BLOCK_V)
     if on_cpu:
         num_tokens, num_columns = min(num_tokens, CPU_ROWS), min(num_columns, CPU_COLUMNS)
@@ -328,7 +305,7 @@ def dense_block(
 
 
 def dense_rows(sizes: Sizes, workspace_bytes: int, uniform: bool) -> int:
-    """Return the most tokens whose logits the dense backend keeps until their gradients are done: 0 if less than a unit."""
+    """Return the most tokens whose logits the dense backend keeps for backward: 0 if less than a unit."""
     return workspace_bytes // _dense_bytes(sizes, uniform) // DENSE_N * DENSE_N
 
 
@@ -343,7 +320,7 @@ def _dense_bytes(sizes: Sizes, uniform: bool) -> int:
 
 
 def default_dense(sizes: Sizes, uniform: bool) -> int:
-    """Return the dense backend's default budget where exponentials can be kept: in bf16 enough for all, within two limits."""
+    """Return the dense backend's default budget where exponentials can be kept: in bf16 enough for all."""
     rows = cdiv(sizes.num_tokens, DENSE_N) * DENSE_N
     wanted = rows * _dense_bytes(sizes, uniform) if sizes.itemsize == 2 else 0
     return wanted if LEAST_DEFAULT < wanted <= MOST_DEFAULT else LEAST_DEFAULT
@@ -365,16 +342,15 @@ def dense_groups(sizes: Sizes, workspace_bytes: int, uniform: bool, *, holds_wei
 
 
 def piece_columns(num_columns: int, top_k: int) -> int:
-    """Return the columns of a piece, a power of 2, so that about as many pieces as columns of pieces are sorted.
+    """Return the columns of a piece, a power of 2, so that ``outputs.largest`` sorts about as many pieces as their columns.
 
-    ``outputs.largest`` sorts the maxima of all pieces, then the columns of the ``top_k`` best pieces. H200, 8,192 tokens: this
-    takes 3 to 11 ms for k up to 64 and 128,256 to 262,144 columns; torch.topk takes 12 to 23 ms.
+    H200, 8,192 tokens, 128,256 to 262,144 columns, k up to 64: 3 to 11 ms, where torch.topk takes 12 to 23 ms.
     """
     return min(MOST_PIECE, 1 << math.isqrt(num_columns // top_k).bit_length())
 
 
 def top_rows(sizes: Sizes, top_k: int, workspace_bytes: int) -> int:
-    """Return the tokens per group whose hidden states, fp32 logits and sorts for the largest logits fit in the budget."""
+    """Return the tokens per group whose hidden states, fp32 logits and sorts of logits fit in the budget."""
     piece = piece_columns(sizes.num_columns, top_k)
     sorted_columns = min(sizes.num_columns, max(cdiv(sizes.num_columns, piece), piece * top_k))
     num_copies = 1 if sizes.num_columns % piece == 0 else 2  # ``outputs.largest`` pads logits to whole pieces
@@ -394,10 +370,7 @@ def sampled_columns(num_columns: int) -> int:
 
 
 def covariance_columns(sizes: Sizes, workspace_bytes: int) -> int:
-    """Return Q, the number of columns sampled for d_hidden's linear correction: 64 per 1,024, at most 2^25 elements.
-
-    0: no linear correction, because the columns are few, or their covariance exceeds a quarter of the budget.
-    """
+    """Return Q, the number of columns sampled for d_hidden's linear correction: 64 per 1,024, at most 2^25 elements; or 0."""
     available = max(workspace_bytes, LEAST_BYTES) // 4
     few = sizes.num_tokens < SAMPLE or sizes.num_columns < LEAST_LINEAR
     if few or sizes.hidden_size * sizes.hidden_bytes > available:

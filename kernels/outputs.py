@@ -1,7 +1,6 @@
 """All outputs per token as one record, and the merge over shards of outputs that the loss does not need. Plain torch.
 
-These tensors have a few numbers per token or id, so every backend shares the functions. Each function's order of operations is
-fixed: the bits are the same in every run and on every rank.
+Each function's order of operations is fixed: the bits are the same in every run and on every rank.
 """
 
 from __future__ import annotations
@@ -111,10 +110,7 @@ def masked(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def distinct(ids_NI: Tensor, target_NI: Tensor, grad_NI: Tensor) -> Cells:
-    """Sort each token's ids, and sum the gradients of equal ids into one of them; the others become IGNORED.
-
-    The sums are computed by a segmented scan (Hillis and Steele, 1986) in log2(I) steps.
-    """
+    """Sum the gradients of equal ids into one of them, by a segmented scan (Hillis and Steele, 1986); others become IGNORED."""
     ids, order = ids_NI.sort(dim=1, stable=True)
     target, grad = target_NI.gather(1, order), grad_NI.gather(1, order)
     step = 1
@@ -129,7 +125,7 @@ def distinct(ids_NI: Tensor, target_NI: Tensor, grad_NI: Tensor) -> Cells:
 
 
 def cell_gradients(d_nll_NI: Tensor | None, target_NI: Tensor, ids_NI: Tensor) -> tuple[Cells, Tensor]:
-    """Return the cells of backward, and the part of each log-sum-exp's gradient that comes from the token's ids, [N]."""
+    """Return the cells of backward, and the gradients of log-sum-exps that come from ids, [N]."""
     grad_NI = torch.zeros_like(target_NI) if d_nll_NI is None else d_nll_NI.masked_fill(ids_NI < 0, 0.0)
     return distinct(ids_NI, target_NI, -grad_NI), grad_NI.sum(1)
 
@@ -137,8 +133,7 @@ def cell_gradients(d_nll_NI: Tensor | None, target_NI: Tensor, ids_NI: Tensor) -
 def normalised(x: Operands, coef: Tensor) -> tuple[Operands, Tensor, Tensor | None]:
     """Divide fp16 coefficients and cells by their largest finite magnitude, so that gradients of a mean do not underflow.
 
-    Returns:
-        The operands, the coefficients [..., N], and the divisor (None in other dtypes).
+    Return operands, coefficients [..., N], and the divisor (None in other dtypes).
     """
     if x.hidden.dtype != torch.float16 or not x.num_tokens:
         return x, coef, None
@@ -151,8 +146,7 @@ def normalised(x: Operands, coef: Tensor) -> tuple[Operands, Tensor, Tensor | No
     return x, coef / gain, gain
 
 
-# The largest logits, in falling order, and equal logits in ascending order of ids. torch.topk does not promise which of several
-# equal logits it returns, so these functions sort, stably.
+# Equal logits are in ascending order of ids. torch.topk does not promise which of them it returns, so these functions sort.
 
 
 def largest(z_RV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,7 @@ scaled hidden states. The label's cell is written from the label's own logit, so
 
 If the entropy is differentiated, the row's gradient is ``scale * e * (a + b log e)``, since log p is log e plus a number per
 row. Backward then overwrites the exponentials with ``e * (a + b log e)`` and sets ``SavedExp.overwritten``. A second backward
-computes the exponentials again, with the same bits. Rounding e to 16 bits changes log p by at most 2^-9 nats. That adds 2^-9 of
-``h p`` to ``h p (log p + H)``, as much as rounding p adds to the gradient of a log-probability weighted by h.
+computes the exponentials again, with the same bits.
 """
 
 from __future__ import annotations
@@ -20,26 +19,24 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax, Upstream
-from cce_dist.kernels.blocks import kernel, rows_with_zeros
+from cce_dist.kernels.blocks import LOG_2, fast_log2, has_fast_math, kernel, rows_with_zeros
 from cce_dist.kernels.direct import MOST_KINDS, Launch, Part
-from cce_dist.kernels.fast_math import LOG_2, fast_log2, has_fast_math
 from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.lse import HEADROOM
-from cce_dist.kernels.tiles import MAX_SIDE
+from cce_dist.kernels.tiles import MAX_SIDE, cdiv
 from cce_dist.kernels.tokens import coefficients_of, strides_of
-from cce_dist.kernels.waves import cdiv
 
 SMALLEST = tl.constexpr(2.0**-126)  # normal number of fp32 and bf16
 
 
 class SavedExp(NamedTuple):
-    """Tensors that forward saves: the compact order of the tokens, and exponentials of the first columns in this order."""
+    """What forward saves: the compact order, and exponentials of the first columns in this order."""
 
     index_N: torch.Tensor  # int32, from ``tokens.compact``: labelled tokens first
-    num_labelled: torch.Tensor  # [2] int32, from ``tokens.compact``: number of labelled tokens, a counter (``losses.py``)
+    num_labelled: torch.Tensor  # [2] int32, from ``tokens.compact``
     exp_NV: torch.Tensor  # [N, columns]; no columns if nothing is saved
-    reference_N: torch.Tensor  # fp32: the value that a row's exponentials are relative to; empty if nothing is saved
-    target_N: torch.Tensor  # fp32: the logit of each token's label, by token, not compact; empty if nothing is saved
+    reference_N: torch.Tensor  # fp32: what a row's exponentials are relative to; or empty
+    target_N: torch.Tensor  # fp32: the logit of each token's label, by token, not compact; or empty
     # [1] int32: 1 once backward has overwritten the exponentials with gradients; None without entropy
     overwritten: torch.Tensor | None = None
 
@@ -51,7 +48,7 @@ class SavedExp(NamedTuple):
         return [self.index_N, self.num_labelled]
 
     def of_group(self, number: int, rows: int) -> SavedExp:
-        """Return the exponentials of group ``number``, where each group has ``rows`` tokens; the last one may have fewer."""
+        """Return the exponentials of group ``number``, where groups have ``rows`` tokens."""
         if rows >= self.index_N.shape[0]:
             return self
         here = slice(number * rows, (number + 1) * rows)
@@ -59,7 +56,7 @@ class SavedExp(NamedTuple):
 
 
 class Leveling(NamedTuple):
-    """Exponentials of a group whose tiles may have different references, and where their final reference is written."""
+    """A group's exponentials, whose tiles may have different references, and where the final one is written."""
 
     exp_RV: torch.Tensor  # in, out
     tile_reference_BR: Part  # in: the reference of each tile's exponentials, fp32
@@ -69,17 +66,8 @@ class Leveling(NamedTuple):
 
 @triton.jit
 def leveled(
-    exp_ptr,  # in, out: [R, B * BLOCK_V]
-    tile_reference_ptr,  # in: [B, R] fp32
-    reference_ptr,  # out: [R] fp32
-    offs_n,
-    live,
-    num_rows,
-    num_tiles,
-    exp_cols,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    exp_ptr, tile_reference_ptr, reference_ptr, offs_n, live, num_rows, num_tiles, exp_cols,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
     """Rescale the exponentials of rows, [BLOCK_N], to each row's largest reference, and store the reference."""
     row_stride = num_rows.to(tl.int64)
@@ -109,11 +97,10 @@ def leveled(
 def scaled_rows(
     saved: SavedExp, x: Operands, rows: Rows, softmax: Softmax, upstream: Upstream, vocab_size: int, *, gather: bool
 ) -> torch.Tensor:
-    """Return scale_R, and with ``gather`` copy hidden states times scale_R to ``rows.hidden``.
+    """Return scale_R, and with ``gather`` copy hidden states times scale_R to ``rows.hidden``; zeros fill the last tile's rest.
 
-    Zeros fill the rest of the last tile of ``rows.hidden``. Each label's cell of the exponentials is overwritten so that
-    scale * cell is the label's gradient. If the entropy is differentiated, all cells are overwritten in this way, and
-    ``cells.py`` writes the labels' cells.
+    Each label's cell of the exponentials is overwritten so that scale * cell is the label's gradient. If the entropy is
+    differentiated, all cells are overwritten in this way, and ``write_cells`` writes the labels' cells.
     """
     num_rows, hidden_size = rows.index.shape[0], x.hidden.shape[1]
     factor_2R = None
@@ -284,7 +271,7 @@ def _with_entropy_kernel(
     cells = exp_ptr + row.to(tl.int64) * exp_cols + offs_v
     e = tl.load(cells, mask=offs_v < exp_cols, other=0).to(tl.float32)
     # Exponentials of 0 stay 0. Subnormal ones, whose logarithm a GPU computes as log 0, are negligible and become 0. Negative
-    # ones are label cells that an earlier backward wrote; ``cells.py`` overwrites them.
+    # ones are label cells that an earlier backward wrote; ``write_cells`` overwrites them.
     log_e = fast_log2(tl.maximum(e, SMALLEST), FAST)
     grad = tl.where(e < SMALLEST, 0.0, e * (a + b * log_e))
     tl.store(cells, grad.to(exp_ptr.dtype.element_ty), mask=offs_v < exp_cols)

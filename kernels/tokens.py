@@ -1,11 +1,7 @@
 """Functions of a few numbers per token, before and after the passes over the vocabulary: one launch each instead of thirty.
 
-``label_ids`` and ``ordered_ids`` implement ``Backend``. They are documented in ``backends.py``, and ``dense.py`` has them and
-``coefficients`` in plain torch.
-
 ``compact`` skips tokens without a label, although the host does not know how many there are. ``index_N`` lists labelled tokens
-first, in order, and ``num_labelled`` is their number, on the device. Every later kernel stops after ``num_labelled`` compact
-rows. So a batch with two thirds of its tokens ignored costs a third, wherever the ignored tokens are.
+first, in order, and ``num_labelled`` is their number, on the device. Every later kernel stops after so many compact rows.
 """
 
 from __future__ import annotations
@@ -21,8 +17,7 @@ import triton.language as tl
 from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Upstream
 from cce_dist.kernels.blocks import kernel, on_device, rows_with_zeros
 from cce_dist.kernels.direct import MOST_KINDS, Launch
-from cce_dist.kernels.tiles import MAX_SIDE, num_programs, stages_of_rows, thinned
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import MAX_SIDE, cdiv, num_programs, stages_of_rows, thinned
 
 _IGNORED, _OUTSIDE = tl.constexpr(IGNORED), tl.constexpr(OUTSIDE)
 _BLOCK = 128  # tokens per program
@@ -39,10 +34,7 @@ def ordered_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> t
 
 
 def compact(ids_N: torch.Tensor) -> list[torch.Tensor]:
-    """Return the compact order: index_N int32, the tokens with labelled ones first, and num_labelled, [2] int32.
-
-    The second number of num_labelled is 0. It counts the programs that have written their part of a mean (``losses.py``).
-    """
+    """Return the compact order: index_N int32, the tokens with labelled ones first, and num_labelled and a 0, [2] int32."""
     order = _new_order(ids_N)
     _of_labels(ids_N, None, order, IGNORED, None)
     return order
@@ -119,31 +111,25 @@ def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor
 
 
 def gathered(hidden_ND: torch.Tensor, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor) -> Rows:
-    """Gather the hidden states of a group of tokens into the first rows of the buffer with ``gather_rows``."""
+    """Gather the hidden states of a group into the buffer's first rows; zeros fill the last tile's rest."""
     rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
-    gather_rows(hidden_ND, rows)
+    num_rows, hidden_size = rows.hidden.shape
+    _gather_rows_kernel[(cdiv(num_rows, 16), cdiv(hidden_size, 256))](
+        hidden_ND, rows.index, rows.num_labelled, rows.hidden,
+        num_rows, hidden_size,
+        MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
+    )
     return rows
 
 
 def first_rows(buffer: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the first rows of a buffer, or the buffer itself if these are all: a view takes the host some microseconds."""
+    """Return the first rows of a buffer, or the buffer itself if these are all: a view takes the host time."""
     return some_rows(buffer, 0, num_rows)
 
 
 def some_rows(matrix: torch.Tensor, first: int, stop: int) -> torch.Tensor:
     """Return the rows [first, stop) of a matrix, or the matrix itself if these are all."""
     return matrix if stop - first == matrix.shape[0] else matrix[first:stop]
-
-
-def gather_rows(hidden_ND: torch.Tensor, rows: Rows) -> None:
-    """Copy the hidden states of a group's tokens to ``rows.hidden``; zeros fill the last tile's rest."""
-    num_rows, hidden_size = rows.hidden.shape
-    grid = (cdiv(num_rows, 16), cdiv(hidden_size, 256))
-    _gather_rows_kernel[grid](
-        hidden_ND, rows.index, rows.num_labelled, rows.hidden,
-        num_rows, hidden_size,
-        MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
-    )
 
 
 @kernel("hidden_ptr", "rows_ptr", "hidden_size")

@@ -12,11 +12,10 @@ PAGE = ROOT / "docs/kernels.md"
 HEAD = "| file | kernels | test |\n|---|---|---|\n"
 # The tests of a kernel, by the first of these that its file's path begins with.
 TESTS = {
-    "cells": "core/test_log_probs.py",
+    "dlogits": "core/test_log_probs.py",
     "kept_rows": "core/test_kept_ids.py",
-    "logits": "core/test_top_k.py",
     "divergence": "core/test_divergence.py",
-    "scale": "core/test_groups.py",
+    "d_weight": "core/test_groups.py",
     "filter": "kernels/test_filtered.py",
     "": "kernels/test_triton.py",
 }

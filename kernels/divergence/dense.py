@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels import Gradients, Grads, Spec
-from cce_dist.kernels.dense import FLOOR, Block, blocks_of
+from cce_dist.kernels.dense import FLOOR, Block, blocks_of, sums_of_products, wanted_of
 from cce_dist.kernels.divergence.heads import Divergence, Heads, Merge, Pair, Sums, above_mixture, merge, pair_of
 
 
@@ -17,7 +17,6 @@ def saved_like(x: Heads, spec: Divergence) -> list[Tensor]:
 
 
 def _pairs(x: Heads, spec: Divergence) -> Iterator[tuple[slice, Iterator[tuple[Block, Block]]]]:
-    """Yield each range of columns with its blocks of both heads' logits, one pair of blocks for each group of tokens."""
     of_student, of_teacher = (
         blocks_of(operands, Spec(spec.student, 1, workspace_bytes=spec.workspace_bytes)) for operands in x
     )
@@ -39,7 +38,7 @@ def statistics(x: Heads, spec: Divergence, merged: Merge, rows: int) -> Sums:
 
 
 def _of_block(z_s: Tensor, z_t: Tensor, spec: Divergence) -> Tensor:
-    """Return the statistics of one block of logits. Overwrites both heads' logits."""
+    """Return a block's statistics. Overwrites both heads' logits."""
     max_s, max_t = z_s.amax(1), z_t.amax(1)
     z_s -= max_s.clamp(min=FLOOR)[:, None]
     z_t -= max_t.clamp(min=FLOOR)[:, None]
@@ -88,35 +87,17 @@ def _second_sums(x: Heads, pair: Pair, spec: Divergence) -> Tensor | None:
 def gradients(
     x: Heads, pair: Pair, coef_N: Tensor, saved: list[Tensor], grads: Grads, spec: Divergence
 ) -> Gradients:
-    """Return d_hidden, d_weight and d_bias of the student; ``coef_N`` is the gradient of each token's divergence."""
-    student, out = x.student, grads.weight_out
-    fp32 = {"dtype": torch.float32, "device": student.hidden.device}
-    d_hidden, d_bias = torch.zeros(student.hidden.shape, **fp32), torch.zeros(student.weight.shape[0], **fp32)
-    d_weight = torch.zeros_like(student.weight) if out is None else out
-    for cols, pairs in _pairs(x, spec):
-        d_weight_CD = torch.zeros(student.weight[cols].shape, **fp32)
+    def gradients_of(pairs: Iterator[tuple[Block, Block]]) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
         for block, teacher in pairs:
             d_logits = _block_gradients(block, teacher, pair, spec).mul_(coef_N[block.rows, None])
-            if grads.want_bias:
-                d_bias[cols] += d_logits.sum(0)
-            if grads.want_hidden:
-                d_hidden[block.rows] += d_logits @ block.weight_CD.float()
-            if grads.want_weight:
-                d_weight_CD += d_logits.t() @ block.hidden_RD.float()
-        if grads.want_weight:
-            d_weight[cols] += d_weight_CD.to(d_weight.dtype)
-    whole = d_hidden.to(student.hidden.dtype).masked_fill_(student.ids[:, None] < 0, 0.0)
-    if grads.want_hidden and grads.hidden_ready is not None:
-        grads.hidden_ready(whole)
-    return (
-        whole if grads.want_hidden else None,
-        d_weight if grads.want_weight and out is None else None,
-        d_bias if grads.want_bias else None,
-    )
+            yield block, d_logits, d_logits, d_logits
+
+    parts = ((cols, gradients_of(pairs)) for cols, pairs in _pairs(x, spec))
+    sums = sums_of_products(x.student, parts, grads, matmul=lambda d_logits, other: d_logits @ other.float())
+    return wanted_of(x.student, *sums, grads)
 
 
 def _block_gradients(student: Block, teacher: Block, pair: Pair, spec: Divergence) -> Tensor:
-    """Return the gradient of each token's divergence with respect to the student's ``hidden @ weight.T + bias``."""
     log_p, log_t, z = _log_softmaxes(student, teacher, pair)
     head, p = student.head, log_p.exp()
     if spec.kind == "forward":

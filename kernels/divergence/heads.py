@@ -2,15 +2,12 @@
 
 p is the student's softmax and t the teacher's. The leading head is the one whose softmax the expectation is taken over.
 
-=========  ===================================  ===============================  ==========================================
 kind       value of a token                     as sums                          gradient of a student's logit
-=========  ===================================  ===============================  ==========================================
 forward    KL(t || p)                           E_t[z_t - z_s] - lse_t + lse_s   p_j - t_j
 reverse    KL(p || t)                           E_p[z_s - z_t] - lse_s + lse_t   p_j (log p_j - log t_j - KL(p || t))
 jsd        b KL(t || m) + (1 - b) KL(p || m)    two, once both lse are known     (1 - b) p_j (log p_j - log m_j - KL(p || m))
 tv         1 - o                                sum_j max(t_j - p_j, 0), and u   u p_j - [p_j < t_j] p_j
 lk         -log o                               log o, and log u                 (u / o) p_j - [p_j < t_j] p_j / o
-=========  ===================================  ===============================  ==========================================
 
 with m = b t + (1 - b) p, as generalized knowledge distillation (Agarwal et al., 2023, equation 1) and TRL's GKDTrainer define
 it; o = sum_j min(p_j, t_j), the probability that speculative decoding accepts a token of the student (*LK Losses*, Samarin et
@@ -18,23 +15,12 @@ al., 2026, arXiv:2602.23881); and u = sum_j [p_j < t_j] p_j. Where p_j = t_j, th
 equal heads 1 - o would be off by a rounding of 1, so "tv" sums the differences. For heads with little in common o and u
 underflow, so "lk" takes log-sum-exps; its value is off by a rounding of 1 for equal heads. The teacher has no gradient.
 
-**Statistics of a shard** are the rows of ``stats_5N``. MOMENT is relative to both maxima, so large logits cost no precision:
-with a the leading head and b the other, ``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``. If maxima grow by
-``drop``, ``merge`` and the kernels update the sums:
+**Statistics of a shard** are the rows of ``stats_5N``: for the student MAX_S, the maximum of its logits (-inf: no valid row),
+and SUM_S, the sum of exp(z_sj - MAX_S); MAX_T and SUM_T for the teacher; and MOMENT, 0 for kinds with a second pass. MOMENT is
+relative to both maxima, so large logits cost no precision: with a the leading head and b the other,
+``sum_j exp(a_j - max_a) ((a_j - max_a) - (b_j - max_b))``. If maxima grow by ``drop``, ``merge`` and the kernels update it:
 
     MOMENT <- exp(-drop_a) (MOMENT - (drop_a - drop_b) SUM_a)
-
-====  ==========  =====================================================
-row   name        value
-====  ==========  =====================================================
-0     MAX_S       maximum of the student's logits; -inf: no valid row
-1     SUM_S       sum_j exp(z_sj - MAX_S)
-2     MAX_T       maximum of the teacher's logits
-3     SUM_T       sum_j exp(z_tj - MAX_T)
-4     MOMENT      see above; 0 for kinds with a second pass
-====  ==========  =====================================================
-
-Both heads go through the same operations, so equal heads give a divergence and a gradient of exactly 0.
 """
 
 from __future__ import annotations
@@ -57,14 +43,13 @@ PAIR_BYTES = {torch.bfloat16: 4, torch.float16: 10}
 
 
 class Heads(NamedTuple):
-    """The operands of both heads, whose shards hold the same ids. They share ``ids``, negative for tokens that do not count."""
+    """The operands of both heads, whose shards hold the same ids. Tokens with a negative id do not count."""
 
     student: Operands
     teacher: Operands
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of this shard."""
         student = self.student
         return sizes_of(student.num_tokens, student.hidden, student.num_valid, self.teacher.hidden)
 
@@ -108,7 +93,7 @@ class Pair(NamedTuple):
     log_sum_s: Tensor
     max_t: Tensor
     log_sum_t: Tensor
-    offset: Tensor  # Number in a token's gradient: KL(p || t) for "reverse", KL(p || m) for "jsd", u for "tv", u / o for "lk"
+    offset: Tensor  # KL(p || t) for "reverse", KL(p || m) for "jsd", u for "tv", u / o for "lk"
     log_overlap: Tensor | None = None  # log o for "lk", but 0 if o is 0; 0 for "tv"
 
 
@@ -155,7 +140,7 @@ def complete(pair: Pair, sums_T2N: Tensor, spec: Divergence) -> tuple[Tensor, Pa
     return spec.beta * first + spec.rest * offset, pair._replace(offset=offset)
 
 
-FARTHEST = 80.0  # nats: bound on the difference of log t and log p; beyond it the smaller probability does not matter
+FARTHEST = 80.0  # nats: bound on log t - log p, beyond which the smaller one does not matter
 
 
 def above_mixture(log_q: Tensor, log_other: Tensor, own: float, others: float) -> Tensor:

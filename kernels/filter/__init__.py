@@ -50,9 +50,8 @@ from cce_dist.kernels.filter.shares import dropped_columns, sample_tokens
 from cce_dist.kernels.losses import Finished, Results, finish, of_statistics, rows_per_program, token_losses
 from cce_dist.kernels.lse import Marks, Span, lse_partials, shape_of_partials
 from cce_dist.kernels.memory import SAMPLE
-from cce_dist.kernels.tiles import Tiles, choose_tiles, num_programs
+from cce_dist.kernels.tiles import Tiles, cdiv, choose_tiles, num_parts, num_programs
 from cce_dist.kernels.tokens import coefficients, first_rows, gathered, label_ids, ordered_ids, token_groups
-from cce_dist.kernels.waves import cdiv, num_parts
 
 __all__ = [
     "gradients", "label_ids", "losses_alone", "ordered_ids", "saved_like", "saved_of_slices", "statistics",

@@ -26,9 +26,8 @@ from cce_dist.kernels.blocks import has_tma, kernel, operand, tile_of_products
 from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.lse import gathered_with_targets
 from cce_dist.kernels.memory import bound_columns, frequent_columns
-from cce_dist.kernels.tiles import Tile, interpreted, precision
+from cce_dist.kernels.tiles import Tile, cdiv, interpreted, precision
 from cce_dist.kernels.tokens import token_groups
-from cce_dist.kernels.waves import cdiv
 
 ERRORS = 2.0  # standard errors that are subtracted from the estimate
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cce_dist.kernels import memory
 from cce_dist.kernels.memory import COLUMNS_PER_SLOT, LEAST_DEFAULT, SAMPLE, Sizes
-from cce_dist.kernels.rates import H200, Rates
+from cce_dist.kernels.tiles import H200, Rates
 
 # Time of exact gradients for ``filter_pays``, in matrix products of the logits' size: one H200, bf16, N 8,192; 2026-11.
 EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept

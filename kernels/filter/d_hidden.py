@@ -18,8 +18,7 @@ from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.lists import Decisions
 from cce_dist.kernels.filter.sampling import COLUMNS, LINEAR, Compensation
-from cce_dist.kernels.tiles import Tile, precision
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import Tile, cdiv, precision
 
 
 def add_products(

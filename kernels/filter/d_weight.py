@@ -18,8 +18,7 @@ import triton.language as tl
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
 from cce_dist.kernels.filter.lists import Decisions, Lists
 from cce_dist.kernels.filter.sampling import GAIN, Compensation
-from cce_dist.kernels.tiles import Tile, num_programs, precision
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import Tile, cdiv, num_programs, precision
 
 
 def add_listed(

@@ -34,8 +34,7 @@ from cce_dist.kernels.blocks import kernel
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.filter.bound import Bound, num_before
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
-from cce_dist.kernels.tiles import stages_of_rows
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import cdiv, stages_of_rows
 
 SLACK = 1.125  # factor by which lists reach below the threshold of the bound: enough for a usual z-loss
 WARP_ELEMENTS = 1024  # elements of the weight's rows that a warp holds at a time: more registers would allow fewer programs

@@ -48,9 +48,8 @@ from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.filter.lists import Decisions
 from cce_dist.kernels.filter.shares import UNIT, Dropped, Sample, place, sum_of_parts
 from cce_dist.kernels.head import logits_of, slope_of, token_factors
-from cce_dist.kernels.tiles import Tile, precision
+from cce_dist.kernels.tiles import Tile, cdiv, precision
 from cce_dist.kernels.tokens import weighted_sums
-from cce_dist.kernels.waves import cdiv
 
 # Smaller factors become 0: these samples would leave more than three quarters of the error.
 LEAST_SIGNAL = 0.25

@@ -26,9 +26,8 @@ from cce_dist.kernels import Operands
 from cce_dist.kernels.blocks import has_tma, kernel, operand, store_tile, tile_of_products
 from cce_dist.kernels.filter.lists import Decisions
 from cce_dist.kernels.head import logits_of, sloped, token_factors
-from cce_dist.kernels.tiles import Tile, precision, sample_tile
+from cce_dist.kernels.tiles import Tile, cdiv, precision, sample_tile
 from cce_dist.kernels.tokens import weighted_sums
-from cce_dist.kernels.waves import cdiv
 
 REWEIGHTING = 0.7
 UNIT = tl.constexpr(2.0**32)  # integers of a whole: sums of integers have the same bits in any order

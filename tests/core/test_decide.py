@@ -13,8 +13,9 @@ from cce_dist import GradFilter, VocabShard, decide, explain, linear_cross_entro
 from cce_dist.call import Call
 from cce_dist.decide import Way, Where
 from cce_dist.kernels import Filter, ShardLogits, Spec, Want
+from cce_dist.kernels.dense import product_on_cpu
 from cce_dist.kernels.memory import Groups, Sizes
-from cce_dist.kernels.precision import fp32_precision, product_on_cpu
+from cce_dist.kernels.tiles import fp32_precision
 from cce_dist.merge import Layout
 from cce_dist.tools.verify.check import assert_no_worse
 

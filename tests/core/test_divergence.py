@@ -22,7 +22,7 @@ from cce_dist.divergence.op import DivergenceCall
 from cce_dist.kernels import Operands, ShardLogits, d_hidden, memory
 from cce_dist.kernels.divergence import kernels as divergence
 from cce_dist.kernels.divergence.heads import KINDS, Divergence, Heads
-from cce_dist.kernels.divergence.pair_logits import fill_logits, new_pair_logits
+from cce_dist.kernels.dlogits import logits_chunk
 from cce_dist.kernels.dry_run import Live
 from cce_dist.kernels.tiles import choose_tiles, table_tiles
 from cce_dist.kernels.tokens import compact, gathered
@@ -174,9 +174,9 @@ def test_logits_of_16_bits_are_precise_near_the_largest_of_their_tile() -> None:
     bias = torch.full((cols - 5,), 1e3, device=DEVICE) + 100 * (torch.arange(cols - 5, device=DEVICE) // tiles.lse.cols)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
     x = Operands.of(hidden, weight, ids, ShardLogits(0, cols - 5), bias=bias)
-    pair = new_pair_logits(num_tokens, cols, tiles.lse.cols, hidden)
+    pair = divergence.new_pair_logits(num_tokens, cols, tiles.lse.cols, hidden)
     rows = gathered(hidden, compact(ids), torch.empty_like(hidden))
-    fill_logits(x, rows, pair, 1, 0, num_tiles, tiles)
+    divergence._fill(Heads(x, x), [(1, rows)], pair, 0, cols, tiles)
     z = pair.z_2RC[1].double().view(num_tokens, num_tiles, -1)
     true = torch.full((num_tokens, cols), -torch.inf, dtype=torch.float64, device=DEVICE)
     true[:, : cols - 5] = hidden.double() @ weight.double().t() + bias.double()
@@ -320,7 +320,12 @@ def test_a_second_pass_reads_the_logits(kept: int, again: bool, kind: str, monke
     monkeypatch.setattr(divergence, "saved_columns", lambda *_: kept_columns(kept))
     monkeypatch.setattr(memory, "LEAST_BYTES", 43000)
     filled, merged = [], []
-    monkeypatch.setattr(divergence, "fill_logits", lambda *given: filled.append(given[5]) or fill_logits(*given))
+
+    def fill(*given: Any) -> None:
+        filled.append(given[3].shape[1] // given[4].lse.cols)
+        logits_chunk(*given)
+
+    monkeypatch.setattr(divergence, "logits_chunk", fill)
     merge_of = divergence_op.heads.merge
     monkeypatch.setattr(divergence_op.heads, "merge", lambda *given: merged.append(given[0].shape) or merge_of(*given))
     heads = on_device(check.draw(BOTH_HEADS, case_of("40 tokens", 40)), BF16)

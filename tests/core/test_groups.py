@@ -19,12 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from cce_dist import VocabShard, decide, given, groups, linear_cross_entropy, merge
-from cce_dist.kernels import ShardLogits, Spec, dry_run, memory, waves
+from cce_dist.kernels import ShardLogits, Spec, dry_run, memory, tiles
 from cce_dist.kernels import dense as dense_backend
-from cce_dist.kernels.d_weight import joined, low_byte
+from cce_dist.kernels.d_weight import joined, low_byte, scale
 from cce_dist.kernels.dry_run import Live
 from cce_dist.kernels.lse import longest_first
-from cce_dist.kernels.scale import scale
 from cce_dist.kernels.tiles import Tile
 from cce_dist.tools.verify.cases import CASES, with_empty
 from cce_dist.tools.verify.check import assert_no_worse
@@ -277,24 +276,24 @@ def test_the_last_wave_of_d_hidden_is_cut() -> None:
     with 768."""
     counts = {44: (0, 3), 66: (0, 2), 75: (0, 3), 87: (0, 3), 100: (100, 1), 208: (132, 3), 264: (264, 1)}
     for num_tiles, wanted in counts.items():
-        assert waves.cut_last_wave(num_tiles, 1000, 132) == wanted
+        assert tiles.cut_last_wave(num_tiles, 1000, 132) == wanted
     for num_tiles in range(1, 400):
-        whole, splits = waves.cut_last_wave(num_tiles, 5, 132)
+        whole, splits = tiles.cut_last_wave(num_tiles, 5, 132)
         assert whole % 132 == 0 or (splits == 1 and whole == num_tiles)
         assert splits <= 5 and (num_tiles - whole) * splits <= 2 * 132
     tile = Tile(128, 256, 64, 8, 3)
     for width, standing in {640: True, 1152: True, 768: False, 1024: False, 64: True, 2304: False}.items():
-        assert waves.fitted(tile, width)[:2] == ((256, 128) if standing else (128, 256))
+        assert tiles.fitted(tile, width)[:2] == ((256, 128) if standing else (128, 256))
 
 
 def test_waves_of_the_log_sum_exp_are_full() -> None:
     """Catches: groups of 13 row blocks cut into 33 parts, whose last wave leaves three quarters of 132 programs idle."""
     for blocks in range(5, 128):
-        parts = waves.num_parts(128 * blocks, 1000, 128, 132)
+        parts = tiles.num_parts(128 * blocks, 1000, 128, 132)
         assert blocks * parts / (-(-blocks * parts // 132) * 132) >= 0.92, (blocks, parts)
     # Others stay as they were measured.
-    assert [waves.num_parts(128 * blocks, 1000, 128, 132) for blocks in (1, 8, 16, 32, 64)] == [132, 33, 33, 33, 33]
-    assert waves.num_parts(128 * 13, 20, 128, 132) == 20
+    assert [tiles.num_parts(128 * blocks, 1000, 128, 132) for blocks in (1, 8, 16, 32, 64)] == [132, 33, 33, 33, 33]
+    assert tiles.num_parts(128 * 13, 20, 128, 132) == 20
 
 
 def order(num_tiles: int, num_parts: int) -> list[int]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -102,9 +103,10 @@ def test_rocm_never_takes_hoppers_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     """Catches a table that is read by the major number alone: ROCm says 9.4 for a device with 64 KiB of shared memory."""
     from cce_dist.kernels import tiles
 
-    monkeypatch.setattr(tiles, "interpreted", lambda: False)
+    monkeypatch.setattr(tiles, "_in_interpreter", lambda: False)
+    monkeypatch.setattr(tiles, "_own", tiles._own.__wrapped__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
-    chosen = tiles._chosen.__wrapped__
-    hopper = chosen(torch.bfloat16, torch.device("cuda"), "ieee")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", mock.Mock())
+    hopper = tiles.choose_tiles(torch.bfloat16, torch.device("cuda", 0))
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert chosen(torch.bfloat16, torch.device("cuda"), "ieee") == tiles._FALLBACK != hopper
+    assert tiles.choose_tiles(torch.bfloat16, torch.device("cuda", 0)) == tiles._FALLBACK != hopper

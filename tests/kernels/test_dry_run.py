@@ -21,8 +21,8 @@ from cce_dist.decide import Where, decide
 from cce_dist.kernels import Filter, Head, Operands, Rows, ShardLogits, Spec, dry_run, exact, tokens
 from cce_dist.kernels.d_weight import add_d_weight
 from cce_dist.kernels.direct import launching
+from cce_dist.kernels.dlogits import logits_chunk
 from cce_dist.kernels.dry_run import Live, Peak
-from cce_dist.kernels.logits import logits_chunk
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.tiles import Planned, planned, planned_device, table_tiles
 

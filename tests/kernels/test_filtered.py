@@ -23,7 +23,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 from cce_dist import GradFilter, linear_cross_entropy
 from cce_dist.kernels import Filter, Grads, Operands, ShardLogits, Softmax, Spec, Upstream, Want, exact, filter, memory
 from cce_dist.kernels.filter import bound, lists, sampling, shares
-from cce_dist.kernels.tiles import _chosen, choose_tiles, table_tiles
+from cce_dist.kernels.tiles import choose_tiles, table_tiles
 from cce_dist.tools.verify import cases as verify_cases
 from cce_dist.tools.verify.check import assert_no_worse
 from cce_dist.tools.verify.loss import LOSS
@@ -641,9 +641,7 @@ def gpu_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An H200's tiles, interpreted or not."""
     if not GPU:
         monkeypatch.setattr("cce_dist.kernels.tiles._INTERPRETED", table_tiles(9, 16))
-    _chosen.cache_clear()
     yield
-    _chosen.cache_clear()
 
 
 @pytest.mark.parametrize(

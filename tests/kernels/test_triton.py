@@ -76,6 +76,7 @@ def sized(**fields) -> Case:
     return case._replace(**{name: old[name] * by for name, by in grow.items() if (old[name] or 0) > 1})
 
 
+PADDED: dict[str, Any] = {"start": 50, "num_valid": 77, "ids": 300}
 CASES = [
     pytest.param(sized(num_tokens=32, hidden_size=32, num_rows=128, ignored=0.0), id="whole-tiles"),
     pytest.param(sized(), id="tails-of-all-axes"),
@@ -84,8 +85,8 @@ CASES = [
     pytest.param(sized(num_tokens=1, ignored=0.0), id="one-token"),
     pytest.param(sized(num_rows=1, ids=1), id="one-row"),
     pytest.param(sized(bias=True, logit_scale=0.7, softcap=3.0), id="bias-scale-softcap"),
-    pytest.param(sized(start=50, num_valid=77, ids=300), id="padded-shard-in-the-middle"),
-    pytest.param(sized(start=50, num_valid=77, ids=300, uniform=True, entropy=True, bias=True), id="smoothing-entropy"),
+    pytest.param(sized(**PADDED), id="padded-shard-in-the-middle"),
+    pytest.param(sized(**PADDED, uniform=True, entropy=True, bias=True), id="smoothing-entropy"),
     pytest.param(sized(softcap=5.0, uniform=True, entropy=True, num_valid=90), id="softcap-smoothing-entropy"),
     pytest.param(sized(softcap=1e4), id="softcap-1e4"),  # 1 - exp(-2 u / softcap) would cancel
     pytest.param(sized(softcap=1e6), id="softcap-1e6"),
@@ -102,20 +103,17 @@ chunks-of-the-vocabulary groups-with-bias"""
 CACHED = [
     pytest.param(sized(cached=128), id="all"),
     pytest.param(sized(cached=64, budget=12000, bias=True), id="a-part"),
-    pytest.param(sized(cached=128, start=50, num_valid=77, ids=300, bias=True), id="padded-shard-in-the-middle"),
+    pytest.param(sized(cached=128, **PADDED, bias=True), id="padded-shard-in-the-middle"),
     pytest.param(sized(cached=128, bias=True, logit_scale=0.5, softcap=3.0), id="bias-scale-softcap"),
     pytest.param(sized(cached=128, spread=300.0), id="references-to-level"),
     pytest.param(sized(cached=128, offset=-1e4, bias=True), id="all-at-minus-1e4"),
     pytest.param(sized(cached=128, uniform=True, bias=True, logit_scale=0.5), id="smoothing"),
     pytest.param(sized(cached=64, budget=12000, bias=True, uniform=True, entropy=True), id="smoothing-entropy-in-part"),
-    pytest.param(sized(cached=128, start=50, num_valid=77, ids=300, uniform=True), id="smoothing-of-a-padded-shard"),
+    pytest.param(sized(cached=128, **PADDED, uniform=True), id="smoothing-of-a-padded-shard"),
     pytest.param(sized(cached=128, entropy=True), id="entropy"),
     pytest.param(sized(cached=64, budget=12000, bias=True, logit_scale=0.5, entropy=True), id="entropy-of-a-part"),
     pytest.param(sized(cached=128, spread=100.0, entropy=True), id="entropy-with-references-to-level"),
-    pytest.param(
-        sized(cached=128, start=50, num_valid=77, ids=300, offset=-1e4, bias=True, entropy=True),
-        id="entropy-of-a-padded-shard",
-    ),
+    pytest.param(sized(cached=128, **PADDED, offset=-1e4, bias=True, entropy=True), id="entropy-of-a-padded-shard"),
 ]
 
 
@@ -288,7 +286,7 @@ def test_second_backward_has_the_same_bits(cached: int, entropy: bool) -> None:
         pytest.param({"bias": True}, id="plain"),
         pytest.param({"spread": 300.0}, id="references-to-level"),
         pytest.param({"entropy": True, "spread": 100.0}, id="entropy"),
-        pytest.param({"start": 50, "num_valid": 77, "ids": 300, "logit_scale": 0.5, "softcap": 3.0}, id="padded-shard"),
+        pytest.param({**PADDED, "logit_scale": 0.5, "softcap": 3.0}, id="padded-shard"),
     ],
 )
 def test_exponentials_of_groups_have_the_same_bits(options: dict[str, Any], monkeypatch) -> None:
@@ -526,10 +524,7 @@ def seen_of(
 
 
 @pytest.mark.parametrize("grad_filter", [Filter(), Filter(GradFilter().eps, always=True)], ids=["exact", "filtered"])
-@pytest.mark.parametrize(
-    ("mib", "num_tokens"),
-    [(32, 65536), (256, 65536), (448, 65536), (64, 4096), (128, 2048)],
-)
+@pytest.mark.parametrize(("mib", "num_tokens"), [(32, 65536), (256, 65536), (448, 65536), (64, 4096), (128, 2048)])
 def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, grad_filter: Filter, monkeypatch) -> None:
     """Catches: rows of one group of tokens that live on while those of the next are gathered, a cache that leaves no room to
     recompute the rest, and a dry run that goes another way than the call."""
@@ -774,9 +769,8 @@ def test_few_tokens_keep_all_programs_busy(num_labelled: int, monkeypatch: pytes
     """Groups that often have no token, three chunks. Catches: a part that is left out, added twice or kept from before, rows of
     tokens without a label that are written, and tiles that are not cut."""
     monkeypatch.setattr(d_hidden, "num_programs", lambda device: 12)
-    dtype, scale, hidden_size = (
-        (torch.bfloat16, 16, 256) if GPU else (torch.float32, 1, 32)
-    )  # tiles are larger on a GPU
+    # Tiles are larger on a GPU.
+    dtype, scale, hidden_size = (torch.bfloat16, 16, 256) if GPU else (torch.float32, 1, 32)
     num_rows, num_labelled, width = 64 * scale, num_labelled * scale, 64 * scale
     chosen = tiles.choose_tiles(dtype, torch.device(DEVICE))
     like, unit = {"dtype": dtype, "device": DEVICE}, chosen.dlogits.rows

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cce_dist.kernels.rates import H200
+from cce_dist.kernels.tiles import H200
 
 
 @dataclasses.dataclass(frozen=True)

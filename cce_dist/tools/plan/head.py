@@ -11,12 +11,10 @@ import dataclasses
 
 from cce_dist.decide import Way, Where, decide
 from cce_dist.filter import GradFilter
-from cce_dist.kernels import Filter, ShardLogits, Spec, dry_run, memory, waves
+from cce_dist.kernels import Filter, ShardLogits, Spec, dry_run, memory
 from cce_dist.kernels.filter import costs
 from cce_dist.kernels.memory import Sizes
-from cce_dist.kernels.rates import Rates
-from cce_dist.kernels.tiles import Planned, Tiles, table_tiles
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import Planned, Rates, Tiles, cdiv, fitted, table_tiles
 from cce_dist.tools.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Dense, Device
 
 OURS = ("kept", "budget", "filtered")
@@ -243,7 +241,7 @@ def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[f
 
 def _gradient_products(head: Head, device: Device) -> float:
     """Return the seconds of the gradients' two products, in whole tiles of D."""
-    cols = waves.fitted(_tiles(device).grad_weight, head.hidden_size).cols
+    cols = fitted(_tiles(device).grad_weight, head.hidden_size).cols
     return COSTS.backward * 2 * head.product / device.flops * (cdiv(head.hidden_size, cols) * cols / head.hidden_size)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cce_dist.kernels.waves import cdiv
+from cce_dist.kernels.tiles import cdiv
 
 # The largest size, and the largest number of layers or experts. No model comes near, and more would take hours to plan.
 MOST_SIZE, MOST_PARTS = 1 << 28, 1 << 12
