@@ -62,12 +62,11 @@ class Operator(NamedTuple):
         return self.tensors.count(",") + 1
 
     def apply(
-        self, hidden: Tensor, weight: Tensor, head: list[Tensor], *others: Any, call: Any, needs_grad: bool,
-        numbers: Tensor | None = None,
-    ) -> Any:  # fmt: skip
+        self, hidden: Tensor, weight: Tensor, head: list[Tensor], *others: Any, call: Any, numbers: Tensor | None = None
+    ) -> Any:
         """Call forward. The list of saved tensors may be missing in the results."""
         refuse_transforms(self.public_name, hidden, weight, *head)
-        if torch.compiler.is_compiling() or not needs_grad:
+        if torch.compiler.is_compiling():
             operator = getattr(torch.ops.cce_dist, self.forward_name)
             return operator(hidden, weight, head, *others, *flat(call), numbers)
         return _Eager.apply(self, others, call, hidden, weight, *head)

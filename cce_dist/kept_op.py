@@ -178,4 +178,4 @@ def forward(
     head = [*x.head.tensors.values()]
     whole = x.ids.new_empty(0) if kept.whole is None else plain(kept.whole)
     tensors = (x.hidden, x.weight, head, x.ids, plain(kept.offsets), plain(kept.ids), whole)
-    return _OPERATOR.apply(*tensors, grad_weight_out, call=call, needs_grad=call.spec.want.grad, numbers=numbers)[:3]
+    return _OPERATOR.apply(*tensors, grad_weight_out, call=call, numbers=numbers)[:3]

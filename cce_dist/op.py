@@ -229,7 +229,7 @@ _forward, _backward = _OPERATOR.register(_forward_fake)
 def forward(x: Operands, grad_weight_out: Tensor | None, call: Call, numbers: Tensor | None = None) -> Outputs:
     """Call the operator. ``x.ids`` are the labels; ``numbers`` comes from ``numbers_of``. See ``run_forward``."""
     tensors = (x.hidden, x.weight, [*x.head.tensors.values()], x.ids, grad_weight_out)
-    found = _OPERATOR.apply(*tensors, call=call, needs_grad=call.spec.want.grad, numbers=numbers)
+    found = _OPERATOR.apply(*tensors, call=call, numbers=numbers)
     return Outputs.of(found, call.spec.want)
 
 

@@ -165,4 +165,4 @@ def forward(*tensors: Any, call: DivergenceCall, numbers: Tensor | None) -> Tens
     """Call the operator for the arguments of ``_run_forward``, and return the divergence of each token, [N]."""
     if not torch.compiler.is_compiling():
         call = decided(call, *tensors)
-    return _OPERATOR.apply(*tensors, call=call, needs_grad=call.spec.grad, numbers=numbers)[0]
+    return _OPERATOR.apply(*tensors, call=call, numbers=numbers)[0]
