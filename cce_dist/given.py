@@ -148,8 +148,6 @@ def checked_call(
         kind = _kind_of(*tensors, shard, (num_tokens is None, expected_weights, *options.values()))
     known = None if kind is None else _KNOWN.get(kind)
     if known is not None:
-        if shard is not None:
-            shard.check_group()
         if grad_weight_out is not None:
             checks.apart(grad_weight_out, input=input, linear_weight=linear_weight, linear_bias=linear_bias)
         given = _with_tensors(known, input, linear_weight, target, linear_bias, grad_weight_out, shard)

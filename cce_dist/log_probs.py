@@ -169,7 +169,7 @@ def linear_log_probs(
     if numbers is not None:
         # Divided here: before 2.13, torch compiles anew for each value of a symbol that no operator takes by itself.
         numbers = torch.stack((numbers[0] / numbers[1], numbers[2]))
-    debug_ranks.check_ranks(shard)
+    debug_ranks.check_ranks(shard, call.debug)
     if kept is not None:
         nll, lse, entropies = kept_op.forward(x, kept, grad_weight_out, call, numbers)
         out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)

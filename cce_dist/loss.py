@@ -204,7 +204,7 @@ def linear_cross_entropy(
         workspace_bytes=workspace_bytes, expected_weights=expected_weights, grad_weight_out=grad_weight_out,
         token_loss=token_loss, token_inputs=token_inputs,
     )  # fmt: skip
-    debug_ranks.check_ranks(given.shard)
+    debug_ranks.check_ranks(given.shard, given.call.debug)
     found = op.two_passes(given) if given.call.way.passes == "two" else groups.one_pass(given)
     return given.shaped(found)
 

@@ -188,7 +188,7 @@ def linear_kl_divergence(
         layout_of(student.shard, options),
         choose_backend(options.backend, forced_backend, device_type(student.input), student.input.dtype),
     )
-    debug_ranks.check_ranks(student.shard)
+    debug_ranks.check_ranks(student.shard, debug)
     value = divergence_op.forward(
         hidden, weight, [*head.values()], mask.reshape(-1), teacher_hidden, teacher_weight, [*teacher_head.values()],
         grad_weight_out, call=call,
