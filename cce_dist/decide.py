@@ -176,21 +176,6 @@ def decide_heads(sizes: Sizes, spec: Divergence, where: Where) -> Way:
     return Way(backend, groups=groups, workspace_bytes=workspace_bytes, ready_rows=ready_rows)
 
 
-def upstream_of(reduction: str, is_expected: bool, returns_more: bool) -> str:
-    """Return ``Where.upstream`` of a loss.
-
-    Args:
-        reduction: "none", "mean" or "sum".
-        is_expected: Whether the upstream gradients of per-token losses are expected to be proportional to known weights.
-        returns_more: Whether there are other outputs, or terms of the loss that autograd adds outside of the operator.
-    """
-    if returns_more:
-        return "unknown"
-    if reduction != "none":
-        return "number"
-    return "tokens" if is_expected else "unknown"
-
-
 def may_take_one_pass(backend: str, spec: Spec, where: Where) -> bool:
     """Whether the options allow forward to compute the gradients, whatever the sizes."""
     if not spec.want.grad or where.upstream == "unknown" or backend == "filter":

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from cce_dist import checks, decide, operands, terms
 from cce_dist.autograd import PLAIN, is_unobserved
 from cce_dist.call import DTYPES, Call, Options, are_plain, checked, checked_num_tokens, numbers_of
-from cce_dist.decide import Way, Where
+from cce_dist.decide import Way
 from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want
 from cce_dist.kernels.dense import label_ids
 from cce_dist.kernels.outputs import Outputs
@@ -59,13 +59,6 @@ class LinearCrossEntropyOutput(NamedTuple):
     label_is_max: Tensor | None = None
 
 
-class Found(NamedTuple):
-    """The result of a call: a reduced loss, or per-token losses [N], and with two passes the operator's outputs."""
-
-    loss: Tensor
-    outputs: Outputs | None = None
-
-
 class Given(NamedTuple):
     """The checked arguments of a call."""
 
@@ -74,7 +67,6 @@ class Given(NamedTuple):
     shard: VocabShard
     options: Options
     call: Call
-    where: Where
     terms: Terms
     scale: float | Tensor = 1.0  # logit_scale; a tensor inside a compiled graph, which does not read it
     class_weights: ClassWeights | None = None
@@ -114,14 +106,18 @@ class Given(NamedTuple):
             return divisor
         return (divisor + (divisor == 0)).to(accumulator(self.x.hidden.dtype))
 
-    def shaped(self, found: Found) -> Tensor | LinearCrossEntropyOutput | TokenLossOutput:
-        """Return what ``linear_cross_entropy`` returns."""
+    def shaped(self, loss: Tensor, outputs: Outputs | None) -> Tensor | LinearCrossEntropyOutput | TokenLossOutput:
+        """Return what ``linear_cross_entropy`` returns.
+
+        Args:
+            loss: A reduced loss, or per-token losses [N].
+            outputs: The operator's outputs, with two passes.
+        """
         shape, options = self.target.shape, self.options
-        loss = found.loss.view(shape) if options.reduction == "none" else found.loss
+        loss = loss.view(shape) if options.reduction == "none" else loss
         token = self.terms.token
         if token is not None and token.outputs is not None:
             return token.output(loss, shape)
-        outputs = found.outputs
         if outputs is None or not options.return_aux:
             return loss
         nll, lse, target_logit = (values.view(shape) for values in (outputs.nll, outputs.lse, outputs.target_logit))
@@ -255,7 +251,6 @@ def _with_tensors(
         given.shard or shard,
         given.options,
         given.call,
-        given.where,
         given.terms,
         given.scale,
         None,
@@ -315,30 +310,24 @@ def check_all(
     # A learnable scale or per-token factors are among the head's tensors by now.
     logits = logits._replace(tensors=" ".join(x.head.tensors))
     spec = _spec(x, logits, weight is not None, shard, parts, options)
-    call, where = _decided(x, spec, shard, options, token is not None, outside, grad_weight_out is not None)
-    numbers = numbers_of(options.logit_scale, options.softcap)
-    return Given(
-        x, target, shard, options, call, where, parts, scale, class_weights, expected_N, grad_weight_out, numbers
-    )
-
-
-def _decided(
-    x: Operands, spec: Spec, shard: VocabShard, options: Options, has_token_loss: bool, outside: bool, has_buffer: bool
-) -> tuple[Call, Where]:
-    """Choose the backend and the way of a call. ``outside``: autograd computes terms of the loss outside of the operator."""
-    is_compiling = torch.compiler.is_compiling()
-    if is_compiling:
+    if torch.compiler.is_compiling():
         # A graph of torch.compile contains the function of a token_loss, which is no part of an operator.
-        outside = outside or has_token_loss
+        outside = outside or token is not None
     else:
         outside = outside or _is_observed(x.hidden, x.weight)  # transforms and dispatch modes need two passes
-    is_expected = options.expected_weights and not has_token_loss
-    upstream = decide.upstream_of(options.reduction, is_expected, bool(options.return_aux) or outside)
+    upstream = "number"
+    if outside or options.return_aux:
+        upstream = "unknown"
+    elif options.reduction == "none":
+        upstream = "tokens" if options.expected_weights and token is None else "unknown"
     call = operands.call_of(x, spec, shard, options, needs_kernels=spec.filter.eps > 0)
-    where = call.where(x.hidden, shard.group_size, upstream, has_buffer)
-    if is_compiling:  # sizes may be symbols, so operators choose the way when they run
-        return call._replace(way=Way(passes="operator" if decide.takes_operator(spec, where) else "two")), where
-    return call.decided(x.hidden, x.num_tokens, shard.group_size, where), where
+    where = call.where(x.hidden, shard.group_size, upstream, grad_weight_out is not None)
+    if torch.compiler.is_compiling():  # sizes may be symbols, so operators choose the way when they run
+        call = call._replace(way=Way(passes="operator" if decide.takes_operator(spec, where) else "two"))
+    else:
+        call = call.decided(x.hidden, x.num_tokens, shard.group_size, where)
+    numbers = numbers_of(options.logit_scale, options.softcap)
+    return Given(x, target, shard, options, call, parts, scale, class_weights, expected_N, grad_weight_out, numbers)
 
 
 def check_divisor(options: Options, ids: Tensor) -> None:

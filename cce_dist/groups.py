@@ -33,7 +33,7 @@ from cce_dist.autograd import (
 from cce_dist.call import Call, concrete, numbers_of
 from cce_dist.debug_ranks import check_labels
 from cce_dist.decide import Way, of_rows
-from cce_dist.given import Found, Given
+from cce_dist.given import Given
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax
 from cce_dist.kernels.backends import named
 from cce_dist.kernels.dry_run import compile_ahead
@@ -50,7 +50,7 @@ MIN_WEIGHT = 2.0**-40
 _SCALED = 8 << 20  # bytes of a gradient that plain torch scales at a time
 
 
-def one_pass(given: Given) -> Found:
+def one_pass(given: Given) -> tuple[Tensor, None]:
     """Compute a loss whose forward computes its gradients, too. Differentiable once."""
     x, options = given.x, given.options
     divides = isinstance(options.num_tokens, Tensor) and options.num_tokens.requires_grad and torch.is_grad_enabled()
@@ -69,7 +69,7 @@ def one_pass(given: Given) -> Found:
     else:
         task = Task(given.terms, divisor, given.expected_N, given.call)
         loss = _InGroups.apply(task, x.ids, given.grad_weight_out, x.hidden, x.weight, *x.head.tensors.values())
-    return Found(loss / number if divides else loss)  # type: ignore[arg-type, operator]
+    return loss / number if divides else loss, None  # type: ignore[operator]
 
 
 class Task(NamedTuple):
