@@ -6,7 +6,7 @@ A ``Call`` consists of plain values (numbers, strings, bools), so that an operat
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
@@ -169,14 +169,6 @@ def _top_k(name: str, value: Any) -> int:
     return int(value)
 
 
-def _one_of(*allowed: str) -> Callable[[str, Any], str]:
-    return lambda name, value: choice(name, value, allowed)
-
-
-def _filter(name: str, value: Any) -> GradFilter | None:
-    return kind(name, value, GradFilter)
-
-
 def _workspace(name: str, value: Any) -> int:
     return 0 if value is None else integer(name, value, 1)
 
@@ -187,20 +179,22 @@ class Options(NamedTuple):
     Each annotation holds the type of the checked value, and the function that checks and converts what the caller passed.
     """
 
-    labels: Annotated[str, _one_of("target", "ids")] = "target"  # name of the labels: "ids" in ``linear_log_probs``
+    labels: Annotated[str, partial(choice, allowed=("target", "ids"))] = (
+        "target"  # name of the labels: "ids" in ``linear_log_probs``
+    )
     ignore_index: Annotated[int, _ignore_index] = -100
-    reduction: Annotated[str, _one_of(*get_args(Reduction))] = "mean"
+    reduction: Annotated[str, partial(choice, allowed=get_args(Reduction))] = "mean"
     label_smoothing: Annotated[float, _smoothing] = 0.0
     logit_scale: Annotated[float, _scale] = 1.0
     softcap: Annotated[float | None, _softcap] = None
     z_loss_weight: Annotated[float | Tensor, _z_loss_weight] = 0.0
     num_tokens: Annotated[float | Tensor | None, checked_num_tokens] = None
     sequence_parallel: Annotated[bool, boolean] = False
-    input_grad: Annotated[str, _one_of(*get_args(InputGrad))] = "summed"
+    input_grad: Annotated[str, partial(choice, allowed=get_args(InputGrad))] = "summed"
     reduce_dtype: Annotated[torch.dtype | None, _reduce_dtype] = None
-    grad_filter: Annotated[GradFilter | None, _filter] = None
+    grad_filter: Annotated[GradFilter | None, partial(kind, wanted=GradFilter)] = None
     return_aux: Annotated[tuple[str, ...], _return_aux] = ()
-    backend: Annotated[str, _one_of(*BACKENDS)] = "auto"
+    backend: Annotated[str, partial(choice, allowed=BACKENDS)] = "auto"
     workspace_bytes: Annotated[int, _workspace] = 0  # 0: chosen from the shapes
     # Whether forward may assume proportions of the upstream gradients
     expected_weights: Annotated[bool, boolean] = True
