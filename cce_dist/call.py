@@ -179,9 +179,8 @@ class Options(NamedTuple):
     Each annotation holds the type of the checked value, and the function that checks and converts what the caller passed.
     """
 
-    labels: Annotated[str, partial(choice, allowed=("target", "ids"))] = (
-        "target"  # name of the labels: "ids" in ``linear_log_probs``
-    )
+    # The name of the labels: "ids" in ``linear_log_probs``
+    labels: Annotated[str, partial(choice, allowed=("target", "ids"))] = "target"
     ignore_index: Annotated[int, _ignore_index] = -100
     reduction: Annotated[str, partial(choice, allowed=get_args(Reduction))] = "mean"
     label_smoothing: Annotated[float, _smoothing] = 0.0

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cce_dist.autograd import (
     build,
+    define,
     differentiable_once,
     flat,
     head_gradients,
@@ -376,14 +377,13 @@ def _gradients_times(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     return d_hidden, d_weight, d_head, *(None,) * (ctx.num_inputs - 3)
 
 
-_LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")  # the operator exists as long as this object
-_LIBRARY.define(
-    "loss_and_gradients(Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor divisor, Tensor? class_weight, "
+define(
+    "loss_and_gradients",
+    "(Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor divisor, Tensor? class_weight, "
     f"float z_loss_weight, float label_smoothing, bool[] want, {', '.join(schema(Call))}, Tensor? numbers) "
-    "-> (Tensor, Tensor, Tensor, Tensor[])"
-)
-_LIBRARY.impl("loss_and_gradients", _loss_and_gradients, "CompositeExplicitAutograd")
-torch.library.register_fake("cce_dist::loss_and_gradients", _loss_and_gradients_fake, lib=_LIBRARY)
-torch.library.register_autograd(
-    "cce_dist::loss_and_gradients", _gradients_times, setup_context=_save_gradients, lib=_LIBRARY
+    "-> (Tensor, Tensor, Tensor, Tensor[])",
+    _loss_and_gradients,
+    _loss_and_gradients_fake,
+    _gradients_times,
+    _save_gradients,
 )
