@@ -180,21 +180,14 @@ class ScatterSum(torch.autograd.Function):
 class HiddenGradSum:
     """Sum d_hidden over the group, overlapped with the computation of further rows.
 
-    If all rows become final together, one collective sums N D elements: an all-reduce, or with sequence parallelism a
-    reduce-scatter that leaves this rank's slice. If ``rows`` tokens become final at a time, there is one collective per chunk:
-    an all-reduce, or with sequence parallelism a reduce of each slice to its owner, because tokens are finished in order and a
-    reduce-scatter would need a part of every slice. The chunks follow from the arguments alone, so all ranks agree on them.
+    If all rows become final together, one collective sums N D elements: an all-reduce, or with ``scatter`` a reduce-scatter
+    that leaves this rank's slice. If ``rows`` tokens become final at a time, there is one collective per chunk: an all-reduce,
+    or with ``scatter`` a reduce of each slice to its owner, because tokens are finished in order and a reduce-scatter would
+    need a part of every slice. The chunks follow from the arguments alone, so all ranks agree on them.
 
-    Call ``start`` with all rows of d_hidden that are final so far, at last with all N rows. It returns at once; the collectives
+    Call ``start`` with all rows of d_hidden that are final so far, at last with all rows. It returns at once; the collectives
     run on the communication stream, after the work queued on the current stream. ``wait`` makes the current stream, not the
     host, wait, and returns the result in d_hidden's dtype. Tensors that the communication stream reads are held until then.
-
-    Args:
-        group: The ranks.
-        scatter: Whether to return this rank's slice only.
-        dtype: Dtype of the sum; None: d_hidden's dtype.
-        num_tokens: N.
-        rows: Number of tokens that become final at a time, identical on every rank; None: all.
     """
 
     def __init__(

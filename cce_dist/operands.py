@@ -127,12 +127,8 @@ def head_of(
 def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options, needs_kernels: bool = False) -> Call:
     """Return the ``Call`` of a public function, with the backend chosen."""
     forced, debug = environment()
-    backend = choose_backend(options.backend, forced, device_type(x.hidden), x.hidden.dtype, needs_kernels)
+    backend = choose_backend(options.backend, forced, x.hidden.device.type, x.hidden.dtype, needs_kernels)
     return Call(spec, layout_of(shard, options), backend, debug, options.labels)
-
-
-def device_type(tensor: Tensor) -> str:
-    return "cuda" if tensor.is_cuda else tensor.device.type
 
 
 @torch.compiler.assume_constant_result

@@ -14,13 +14,12 @@ from cce_dist import checks, debug_ranks, merge
 from cce_dist.call import Backend, InputGrad, Options, Reduction, checked, concrete, layout_of, numbers_of
 from cce_dist.decide import choose_backend
 from cce_dist.divergence import op as divergence_op
-from cce_dist.divergence.op import PUBLIC_NAME, DivergenceCall
+from cce_dist.divergence.op import DivergenceCall
 from cce_dist.kernels.divergence.heads import KINDS, Divergence
 from cce_dist.operands import (
     LocalHead,
     check_buffer,
     check_shape,
-    device_type,
     environment,
     head_of,
     logits_of,
@@ -186,7 +185,7 @@ def linear_kl_divergence(
         spec,
         student.shard.vocab_size,
         layout_of(student.shard, options),
-        choose_backend(options.backend, forced_backend, device_type(student.input), student.input.dtype),
+        choose_backend(options.backend, forced_backend, student.input.device.type, student.input.dtype),
     )
     debug_ranks.check_ranks(student.shard, debug)
     value = divergence_op.forward(
@@ -278,7 +277,7 @@ def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -
         error = None if good.all() else _wrong_id(ids, int((~good).nonzero()[0]), own)
         # A row may be missing on this rank alone. With CCE_DIST_DEBUG=1 the other ranks learn of it elsewhere.
         if own.group is not None and not debug:
-            merge.assert_ranks_agree(PUBLIC_NAME, {}, (0, 0), own.group, 0, error)
+            merge.assert_ranks_agree("linear_kl_divergence", {}, (0, 0), own.group, 0, error)
         if error is not None:
             raise error
     good, rows = good[shard.start : stop], rows[shard.start : stop]

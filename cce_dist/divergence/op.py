@@ -21,8 +21,6 @@ from cce_dist.merge import Distributed, Layout
 from cce_dist.op import summed
 from cce_dist.shard import even_rows
 
-PUBLIC_NAME = "linear_kl_divergence"
-
 
 class DivergenceCall(NamedTuple):
     """The options of a divergence, as in ``Call``. Sequence parallelism applies to the hidden states of both heads."""
@@ -146,7 +144,7 @@ def _forward_fake(hidden, weight, head, mask, teacher_hidden, teacher_weight, te
 
 
 _OPERATOR = Operator(
-    PUBLIC_NAME,
+    "linear_kl_divergence",
     _run_forward,
     _run_backward,
     "divergence",
