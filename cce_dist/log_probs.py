@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cce_dist import checks, debug_ranks, kept_ids, kept_op, op, operands, terms
+from cce_dist import checks, debug_ranks, kept_ids, op, operands, terms
 from cce_dist.call import Backend, Call, InputGrad, Options, checked, is_symbol, numbers_of
 from cce_dist.kept_ids import KeptIds
 from cce_dist.kernels import Operands, ShardLogits, Spec, Want
@@ -171,7 +171,7 @@ def linear_log_probs(
         numbers = torch.stack((numbers[0] / numbers[1], numbers[2]))
     debug_ranks.check_ranks(shard, call.debug)
     if kept is not None:
-        nll, lse, entropies = kept_op.forward(x, kept, grad_weight_out, call, numbers)
+        nll, lse, entropies = kept_ids.forward(x, kept, grad_weight_out, call, numbers)
         out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
         return _with_mass(out, x, kept, call, numbers) if kept_mass else out
     if not torch.compiler.is_compiling():

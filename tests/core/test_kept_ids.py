@@ -15,7 +15,7 @@ from support.dense import assert_holds
 from support.refused import assert_changes_refused, refused
 from torch import Tensor
 
-from cce_dist import KeptIds, VocabShard, linear_log_probs, merge
+from cce_dist import KeptIds, VocabShard, kept_ids, linear_log_probs, merge
 from cce_dist.kernels import dense
 from cce_dist.kernels.dry_run import Live
 from cce_dist.tools.verify.cases import KEPT_CASES, Gaussian
@@ -140,7 +140,6 @@ def test_values_that_a_gpu_does_not_read(backend: str, monkeypatch: pytest.Monke
 
 def test_ids_outside_are_nan_on_a_gpu() -> None:
     """The way that a GPU takes, of the tokens' ids alone: reading them waits for the device."""
-    from cce_dist import kept_op
     from cce_dist.kernels.kept_ids import token_of_entries
 
     kept = lists([3, V], [], [7], [-1, 2], [2])
@@ -148,7 +147,7 @@ def test_ids_outside_are_nan_on_a_gpu() -> None:
     with mock.patch.object(dense, "label_ids", lambda *_: torch.tensor([1, 1, -1, 3, 28])):
         call: Any = mock.Mock(debug=False)
         call.spec.vocab_size = V
-        found = kept_op._ids_of_tokens(labels, kept, token_of_entries(kept.offsets, len(kept.ids)), call)
+        found = kept_ids._ids_of_tokens(labels, kept, token_of_entries(kept.offsets, len(kept.ids)), call)
     assert found.tolist() == [-2, -1, -1, -2, 28]
 
 
