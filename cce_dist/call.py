@@ -259,11 +259,7 @@ class Call(NamedTuple):
     def decided(self, hidden: Tensor, num_tokens: int, num_ranks: int, where: Where | None = None) -> Call:
         """Return the call with a way, its memory budget, and ``Spec.alone``, unless it has a way.
 
-        Args:
-            hidden: Hidden states; under sequence parallelism this rank's slice.
-            num_tokens: Number of tokens of all slices.
-            num_ranks: Size of the vocabulary-parallel group.
-            where: None takes two passes.
+        ``hidden`` may be a slice of the ``num_tokens`` tokens. Without ``where`` the way takes two passes.
         """
         if self.way.backend:
             return self

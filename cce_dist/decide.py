@@ -1,12 +1,8 @@
 """Decide how a call is computed: its backend, one pass or two, groups of tokens, and memory budget.
 
-All that ranks must agree on is decided here. ``decide`` is a function of integers and strings, so its test is a table. Ranks
-must decide alike, so decisions use the sizes of an even shard and, whatever the device, an H200's throughput and waves of 132
-programs.
-
-A public function decides once and passes the ``Way`` down in its ``Call``. An operator inside a graph of
-``torch.compile`` decides when it runs, because sizes may be symbols while the graph is traced. ``cce_dist.explain`` describes a
-way in words.
+Ranks must decide alike, so decisions use the sizes of an even shard and, whatever the device, an H200's throughput and waves of
+132 programs. A public function decides once and passes the ``Way`` down in its ``Call``. An operator inside a graph of
+``torch.compile`` decides when it runs, because sizes may be symbols while the graph is traced.
 """
 
 from __future__ import annotations
@@ -103,12 +99,8 @@ def sizes_of_even_shard(hidden: Tensor, num_tokens: int, vocab_size: int, num_ra
 def choose_backend(backend: str, forced: str, device_type: str, dtype: torch.dtype, needs_kernels: bool = False) -> str:
     """Return "triton" or "torch". In fp32 without TF32, cuBLAS multiplies three times as fast as our kernels.
 
-    Args:
-        backend: The argument of that name, one of ``BACKENDS``.
-        forced: The environment variable CCE_DIST_BACKEND.
-        device_type: Device of the hidden states. "meta" stands for a GPU.
-        dtype: Dtype of the hidden states.
-        needs_kernels: Whether an option needs Triton: a filter, lists of ids, or ``batch_invariant``.
+    ``forced`` is the environment variable CCE_DIST_BACKEND. The device "meta" stands for a GPU. A filter, lists of ids and
+    ``batch_invariant`` need kernels.
     """
     checks.choice("CCE_DIST_BACKEND", forced, BACKENDS)
     if backend == "auto":

@@ -107,12 +107,7 @@ class Given(NamedTuple):
         return (divisor + (divisor == 0)).to(accumulator(self.x.hidden.dtype))
 
     def shaped(self, loss: Tensor, outputs: Outputs | None) -> Tensor | LinearCrossEntropyOutput | TokenLossOutput:
-        """Return what ``linear_cross_entropy`` returns.
-
-        Args:
-            loss: A reduced loss, or per-token losses [N].
-            outputs: The operator's outputs, with two passes.
-        """
+        """Return what ``linear_cross_entropy`` returns for a reduced loss, or per-token losses [N]."""
         shape, options = self.target.shape, self.options
         loss = loss.view(shape) if options.reduction == "none" else loss
         token = self.terms.token

@@ -277,15 +277,8 @@ def _finish(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Compute one group of tokens: write its outputs and d_hidden, and add its part to d_weight if there is one.
 
-    The exponentials of the group are freed at the end.
-
-    Args:
-        expected_N: Expected upstream gradients.
-        outputs: The losses, [N], and the softmax without entropy.
-        grads: The wanted gradients, with the tensors that take d_hidden and d_weight.
-
-    Returns:
-        A new d_weight, and d_bias; None for what is not wanted or not new.
+    The exponentials of the group are freed at the end. ``outputs`` are the losses, [N], and the softmax without entropy. Return
+    a new d_weight, and d_bias; None for what is not wanted or not new.
     """
     backend, spec = named(call.way.backend), call.spec
     if ranks.size == 1:

@@ -77,12 +77,7 @@ class Layout(NamedTuple):
 
 
 class Distributed:
-    """The communication of one call: its layout, with the group that its name stands for.
-
-    Attributes:
-        group: The vocabulary-parallel process group, or None.
-        size: The number of ranks of the group; 1 without a group.
-    """
+    """The communication of one call: its layout, with the group that its name stands for."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout, self.group = layout, resolve(layout.group_name)
@@ -132,10 +127,7 @@ class SequenceGather:
 
     The constructor starts the gather on the communication stream, after the work queued on the current stream. ``wait`` makes
     the current stream, not the host, wait for the result. Both tensors are held until then, so that their memory is not reused.
-
-    Attributes:
-        local: This rank's slice.
-        here: The rows of this rank's slice in the result.
+    ``here`` are the rows of this rank's slice in the result.
     """
 
     def __init__(self, local_hidden: Tensor, group: dist.ProcessGroup) -> None:
@@ -287,11 +279,8 @@ def assert_ranks_agree(
 ) -> None:
     """Raise on every rank if a rank passes an error, if facts differ, or if rows do not tile the vocabulary.
 
-    This is a collective. It runs with CCE_DIST_DEBUG=1, and on CPUs for the ``teacher_ids`` of a split teacher.
-
-    Raises:
-        ValueError, TypeError, IndexError: A rank's error of this type.
-        RuntimeError: A rank's error of another type, the first fact that differs with each rank's value, or a gap.
+    This is a collective. It runs with CCE_DIST_DEBUG=1, and on CPUs for the ``teacher_ids`` of a split teacher. An error of
+    another type than ValueError, TypeError and IndexError becomes a RuntimeError.
     """
     calls: list = [None] * group.size()
     failure = None if error is None else (type(error).__name__, str(error))

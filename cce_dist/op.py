@@ -54,12 +54,8 @@ def run_forward(
 ) -> tuple[Any, ...]:
     """Compute per-token statistics over the whole vocabulary: 0 for ignored labels, NaN for labels outside the vocabulary.
 
-    Args:
-        head: The tensors of ``Head`` that ``call`` names.
-        labels: [N], or [N, I] with several ids per token.
-
-    Returns:
-        The losses of ``Outputs`` (None if not wanted), a list of its other wanted tensors, and ``Saved`` as a list.
+    ``head`` has the tensors that ``call`` names; labels are [N], or [N, I] with several ids per token. Return the losses of
+    ``Outputs`` (None if not wanted), a list of its other wanted tensors, and ``Saved`` as a list.
     """
     ranks = Distributed(call.layout)
     call = call.decided(hidden, labels.shape[0], ranks.size)
@@ -167,13 +163,9 @@ def summed(
     gradients: Callable[[Grads], Gradients], want: list[bool], grad_weight_out: Tensor | None,
     ranks: Distributed, num_tokens: int, rows: int | None = None,
 ) -> Gradients:  # fmt: skip
-    """Return the wanted gradients, with d_hidden summed over the ranks as soon as it is final.
+    """Return the wanted gradients of ``num_tokens`` tokens, with d_hidden summed over the ranks as soon as it is final.
 
-    Args:
-        gradients: Computes this rank's gradients.
-        want: Whether hidden states, weight and each tensor of the head get a gradient.
-        num_tokens: Number of tokens of all slices.
-        rows: ``Grads.ready_rows``.
+    ``gradients`` computes this rank's gradients. ``want`` is for hidden states, weight and each tensor of the head.
     """
     want_hidden, want_weight, *want_head = want
     hidden_sum = ranks.hidden_sum(num_tokens, rows)

@@ -23,10 +23,7 @@ def prepare(
 ) -> tuple[Operands, VocabShard, ShardLogits]:  # fmt: skip
     """Check the tensors, apply autocast, and return the operands of the kernels, the shard, and how it makes logits.
 
-    Args:
-        labels: One id per token; ``linear_log_probs`` also takes several.
-        buffer: ``grad_weight_out``.
-        on_meta: Whether all tensors may be on "meta".
+    ``labels`` are one id per token; ``linear_log_probs`` also takes several. ``buffer`` is ``grad_weight_out``.
     """
     dtypes = (*DTYPES, torch.float64) if options.labels == "target" else DTYPES
     head = head_of(input, weight, bias, shard, on_meta, dtypes)

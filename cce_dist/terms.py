@@ -118,10 +118,9 @@ def _dot(x: Tensor, d_x: Tensor | None) -> Tensor:
 def with_factors(
     x: Operands, logit_scale: float | Tensor, temperature: float | Tensor, tokens: torch.Size, ignore_index: int
 ) -> Operands:
-    """Return the operands with per-token factors before and after the softcap. An invalid factor becomes NaN.
+    """Return the operands with per-token factors before and after the softcap.
 
-    Raises:
-        ValueError: A factor of a token that counts is invalid (on a CPU, or with CCE_DIST_DEBUG=1).
+    An invalid factor becomes NaN. On a CPU, or with CCE_DIST_DEBUG=1, it raises ValueError if its token counts.
     """
     counts = x.ids != ignore_index
     counts = counts.any(1) if counts.dim() == 2 else counts
@@ -161,11 +160,7 @@ def _of_tokens(name: str, value: float | Tensor, x: Operands, tokens: torch.Size
 
 
 class ClassWeights:
-    """Weights of the classes, for one call.
-
-    Attributes:
-        of_labels: [N] fp32 weight of each token's label; 0 where the label is ignored.
-    """
+    """Weights of the classes, for one call. ``of_labels`` [N] are the labels' weights, 0 where a label is ignored."""
 
     def __init__(self, weight: Tensor, x: Operands, shard: VocabShard, ignore_index: int) -> None:
         self.weight, self.x, self.shard = weight.to(accumulator(x.hidden.dtype)), x, shard

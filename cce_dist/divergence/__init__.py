@@ -378,9 +378,7 @@ def _backend(call: DivergenceCall) -> ModuleType:
 def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
     """Return per-token divergences, [N] fp32, 0 for tokens that do not count; and a list of what backward needs.
 
-    Args:
-        given: hidden, weight and head of the student; mask, [N] bool; hidden, weight and head of the teacher; then
-            ``grad_weight_out``, which only backward uses, and the call. A head is a list of tensors.
+    ``given``: the arguments of ``_gathered``; then ``grad_weight_out``, which only backward uses, and the call.
     """
     *operands, _, call = given
     backend, ranks = _backend(call), Distributed(call.layout)
@@ -423,9 +421,7 @@ def _operands(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, s
 def _run_backward(d_values: list[Tensor | None], *given: Any) -> Gradients:
     """Return the student's d_hidden, d_weight and d_bias; None if not wanted, or added to ``grad_weight_out``.
 
-    Args:
-        d_values: The upstream gradient of each token's divergence.
-        given: The operands of forward; what forward saved; ``grad_weight_out``; which gradients are wanted; the call.
+    ``given``: the operands of forward; what forward saved; ``grad_weight_out``; which gradients are wanted; the call.
     """
     *operands, saved, grad_weight_out, want, call = given
     backend, ranks = _backend(call), Distributed(call.layout)
@@ -442,11 +438,7 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> Gradients:
 
 
 def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
-    """Decide the way of a call, unless it has one, and return the call with way and memory budget.
-
-    Args:
-        operands: The arguments of ``_gathered``.
-    """
+    """Return the call with a way and its memory budget, unless it has a way. ``operands``: the arguments of ``_gathered``."""
     if call.way.backend:
         return call
     hidden, _, _, mask, teacher_hidden, *_ = operands
