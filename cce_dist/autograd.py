@@ -130,7 +130,6 @@ class Operator(NamedTuple):
         return gradients
 
     def differentiate_operator(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Return the gradients of all arguments of forward's operator, as torch.library expects them."""
         want_hidden, want_weight, want_head = ctx.needs_input_grad[:3]
         d_hidden, d_weight, *d_head = self.differentiate(ctx, [want_hidden, want_weight, *want_head], grads)
         others = (None if length is None else [None] * length for length in ctx.lengths[3:])
@@ -201,7 +200,6 @@ def call_of_flat(record: type, values: Sequence[Any]) -> Any:
 
 
 def head_gradients(d_bias: Tensor | None, head: Sequence[Tensor], want: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradients of the head's tensors: of the bias, in its dtype, and None for all others."""
     return [d_bias.to(x.dtype) if wanted and d_bias is not None else None for x, wanted in zip(head, want, strict=True)]
 
 

@@ -78,7 +78,6 @@ def numbers_of(*values: float | Tensor | None) -> Tensor | None:
 
 
 def concrete(value: float) -> float:
-    """Return the number, or a placeholder for a symbol, whose value the operator finds in ``numbers_of``."""
     return 2.0 if is_symbol(value) else value  # 0 or 1 would select special cases
 
 
@@ -216,7 +215,6 @@ def are_plain(values: Any) -> bool:
 
 
 def checked(**given: Any) -> Options:
-    """Check each option and the combinations that exclude each other. Raise ValueError or TypeError naming the option."""
     if torch.compiler.is_compiling() or not are_plain(given.values()):
         return _check(**given)
     return _check_once(**given)
@@ -238,7 +236,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def layout_of(shard: VocabShard, options: Options) -> Layout:
-    """Return how the tensors of a call with these options are distributed over the shard's group."""
     name = "" if options.reduce_dtype is None else str(options.reduce_dtype).removeprefix("torch.")
     return Layout(shard.group_name, options.sequence_parallel, options.input_grad == "partial", name)
 

@@ -104,7 +104,6 @@ def _ignored(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def _counted(values: Tensor, ignored: Tensor | None) -> Tensor:
-    """Return the values of the tokens that count."""
     if ignored is not None and values.shape == ignored.shape[:-1]:
         ignored = ignored.all(-1)
     return values if ignored is None or values.shape != ignored.shape else values[~ignored]
@@ -133,9 +132,8 @@ def check_ranks(shard: VocabShard, debug: bool) -> None:
 def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a public function: with CCE_DIST_DEBUG=1, all ranks raise the error that one rank raises for its arguments.
 
-    The other ranks receive the error in ``check_ranks``. Later errors stay on their rank, unless a ``token_loss`` raises them.
-    If the arguments do not contain the vocabulary-parallel group, all errors stay on their rank. The error of
-    a tensor subclass that cannot run the operators is replaced by one that says so.
+    The other ranks receive the error in ``check_ranks``. Errors stay on their rank if they come later, unless a ``token_loss``
+    raises them, or if the arguments do not contain the vocabulary-parallel group.
     """
 
     @functools.wraps(function)
@@ -169,7 +167,6 @@ _NUMBERS = frozenset({"logit_scale", "z_loss_weight", "num_tokens", "weight"})
 
 
 def _of_subclass(raised: Exception, given: dict[str, Any]) -> TypeError | None:
-    """Return the error for a tensor subclass, such as a quantized weight, in whose own code an operator has failed."""
     *_, (frame, _) = traceback.walk_tb(raised.__traceback__)
     if frame.f_globals.get("__name__", "").startswith("cce_dist."):
         return None
@@ -185,7 +182,6 @@ def _of_subclass(raised: Exception, given: dict[str, Any]) -> TypeError | None:
 
 
 def _group_of(arguments: dict[str, Any]) -> Any:
-    """Return the vocabulary-parallel group of a call's arguments, or None."""
     for name in ("shard", "teacher_shard"):
         shard = arguments.get(name)
         if isinstance(shard, VocabShard) and shard.group is not None:

@@ -1,8 +1,7 @@
 """Decide how a call is computed: its backend, one pass or two, groups of tokens, and memory budget.
 
 Ranks must decide alike, so decisions use the sizes of an even shard and, whatever the device, an H200's throughput and waves of
-132 programs. A public function decides once and passes the ``Way`` down in its ``Call``. An operator inside a graph of
-``torch.compile`` decides when it runs, because sizes may be symbols while the graph is traced.
+132 programs. An operator inside a graph of ``torch.compile`` decides when it runs: sizes may be symbols while it is traced.
 """
 
 from __future__ import annotations
@@ -179,10 +178,7 @@ def may_take_one_pass(backend: str, spec: Spec, where: Where) -> bool:
 
 
 def takes_operator(spec: Spec, where: Where) -> bool:
-    """Whether ``torch.compile`` takes the call as one operator that computes loss and gradients in its forward.
-
-    Sizes do not matter: if all exponentials fit, the operator runs forward and backward one after the other.
-    """
+    """Whether ``torch.compile`` takes the call, of any size, as an operator that computes loss and gradients in its forward."""
     if where.upstream != "number" or where.has_buffer or spec.filter.eps > 0 or not spec.want.grad:
         return False
     # Gradients in fp16 may underflow before a loss scale multiplies them. In fp32 no exponentials are kept.
@@ -212,7 +208,6 @@ def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:
 
 
 def _groups_of(sizes: Sizes, spec: Spec, where: Where, workspace_bytes: int) -> tuple[Groups | None, str]:
-    """Return the groups of one pass; or None and, unless all exponentials are kept, the reason for two passes."""
     if memory.bytes_of_all(sizes) <= workspace_bytes:
         return None, ""
     if not may_take_one_pass("exact", spec, where):

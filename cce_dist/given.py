@@ -131,7 +131,6 @@ def checked_call(
     shard: VocabShard | None, num_tokens: float | Tensor | None, expected_weights: Tensor | bool,
     grad_weight_out: Tensor | None, **options: Any,
 ) -> Given:  # fmt: skip
-    """Check the arguments of ``linear_cross_entropy``."""
     kind, token_loss, token_inputs = None, options.pop("token_loss"), options.pop("token_inputs")
     if weight is None and token_loss is None and isinstance(token_inputs, tuple) and not token_inputs:
         tensors = input, linear_weight, target, linear_bias, grad_weight_out
@@ -211,7 +210,6 @@ def _is_observed(*tensors: Any) -> bool:
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype to which autocast casts on a device, or None if autocast is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
@@ -231,7 +229,6 @@ def _with_tensors(
     known: tuple[Given, torch.dtype | None], input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
     buffer: Tensor | None, shard: VocabShard | None,
 ) -> Given:  # fmt: skip
-    """Return the record of a known kind with a call's own tensors, laid out for the kernels."""
     given, dtype = known
     if dtype is not None and input.dtype != torch.float64:
         input, weight = input.to(dtype), weight.to(dtype)
@@ -359,7 +356,6 @@ def _spec(x: Operands, logits: ShardLogits, weighted: bool, shard: VocabShard, p
 
 
 def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Options) -> Tensor | None:
-    """Return the expected weights as [N], or None if they are no tensor."""
     if not isinstance(expected, Tensor):
         return None
     checks.like_target("expected_weights", expected, target)
@@ -388,7 +384,6 @@ def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: boo
 
 
 def _check_weighted(weight: Tensor, input: Tensor, options: Options, buffer: Tensor | None) -> None:
-    """Raise if class weights are on another device than input, or exclude another argument."""
     if weight.device != input.device:
         raise ValueError(f"input is on {input.device}, weight on {weight.device}")
     others = {

@@ -5,11 +5,10 @@ forward finishes one group of tokens before it begins another: exponentials and 
 d_hidden, and the group's part of d_weight, which is added to the sum of the previous groups. Nothing is computed twice. Each
 group reads and writes d_weight once more. With many groups, the sum of d_weight has 8 additional bits.
 
-Forward does not know the upstream gradient. The upstream gradient of a reduced loss is a scalar: backward multiplies by it, and
-the kernel returns early if it is 1. The upstream gradients of per-token losses are expected to be proportional to weights:
-backward multiplies d_hidden of each token by the token's own upstream gradient, and d_weight by the common factor if the device
-finds one. Otherwise it sets d_weight to 0 and recomputes the logits' gradients for d_weight alone, on Triton by launches that
-return early if there is a common factor. A second backward recomputes everything.
+Forward does not know the upstream gradient. If it is a scalar, backward multiplies by it. Those of per-token losses are
+expected to be proportional to weights: backward multiplies d_hidden of each token by its own, and d_weight by the common factor
+if the device finds one. Otherwise it recomputes d_weight, on Triton by launches that return early if there is a common factor.
+A second backward recomputes everything.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class _ForwardGradients(NamedTuple):
 
 
 class _InGroups(torch.autograd.Function):
-    """The autograd function of one pass. Autograd does not look into lists, so the head's tensors come last."""
+    """The autograd function of one pass."""
 
     @staticmethod
     def forward(
@@ -171,7 +170,6 @@ def _recompute_weight_gradients(
     upstream_N: Tensor,
     task: Task,
 ) -> None:
-    """Recompute the gradients of weight and bias and add them. Triton's launches return early if no token has a label."""
     hidden, weight, head = operands
     backend, spec = named(task.call.way.backend), task.call.spec
     with without_autocast(hidden.device.type):
@@ -300,13 +298,11 @@ def _finish(
     return d_weight, d_bias
 
 
-# A graph of torch.compile takes the loss and its gradients as one operator. Its forward computes the gradients: group by group
-# if the exponentials do not fit the budget, else by running forward and backward one after the other. Its backward multiplies
-# the gradients by the upstream gradient.
+# A graph of torch.compile takes the loss and its gradients as one operator. Its forward computes the gradients, group by group
+# or by running forward and backward one after the other. Its backward multiplies them by the upstream gradient.
 
 
 def _by_operator(given: Given, divisor: Tensor) -> Tensor:
-    """Return a reduced loss by an operator that torch.compile takes into its graph."""
     x, terms, options, call = given.x, given.terms, given.options, given.call
     call = call._replace(way=Way())
     assert not isinstance(terms.z_loss_weight, Tensor)

@@ -311,7 +311,6 @@ class Saved(NamedTuple):
 
 
 def _backend(call: Call) -> ModuleType:
-    """Return the backend's module for lists. Triton's module is imported at its first use."""
     if call.backend == "torch":
         return dense_lists
     from cce_dist.kernels import kept_rows
@@ -372,7 +371,6 @@ def _run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, head: list[Tensor], saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
 ) -> Gradients:  # fmt: skip
-    """Return d_hidden, d_weight and d_bias; None if not wanted, or added to ``grad_weight_out``."""
     spec, ranks = call.spec, Distributed(call.layout)
     num_fields = len(Saved._fields)
     merged, ids, whole, *of_lists, z_M = Saved(*saved[:num_fields])
@@ -444,7 +442,6 @@ _OPERATOR.register(_forward_fake)
 def forward(
     x: Operands, kept: KeptIds, grad_weight_out: Tensor | None, call: Call, numbers: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Call the operator for ``linear_log_probs``, and return the first three results of ``_run_forward``."""
     head = [*x.head.tensors.values()]
     whole = x.ids.new_empty(0) if kept.whole is None else plain(kept.whole)
     tensors = (x.hidden, x.weight, head, x.ids, plain(kept.offsets), plain(kept.ids), whole)

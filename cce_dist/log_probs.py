@@ -232,7 +232,6 @@ def _check_kept(kept: KeptIds, x: Operands, options: Options) -> None:
 
 
 def _factor(check: Callable[[str, Any], float], name: str, value: Any) -> float | Tensor:
-    """Return a number as a float, or a tensor whose values are checked later."""
     if not isinstance(value, Tensor):
         return check(name, value)
     checks.tensors({name: value})

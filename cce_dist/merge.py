@@ -98,7 +98,6 @@ class Distributed:
         return [SequenceGather(slice_, self.group) for slice_ in hidden]
 
     def whole(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all tokens: with sequence parallelism gathered from the ranks' slices."""
         arriving = self.arriving(hidden)
         return arriving[0].wait() if arriving else hidden
 
@@ -109,7 +108,6 @@ class Distributed:
         return numbers_N.chunk(self.group.size())[self.group.rank()]
 
     def hidden_sum(self, num_tokens: int, rows: int | None) -> HiddenGradSum | None:
-        """Return the sum of d_hidden over the group for ``num_tokens`` tokens, or None if nothing is summed."""
         layout = self.layout
         if self.group is None or not layout.sums(self.size):
             return None
@@ -177,9 +175,8 @@ class HiddenGradSum:
     or with ``scatter`` a reduce of each slice to its owner, because tokens are finished in order and a reduce-scatter would
     need a part of every slice. The chunks follow from the arguments alone, so all ranks agree on them.
 
-    Call ``start`` with all rows of d_hidden that are final so far, at last with all rows. It returns at once; the collectives
-    run on the communication stream, after the work queued on the current stream. ``wait`` makes the current stream, not the
-    host, wait, and returns the result in d_hidden's dtype. Tensors that the communication stream reads are held until then.
+    Call ``start`` with all rows of d_hidden that are final so far, at last with all rows. Streams, ``wait`` and the life of
+    tensors are as in ``SequenceGather``; the result has d_hidden's dtype.
     """
 
     def __init__(
@@ -279,8 +276,7 @@ def assert_ranks_agree(
 ) -> None:
     """Raise on every rank if a rank passes an error, if facts differ, or if rows do not tile the vocabulary.
 
-    This is a collective. It runs with CCE_DIST_DEBUG=1, and on CPUs for the ``teacher_ids`` of a split teacher. An error of
-    another type than ValueError, TypeError and IndexError becomes a RuntimeError.
+    This is a collective. An error of another type than ValueError, TypeError and IndexError becomes a RuntimeError.
     """
     calls: list = [None] * group.size()
     failure = None if error is None else (type(error).__name__, str(error))

@@ -1,8 +1,7 @@
 """The forward and backward operator behind loss and log-probabilities: one shard's arithmetic, merged over the group.
 
-torch.compile calls them through torch.library (fakes give the shapes), eager calls directly. They are differentiable once. A
-``Call`` passes all options as plain values. ``run_forward`` and ``run_backward`` are the algorithm: a backend
-(``kernels/backends.py``) does the shard's arithmetic, and ``merge`` the communication.
+``run_forward`` and ``run_backward`` are the algorithm: a backend (``kernels/backends.py``) does the shard's arithmetic, and
+``merge`` the communication. torch.compile calls them through torch.library (fakes give the shapes), eager calls directly.
 """
 
 from __future__ import annotations
@@ -98,7 +97,6 @@ def run_forward(
 def operands_of(
     hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec, cells: Cells | None = None
 ) -> Operands:
-    """Return the operands of a shard. ``head`` has the tensors that ``spec`` names."""
     return _prepared(Operands.of(hidden, weight, ids, spec.logits, **spec.logits.named(head)), ids, cells, None)
 
 

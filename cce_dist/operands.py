@@ -49,7 +49,6 @@ def flat_ids(labels: Tensor, several: bool = False) -> Tensor:
 
 
 def logits_of(shard: VocabShard, logit_scale: float, softcap: float | None, tensors: Iterable[str]) -> ShardLogits:
-    """Return the plain values that define a shard's logits. ``tensors`` are names of tensors in ``kernels.Head``."""
     softcap = 0.0 if softcap is None else concrete(softcap)
     return ShardLogits(shard.start, shard.num_valid, concrete(logit_scale), softcap, " ".join(tensors))
 
@@ -139,7 +138,6 @@ def _needs_local(name: str) -> str:
 
 
 def _check_labels(labels: Tensor, head: LocalHead, options: Options) -> None:
-    """Raise unless labels are integers on input's device, [...] or, with ``linear_log_probs``, [..., K]."""
     name, input = options.labels, head.input
     if isinstance(labels, DTensor):
         raise TypeError(_needs_local(name))
@@ -169,7 +167,6 @@ def shape_of_tokens(head: LocalHead, sequence_parallel: bool) -> tuple[int, ...]
 def check_shape(
     name: str, tensor: Tensor, tokens: tuple[int, ...], wanted: str, head: LocalHead, sequence_parallel: bool
 ) -> None:
-    """Raise unless a tensor has the shape ``tokens``. ``wanted`` describes the allowed shapes in the message."""
     if tuple(tensor.shape) != tokens:
         whole = f" ({head.shard.group_size} slices of dim 0)" if sequence_parallel else ""
         raise ValueError(

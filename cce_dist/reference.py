@@ -1,7 +1,6 @@
 """Dense versions of the loss, its filter, log-probabilities and divergences: the specification, and what tests compare with.
 
-They take any dtype and one process with the whole vocabulary. Clarity counts, not speed. They share no code with the code under
-test.
+They take any dtype and one process with the whole vocabulary. They share no code with the code under test.
 """
 
 from __future__ import annotations

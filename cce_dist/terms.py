@@ -138,7 +138,6 @@ def with_factors(
 
 
 def _in_fp32(name: str, wide_N: Tensor, counts_N: Tensor | None, positive: bool = False) -> Tensor:
-    """Return float64 numbers, with NaN for those that fp32 cannot hold. Raise if ``counts_N`` has such a token."""
     good_N = (wide_N >= (checks.SMALLEST if positive else -checks.LARGEST)) & (wide_N <= checks.LARGEST)
     bad: Any = () if counts_N is None else (~good_N & counts_N).nonzero()
     if len(bad):

@@ -99,7 +99,6 @@ class TokenLoss(NamedTuple):
     def differentiated(
         self, nll_N: Tensor, entropy_N: Tensor | None, ids_N: Tensor, upstream_N: Tensor
     ) -> tuple[Tensor, Upstream]:
-        """Return the losses, and the gradients of nll and entropy."""
         leaves = [x.detach().requires_grad_() for x in (nll_N, entropy_N) if x is not None]
         # The hooks replace a checkpoint's, which would compute the whole forward again for each group. torch.func allows none.
         top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
@@ -122,13 +121,11 @@ class TokenLoss(NamedTuple):
             )
 
     def output(self, loss: Tensor, shape: torch.Size) -> TokenLossOutput:
-        """Return the loss, and the outputs of all groups in ``shape``."""
         groups = self.outputs or []
         joined = tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts).view(shape), *groups)
         return TokenLossOutput(loss, *joined)
 
     def _call(self, log_probs_N: Tensor, entropy_N: Tensor | None) -> tuple[Tensor, Any]:
-        """Call the function, and return its losses and metrics. Raise unless the losses are fp32 or float64."""
         # The function may change copies in place. log_probs_N and entropy_N are outputs too.
         copies = (None if numbers is None else numbers.clone() for numbers in (log_probs_N, entropy_N))
         try:
@@ -169,7 +166,6 @@ class TokenLoss(NamedTuple):
     def _check_elementwise(
         self, losses_N: Tensor, log_probs_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor
     ) -> None:
-        """Raise ValueError unless the function returns the same losses for each half of the tokens alone."""
         half = len(losses_N) // 2
         for part in (slice(0, half), slice(half, None)):
             entropy = None if entropy_N is None else entropy_N.detach()[part]
@@ -226,7 +222,6 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
 
 
 def _check_leaves(losses_N: Tensor, arguments: tuple[Tensor | None, ...]) -> None:
-    """Raise ValueError if the losses depend on a tensor that requires a gradient, other than through the arguments."""
     done = [values.grad_fn for values in arguments if values is not None]
     for leaf in leaves_of(losses_N, done):
         if not any(leaf is values for values in arguments):

@@ -233,7 +233,6 @@ def _beta(value: Any) -> float:
 
 
 def _heads(student: Any, teacher: Any, teacher_ids: Any, debug: bool) -> tuple[LocalHead, LocalHead]:
-    """Check input, weight, bias and shard of both heads, and return them; the teacher's tensors are detached."""
     student = head_of(*student)
     input, weight, bias, shard = teacher
     if teacher_ids is None and shard is None and isinstance(weight, Tensor) and not isinstance(weight, DTensor):
@@ -317,7 +316,6 @@ def _wrong_id(ids: Tensor, place: int, own: VocabShard) -> Exception:
 
 
 def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
-    """Raise ValueError unless both shards have one group and cover the same ids, apart from padding."""
     if shard.vocab_size != teacher.vocab_size:
         raise ValueError(
             f"shard has a vocabulary of {shard.vocab_size} ids, teacher_shard a vocabulary of {teacher.vocab_size}"
@@ -333,7 +331,6 @@ def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
 
 
 def _mask(mask: Tensor | None, student: LocalHead, sequence_parallel: bool) -> Tensor:
-    """Return the checked mask, or a mask of all tokens. bool, of the shape of all tokens."""
     tokens = shape_of_tokens(student, sequence_parallel)
     if mask is None:
         return torch.ones(tokens, dtype=torch.bool, device=student.input.device)
@@ -349,8 +346,6 @@ def _mask(mask: Tensor | None, student: LocalHead, sequence_parallel: bool) -> T
 
 
 class DivergenceCall(NamedTuple):
-    """The options of a divergence, as in ``Call``. Sequence parallelism applies to the hidden states of both heads."""
-
     spec: Divergence
     vocab_size: int
     layout: Layout = Layout()
@@ -367,7 +362,6 @@ class DivergenceCall(NamedTuple):
 
 
 def _backend(call: DivergenceCall) -> ModuleType:
-    """Return the backend's module for two heads. Triton's module is imported at its first use."""
     if call.backend == "torch":
         return dense_heads
     from cce_dist.kernels.divergence import kernels as divergence
@@ -402,7 +396,6 @@ def _gathered(
     hidden: Tensor, weight: Tensor, head: list[Tensor], mask: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
     teacher_head: list[Tensor], *, call: DivergenceCall, ranks: Distributed,
 ) -> Heads:  # fmt: skip
-    """Return the operands of both heads, after gathering the hidden states of both at the same time."""
     arriving = ranks.arriving(hidden, teacher_hidden)
     if arriving:
         hidden, teacher_hidden = (gather.wait() for gather in arriving)
@@ -411,7 +404,6 @@ def _gathered(
 
 
 def _operands(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, spec: Divergence) -> Heads:
-    """Return the operands of both heads. Each head comes as hidden states, weight and a list of further tensors."""
     of_heads = zip((student, teacher), (spec.student, spec.teacher), strict=True)
     return Heads(
         *(Operands.of(hidden, weight, ids, logits, **logits.named(head)) for (hidden, weight, head), logits in of_heads)
