@@ -55,7 +55,6 @@ class Operator(NamedTuple):
         return _Eager.apply(self, others, call, hidden, weight, *head)
 
     def register(self, forward_fake: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Register both operators in torch.library, and return their implementations."""
         tensors, values = self.tensors.split(", "), ", ".join(schema(self.call))
         forward = self._of_flat_call(self.forward, len(tensors), 0)
         backward = self._of_flat_call(self.backward, self.num_saved + 4, 1)
@@ -136,7 +135,6 @@ class Operator(NamedTuple):
         return d_hidden, d_weight, d_head, *others, *(None for _ in ctx.call_values)
 
     def backward_fake(self, d_outputs: list[Tensor | None], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return empty gradients of the right shapes and dtypes, for torch.compile."""
         hidden, weight = others[:2]
         _, grad_weight_out, want = others[self.num_saved :][:3]
         d_hidden, d_weight, d_bias = hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
@@ -179,7 +177,6 @@ def flat(record: tuple) -> tuple[Any, ...]:
 
 
 def build(record: type, values: Iterator[Any]) -> Any:
-    """Rebuild a record from its flat values."""
     return record(*[build(hint, values) if nested else next(values) for _, hint, nested in _fields(record)])
 
 

@@ -146,7 +146,6 @@ def checked_num_tokens(name: str, value: Any) -> Any:
 
 
 def _return_aux(name: str, value: Any) -> tuple[str, ...]:
-    """Return the names of the requested outputs in the order of ``AUX``."""
     if isinstance(value, bool):
         return AUX if value else ()
     if not isinstance(value, (tuple, list, set, frozenset)) or not value:

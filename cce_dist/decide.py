@@ -217,14 +217,12 @@ def _groups_of(sizes: Sizes, spec: Spec, where: Where, workspace_bytes: int) -> 
 
 
 def _ready_rows(backend: str, sizes: Sizes, where: Where, workspace_bytes: int, can_keep: bool) -> int:
-    """Return ``Way.ready_rows``."""
     # With saved exponentials, and in the outer loop of "dense" over the vocabulary, all rows of d_hidden become final together.
     at_once = backend == "dense" or (can_keep and memory.saved_columns(sizes, workspace_bytes) > 0)
     return memory.most_rows(sizes, workspace_bytes) if where.summed and not at_once else 0
 
 
 def in_words(way: Way, sizes: Sizes, spec: Spec, where: Where) -> str:
-    """Describe the way of a loss in one sentence, for ``cce_dist.explain``."""
     name = {"dense": "plain torch", "exact": "exact", "filter": "filtered"}[way.backend]
     if way.backend == "dense" and spec.filter.eps > 0:
         name = "plain torch, filtered"

@@ -60,8 +60,6 @@ class LinearCrossEntropyOutput(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The checked arguments of a call."""
-
     x: Operands  # with the labels as its ids
     target: Tensor
     shard: VocabShard
@@ -69,9 +67,9 @@ class Given(NamedTuple):
     call: Call
     terms: Terms
     scale: float | Tensor = 1.0  # logit_scale; a tensor inside a compiled graph, which does not read it
+    grad_weight_out: Tensor | None = None
     class_weights: ClassWeights | None = None
     expected_N: Tensor | None = None  # expected weights of per-token losses, if they are a tensor
-    grad_weight_out: Tensor | None = None
     numbers: Tensor | None = None  # of ``numbers_of``, inside a compiled graph
 
     def loss(self, found: Outputs) -> Tensor:
@@ -237,18 +235,7 @@ def _with_tensors(
     head = x.head if bias is None else x.head._replace(bias=bias.contiguous())
     weight = weight if weight.is_contiguous() else weight.contiguous()
     x = Operands(hidden, weight, head, operands.flat_ids(target), x.start, x.num_valid)
-    return Given(
-        x,
-        target,
-        given.shard or shard,
-        given.options,
-        given.call,
-        given.terms,
-        given.scale,
-        None,
-        None,
-        buffer,
-    )
+    return Given(x, target, given.shard or shard, given.options, given.call, given.terms, given.scale, buffer)
 
 
 def check_all(
@@ -256,7 +243,6 @@ def check_all(
     shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None,
     on_meta: bool = False, **chosen: Any,
 ) -> Given:  # fmt: skip
-    """Check all arguments of ``linear_cross_entropy``. With ``on_meta`` tensors may be on "meta"."""
     # A compiled graph reads no tensor, so the scale becomes a per-token factor. The filter supports no such factors.
     logit_scale, unread = chosen["logit_scale"], None
     if isinstance(logit_scale, Tensor) and logit_scale.dim() == 0 and chosen["grad_filter"] is None:
@@ -319,7 +305,7 @@ def check_all(
     else:
         call = call.decided(x.hidden, x.num_tokens, shard.group_size, where)
     numbers = numbers_of(options.logit_scale, options.softcap)
-    return Given(x, target, shard, options, call, parts, scale, class_weights, expected_N, grad_weight_out, numbers)
+    return Given(x, target, shard, options, call, parts, scale, grad_weight_out, class_weights, expected_N, numbers)
 
 
 def check_divisor(options: Options, ids: Tensor) -> None:
@@ -367,7 +353,6 @@ def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Optio
 
 
 def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: bool = False) -> None:
-    """Raise unless ``weight`` is a [vocab_size] tensor of floats that requires no gradient."""
     checks.tensors({name: weight}, on_meta)
     if weight.requires_grad:
         raise TypeError(f"{name} gets no gradient: pass class weights that do not require one")

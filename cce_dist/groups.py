@@ -64,7 +64,6 @@ def one_pass(given: Given) -> tuple[Tensor, None]:
         else:
             divisor = torch.full((), float(divisor), dtype=accumulator(x.hidden.dtype), device=x.hidden.device)
     if given.call.way.passes == "operator":
-        assert divisor is not None
         loss = _by_operator(given, divisor)
     else:
         task = Task(given.terms, divisor, given.expected_N, given.call)
@@ -73,8 +72,6 @@ def one_pass(given: Given) -> tuple[Tensor, None]:
 
 
 class Task(NamedTuple):
-    """What one pass computes, besides its operands."""
-
     terms: Terms
     divisor: Tensor | None  # 0-d, on the operands' device; None: losses are per token
     expected_N: Tensor | None  # weights that the upstream gradients are expected to be proportional to; None: equal
@@ -93,8 +90,6 @@ class _ForwardGradients(NamedTuple):
 
 
 class _InGroups(torch.autograd.Function):
-    """The autograd function of one pass."""
-
     @staticmethod
     def forward(
         ctx, task: Task, labels: Tensor, grad_weight_out: Tensor | None, hidden: Tensor, weight: Tensor, *head: Tensor
@@ -302,7 +297,7 @@ def _finish(
 # or by running forward and backward one after the other. Its backward multiplies them by the upstream gradient.
 
 
-def _by_operator(given: Given, divisor: Tensor) -> Tensor:
+def _by_operator(given: Given, divisor: Tensor | None) -> Tensor:
     x, terms, options, call = given.x, given.terms, given.options, given.call
     call = call._replace(way=Way())
     assert not isinstance(terms.z_loss_weight, Tensor)

@@ -188,7 +188,6 @@ def linear_log_probs(
 
 @torch.no_grad()
 def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, call: Call, numbers: Tensor | None) -> LogProbs:
-    """Add the outputs of ``kept_mass``, by a forward pass over the whole vocabulary."""
     ids = x.ids.masked_fill(kept_ids.is_empty(kept), call.spec.ignore_index)
     sweep = call._replace(spec=call.spec._replace(want=Want(grad=False)))
     found = op.forward(x._replace(ids=ids), None, sweep, numbers)

@@ -77,8 +77,6 @@ class Layout(NamedTuple):
 
 
 class Distributed:
-    """The communication of one call: its layout, with the group that its name stands for."""
-
     def __init__(self, layout: Layout) -> None:
         self.layout, self.group = layout, resolve(layout.group_name)
         self.size = 1 if self.group is None else self.group.size()
@@ -320,6 +318,5 @@ def tell(function: str, group: Any, error: Exception) -> None:
 
 
 def digest(values: Tensor) -> str:
-    """Return a hash of a tensor's bytes."""
     values = values.detach().resolve_neg().cpu().contiguous()
     return hashlib.blake2b(ctypes.string_at(values.data_ptr(), values.nbytes), digest_size=8).hexdigest()

@@ -54,8 +54,6 @@ def logits_of(shard: VocabShard, logit_scale: float, softcap: float | None, tens
 
 
 class LocalHead(NamedTuple):
-    """The tensors of one head on this rank, and their shard."""
-
     input: Tensor  # [..., D]
     weight: Tensor  # [V_r, D]
     bias: Tensor | None  # [V_r]
@@ -121,7 +119,6 @@ def head_of(
 
 
 def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options, needs_kernels: bool = False) -> Call:
-    """Return the ``Call`` of a public function, with the backend chosen."""
     forced, debug = environment()
     backend = choose_backend(options.backend, forced, x.hidden.device.type, x.hidden.dtype, needs_kernels)
     return Call(spec, layout_of(shard, options), backend, debug, options.labels)

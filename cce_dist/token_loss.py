@@ -103,7 +103,10 @@ class TokenLoss(NamedTuple):
         # The hooks replace a checkpoint's, which would compute the whole forward again for each group. torch.func allows none.
         top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
         has_hooks = top_hooks(True) is not None
-        with torch.enable_grad(), saved_tensors_hooks(_packed, _unpacked) if has_hooks else nullcontext():
+        with (
+            torch.enable_grad(),
+            saved_tensors_hooks(lambda x: (x, x._version), _unpacked) if has_hooks else nullcontext(),
+        ):
             losses_N = self.losses(leaves[0], leaves[1] if self.needs_entropy else None, ids_N >= 0)
             gradients: Any = [None] * len(leaves)
             if losses_N.requires_grad:
@@ -139,7 +142,6 @@ class TokenLoss(NamedTuple):
         return losses_N, metrics
 
     def _explained(self, error: TypeError) -> TypeError:
-        """Return an error that says what the function is called with, if that is what the error is about."""
         how = f"token_loss is called with log_probs, entropy and {len(self.inputs)} token_inputs"
         try:
             inspect.signature(self.function).bind(None, None, *self.inputs)
@@ -207,10 +209,6 @@ def checked_token_loss(
     needs_entropy = bool(getattr(function, "needs_entropy", False))
     outputs = [] if return_aux else None
     return TokenLoss(function, tuple(values.reshape(-1) for values in inputs), needs_entropy, debug, outputs, [])
-
-
-def _packed(saved: Tensor) -> tuple[Tensor, int]:
-    return saved, saved._version
 
 
 def _unpacked(packed: tuple[Tensor, int]) -> Tensor:

@@ -301,7 +301,6 @@ def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -
 
 
 def _wrong_id(ids: Tensor, place: int, own: VocabShard) -> Exception:
-    """Return the error for the invalid id at ``place``. ``own`` is the teacher's shard."""
     found = f"teacher_ids[{place}] is {int(ids[place])}"
     if not 0 <= ids[place] < own.vocab_size:
         return IndexError(f"{found}: not in [0, {own.vocab_size}), the teacher's vocabulary")
