@@ -29,8 +29,6 @@ class Operator(NamedTuple):
 
     ``backward(d_outputs, *inputs, saved, grad_weight_out, want, call)`` returns the gradients of hidden states, weight and bias
     ([V] fp32); other tensors of the head have none. ``want`` has a bool for hidden states, weight, and each tensor of the head.
-
-    The operators take the flat values of the call, then the tensor of ``call.numbers_of``, in place of the call.
     """
 
     public_name: str  # of the function that the user called, for error messages
@@ -47,7 +45,6 @@ class Operator(NamedTuple):
     def apply(
         self, hidden: Tensor, weight: Tensor, head: list[Tensor], *others: Any, call: Any, numbers: Tensor | None = None
     ) -> Any:
-        """Call forward. The list of saved tensors may be missing in the results."""
         refuse_transforms(self.public_name, hidden, weight, *head)
         if torch.compiler.is_compiling():
             operator = getattr(torch.ops.cce_dist, self.forward_name)
@@ -96,7 +93,6 @@ class Operator(NamedTuple):
         ctx.set_materialize_grads(False)
 
     def differentiate(self, ctx: Any, want: list[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of hidden states, weight and each tensor of the head; None for unwanted gradients."""
         d_outputs = [
             grad.resolve_neg() if grad is not None and grad.is_neg() else grad for grad in grads[: self.num_outputs]
         ]

@@ -96,7 +96,6 @@ def _plain(name: str, value: Any) -> float:
 
 
 def _z_loss_weight(name: str, value: Any) -> float | Tensor:
-    """Return the value as ``_plain`` does, but return a tensor as it is inside a compiled graph, which cannot read it."""
     if torch.compiler.is_compiling() and isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad:
         return value
     return _plain(name, value)
@@ -209,7 +208,6 @@ _CACHEABLE = frozenset({bool, int, float, str, type(None), torch.dtype, GradFilt
 
 
 def are_plain(values: Any) -> bool:
-    """Whether arguments are plain values, whose type and value decide the result of their checks."""
     return _CACHEABLE.issuperset(map(type, values))
 
 

@@ -105,7 +105,6 @@ class Given(NamedTuple):
         return (divisor + (divisor == 0)).to(accumulator(self.x.hidden.dtype))
 
     def shaped(self, loss: Tensor, outputs: Outputs | None) -> Tensor | LinearCrossEntropyOutput | TokenLossOutput:
-        """Return what ``linear_cross_entropy`` returns for a reduced loss, or per-token losses [N]."""
         shape, options = self.target.shape, self.options
         loss = loss.view(shape) if options.reduction == "none" else loss
         token = self.terms.token

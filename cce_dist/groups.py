@@ -2,8 +2,8 @@
 
 Tokens depend on each other only in the sum over tokens of d_weight. So if the exponentials of all tokens do not fit the budget,
 forward finishes one group of tokens before it begins another: exponentials and log-sum-exp, statistics merged over the ranks,
-d_hidden, and the group's part of d_weight, which is added to the sum of the previous groups. Nothing is computed twice. Each
-group reads and writes d_weight once more. With many groups, the sum of d_weight has 8 additional bits.
+d_hidden, and the group's part of d_weight, which is added to the sum of the previous groups. With many groups, this sum has 8
+additional bits.
 
 Forward does not know the upstream gradient. If it is a scalar, backward multiplies by it. Those of per-token losses are
 expected to be proportional to weights: backward multiplies d_hidden of each token by its own, and d_weight by the common factor

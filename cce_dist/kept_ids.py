@@ -319,7 +319,6 @@ def _backend(call: Call) -> ModuleType:
 
 
 def _sweep(x: Operands, whole: Tensor, call: Call) -> tuple[Backend, Operands, Spec]:
-    """Return backend, operands and spec of a pass over the vocabulary for the tokens ``whole`` alone."""
     call = call.decided(x.hidden, whole.shape[0], Distributed(call.layout).size)
     factors = None if x.head.factors is None else x.head.factors[whole]
     x = x._replace(hidden=x.hidden[whole], head=x.head._replace(factors=factors), ids=x.ids[whole])

@@ -38,7 +38,6 @@ class Terms(NamedTuple):
         return self._replace(weight_N=weight_N, token=None if self.token is None else self.token.of_tokens(part))
 
     def losses(self, nll_N: Tensor, lse_N: Tensor, uniform_nll_N: Any) -> Tensor:
-        """Return the tokens' losses, without a ``token`` function; uniform_nll_N may be None without smoothing."""
         loss_N, smoothing = nll_N, self.label_smoothing
         if smoothing:
             loss_N = (1 - smoothing) * loss_N

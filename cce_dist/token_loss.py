@@ -103,10 +103,8 @@ class TokenLoss(NamedTuple):
         # The hooks replace a checkpoint's, which would compute the whole forward again for each group. torch.func allows none.
         top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
         has_hooks = top_hooks(True) is not None
-        with (
-            torch.enable_grad(),
-            saved_tensors_hooks(lambda x: (x, x._version), _unpacked) if has_hooks else nullcontext(),
-        ):
+        hooks = saved_tensors_hooks(lambda x: (x, x._version), _unpacked) if has_hooks else nullcontext()
+        with torch.enable_grad(), hooks:
             losses_N = self.losses(leaves[0], leaves[1] if self.needs_entropy else None, ids_N >= 0)
             gradients: Any = [None] * len(leaves)
             if losses_N.requires_grad:
@@ -115,7 +113,6 @@ class TokenLoss(NamedTuple):
         return losses_N.detach(), Upstream(nll=gradient, entropy=gradients[1] if self.needs_entropy else None)
 
     def check_gradient(self) -> None:
-        """Raise ValueError if no group's losses have a gradient. The budget decides how many groups there are."""
         found = any(self.have_gradient)
         self.have_gradient.clear()
         if not found:

@@ -429,7 +429,7 @@ def _run_backward(d_values: list[Tensor | None], *given: Any) -> Gradients:
 
 
 def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
-    """Return the call with a way and its memory budget, unless it has a way. ``operands``: the arguments of ``_gathered``."""
+    """Return the call with a way and its memory budget, unless it has a way."""
     if call.way.backend:
         return call
     hidden, _, _, mask, teacher_hidden, *_ = operands
