@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from cce_dist import checks
 from cce_dist.autograd import Operator, build, without_autocast
@@ -236,7 +235,7 @@ def check(kept: KeptIds, x: Operands) -> None:
     tensors = {f"kept.{name}": tensor for name, tensor in zip(kept._fields, kept, strict=True) if tensor is not None}
     checks.tensors({"kept.offsets": kept.offsets, "kept.ids": kept.ids} | tensors)
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor) or tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
+        if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
             raise TypeError(
                 f"{name} must be a plain tensor of one dimension, int64 or int32, got {tensor.dtype} {tuple(tensor.shape)}"
             )

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from cce_dist import checks, debug_ranks, kept_ids, op, operands, terms
 from cce_dist.call import Backend, Call, InputGrad, Options, checked, is_symbol, numbers_of
@@ -234,8 +233,6 @@ def _factor(check: Callable[[str, Any], float], name: str, value: Any) -> float 
     if not isinstance(value, Tensor):
         return check(name, value)
     checks.tensors({name: value})
-    if isinstance(value, DTensor):
-        raise TypeError(f"{name} is a DTensor: pass its local tensor (to_local())")
     if value.requires_grad:
         raise TypeError(f"{name} gets no gradient: pass a number, or a tensor that does not require one")
     if not value.is_floating_point():

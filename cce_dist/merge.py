@@ -114,7 +114,6 @@ class Distributed:
 
 
 def gather_sequence(local_hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather the ranks' slices of dim 0 (sequence parallelism). [N/T, D] -> [N, D]."""
     return SequenceGather(local_hidden, group).wait()
 
 

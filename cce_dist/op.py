@@ -17,7 +17,7 @@ from cce_dist.autograd import Operator, build, without_autocast
 from cce_dist.call import Call
 from cce_dist.debug_ranks import check_labels
 from cce_dist.given import Given
-from cce_dist.kernels import Cells, Gradients, Grads, Operands, Softmax, Spec, Upstream
+from cce_dist.kernels import Cells, Gradients, Grads, Head, Operands, Softmax, Spec, Upstream
 from cce_dist.kernels.backends import Backend, named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.outputs import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
@@ -72,7 +72,7 @@ def run_forward(
         if spec.several:
             cells = Cells(ids.view(-1, spec.num_ids))
             ids = any_id(cells.ids_NI)
-        x = _prepared(x, ids, cells, order)
+        x = operands_of(hidden, weight, head, ids, spec, cells, order)
         if ranks.size == 1 and not arriving:
             found, softmax, stats_TKN, saved = backend.losses_alone(x, spec)
         else:
@@ -95,17 +95,14 @@ def run_forward(
 
 
 def operands_of(
-    hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec, cells: Cells | None = None
-) -> Operands:
-    return _prepared(Operands.of(hidden, weight, ids, spec.logits, **spec.logits.named(head)), ids, cells, None)
-
-
-def _prepared(x: Operands, ids: Tensor, cells: Cells | None, order: list[Tensor] | None) -> Operands:
-    """Replace labels by ids, and the factors of ignored tokens, which may hold anything, by 1."""
-    head = x.head
-    if head.factors is not None:
-        head = head._replace(factors=torch.where(ids[:, None] >= 0, head.factors, 1.0))
-    return Operands(x.hidden, x.weight, head, ids, x.start, x.num_valid, cells, order)
+    hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec, cells: Cells | None = None,
+    order: list[Tensor] | None = None,
+) -> Operands:  # fmt: skip
+    """Return the operands of a shard, with 1 in place of the factors of ignored tokens, which may hold anything."""
+    logits, tensors = spec.logits, spec.logits.named(head)
+    if "factors" in tensors:
+        tensors["factors"] = torch.where(ids[:, None] >= 0, tensors["factors"], 1.0)
+    return Operands(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid, cells, order)
 
 
 def _statistics_on_arrival(
@@ -217,7 +214,6 @@ _forward, _backward = _OPERATOR.register(_forward_fake)
 
 
 def forward(x: Operands, grad_weight_out: Tensor | None, call: Call, numbers: Tensor | None = None) -> Outputs:
-    """Call the operator. ``x.ids`` are the labels; ``numbers`` comes from ``numbers_of``. See ``run_forward``."""
     tensors = (x.hidden, x.weight, [*x.head.tensors.values()], x.ids, grad_weight_out)
     found = _OPERATOR.apply(*tensors, call=call, numbers=numbers)
     return Outputs.of(found, call.spec.want)

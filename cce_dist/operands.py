@@ -101,10 +101,6 @@ def head_of(
         )
     if input.shape[-1] == 0:
         raise ValueError(f"input has hidden size 0, got {tuple(input.shape)}")
-    if not weight.is_floating_point():
-        raise TypeError(
-            f"linear_weight is {weight.dtype}: pass floating-point numbers, for a quantized weight the dequantized ones"
-        )
     if input.dtype != weight.dtype:
         raise TypeError(f"input is {input.dtype}, linear_weight {weight.dtype}: cast one, or use autocast")
     for name, tensor in (("input", input), ("linear_bias", bias)):
@@ -152,7 +148,6 @@ def _check_labels(labels: Tensor, head: LocalHead, options: Options) -> None:
 
 
 def shape_of_tokens(head: LocalHead, sequence_parallel: bool) -> tuple[int, ...]:
-    """Return the leading dimensions of input; with sequence parallelism of all ranks' slices together."""
     shape = tuple(head.input.shape[:-1])
     if not sequence_parallel:
         return shape

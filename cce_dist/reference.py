@@ -116,7 +116,6 @@ def log_probs(
 
 
 def _log_probs_of_lists(z: Tensor, ids: Tensor, counts: Tensor, kept: KeptIds) -> LogProbs:
-    """Compute the outputs of ``kept`` and ``kept_mass``, one token at a time."""
     offsets, labels = kept.offsets.tolist(), ids.flatten().tolist()
     whole = [] if kept.whole is None else kept.whole.tolist()
     rows = [z.new_zeros(5, 0)]

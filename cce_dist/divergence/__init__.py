@@ -264,7 +264,7 @@ def _heads(student: Any, teacher: Any, teacher_ids: Any, debug: bool) -> tuple[L
 def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -> LocalHead:
     """Copy the teacher's rows of the student's ids on this rank. ``shard`` is the student's."""
     checks.tensors({"teacher_ids": ids})
-    if isinstance(ids, DTensor) or ids.dtype not in (torch.int64, torch.int32) or ids.shape != (shard.vocab_size,):
+    if ids.dtype not in (torch.int64, torch.int32) or ids.shape != (shard.vocab_size,):
         raise ValueError(
             f"teacher_ids must be a plain tensor [{shard.vocab_size}], int64 or int32, one for each id of the student, got "
             f"{ids.dtype} {tuple(ids.shape)}"
