@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from support.dense import assert_all_no_worse, dense
+from support.dense import assert_all_no_worse, dense, draw
 from support.refused import refused
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -38,11 +38,7 @@ any_call: Any = linear_cross_entropy  # options by name, and some that a type ch
 SMOOTHED = dict(label_smoothing=0.1, softcap=5.0, z_loss_weight=0.01)
 
 
-@pytest.fixture
-def data() -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(rows, D, generator=generator, requires_grad=True) for rows in (N, V))
-    return hidden, weight, torch.randint(V, (N,), generator=generator)
+data = pytest.fixture(lambda: draw(N, D, V), name="data")
 
 
 def second_grad(loss, hidden: Tensor, allow_unused: bool) -> Any:
