@@ -251,10 +251,7 @@ class Call(NamedTuple):
         return Where(self.backend, str(hidden.dtype), self.layout.sums(num_ranks), upstream, has_buffer)
 
     def decided(self, hidden: Tensor, num_tokens: int, num_ranks: int, where: Where | None = None) -> Call:
-        """Return the call with a way, its memory budget, and ``Spec.alone``, unless it has a way.
-
-        ``hidden`` may be a slice of the ``num_tokens`` tokens. Without ``where`` the way takes two passes.
-        """
+        """Return the call with a way, its memory budget, and ``Spec.alone``, unless it has a way."""
         if self.way.backend:
             return self
         sizes = decide.sizes_of_even_shard(hidden, num_tokens, self.spec.vocab_size, num_ranks)

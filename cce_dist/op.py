@@ -158,10 +158,7 @@ def summed(
     gradients: Callable[[Grads], Gradients], want: list[bool], grad_weight_out: Tensor | None,
     ranks: Distributed, num_tokens: int, rows: int | None = None,
 ) -> Gradients:  # fmt: skip
-    """Return the wanted gradients of ``num_tokens`` tokens, with d_hidden summed over the ranks as soon as it is final.
-
-    ``gradients`` computes this rank's gradients. ``want`` is for hidden states, weight and each tensor of the head.
-    """
+    """Return the wanted gradients of ``num_tokens`` tokens, with d_hidden summed over the ranks as soon as it is final."""
     want_hidden, want_weight, *want_head = want
     hidden_sum = ranks.hidden_sum(num_tokens, rows)
     start_sum = None if hidden_sum is None else hidden_sum.start

@@ -21,10 +21,7 @@ def prepare(
     input: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, buffer: Tensor | None, shard: VocabShard | None,
     logit_scale: float, options: Options, on_meta: bool = False,
 ) -> tuple[Operands, VocabShard, ShardLogits]:  # fmt: skip
-    """Check the tensors, apply autocast, and return the operands of the kernels, the shard, and how it makes logits.
-
-    ``labels`` are one id per token; ``linear_log_probs`` also takes several. ``buffer`` is ``grad_weight_out``.
-    """
+    """Check the tensors, apply autocast, and return the operands of the kernels, the shard, and how it makes logits."""
     dtypes = (*DTYPES, torch.float64) if options.labels == "target" else DTYPES
     head = head_of(input, weight, bias, shard, on_meta, dtypes)
     if buffer is not None:

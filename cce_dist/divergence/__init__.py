@@ -369,10 +369,7 @@ def _backend(call: DivergenceCall) -> ModuleType:
 
 
 def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return per-token divergences, [N] fp32, 0 for tokens that do not count; and a list of what backward needs.
-
-    ``given``: the arguments of ``_gathered``; then ``grad_weight_out``, which only backward uses, and the call.
-    """
+    """Return per-token divergences, [N] fp32, 0 for tokens that do not count; and a list of what backward needs."""
     *operands, _, call = given
     backend, ranks = _backend(call), Distributed(call.layout)
     with without_autocast(operands[0].device.type):
@@ -410,10 +407,7 @@ def _operands(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, s
 
 
 def _run_backward(d_values: list[Tensor | None], *given: Any) -> Gradients:
-    """Return the student's d_hidden, d_weight and d_bias; None if not wanted, or added to ``grad_weight_out``.
-
-    ``given``: the operands of forward; what forward saved; ``grad_weight_out``; which gradients are wanted; the call.
-    """
+    """Return the student's d_hidden, d_weight and d_bias; None if not wanted, or added to ``grad_weight_out``."""
     *operands, saved, grad_weight_out, want, call = given
     backend, ranks = _backend(call), Distributed(call.layout)
     assert d_values[0] is not None
