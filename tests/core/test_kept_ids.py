@@ -268,7 +268,6 @@ BAD = [
     (dict(top_k=2), ValueError, "top_k is of the whole vocabulary"),
     (dict(kept=None, kept_mass=True), ValueError, "kept_mass is of lists of ids: pass kept"),
     (dict(argmax=True), ValueError, "argmax is of the whole vocabulary"),
-    (dict(batch_invariant=True, backend="torch"), ValueError, "batch_invariant needs the Triton backend"),
 ]
 
 
