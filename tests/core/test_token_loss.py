@@ -11,6 +11,7 @@ import torch.distributed as dist
 from dense_scores import assert_same_loss
 from shards import DEVICE, backends_of_ranks, needs_gpu
 from support.dense import DTYPE, ROWS, N, V, assert_all_no_worse, assert_near, dense, large_operands, loss_of, operands
+from support.refused import assert_changes_refused
 from tiny_trainer import counted
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -310,10 +311,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("rows", [ROWS, None])
 def test_what_is_refused(rows: int | None) -> None:
     hidden, weight = (x.detach().float().cpu().requires_grad_() for x in operands(False)[0])
-    for given, error, says in WRONG.values():
-        given = {"token_loss": objectives.dft(), **given}
-        with groups.of_rows(rows), pytest.raises(error, match=says):
-            linear_cross_entropy(hidden, weight, torch.arange(N), **given)
+    given = dict(input=hidden, linear_weight=weight, target=torch.arange(N), token_loss=objectives.dft())
+    assert_changes_refused(linear_cross_entropy, given, WRONG.values(), lambda: groups.of_rows(rows))
 
 
 @pytest.mark.parametrize("rows", [None, 6])
