@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import checks, merge
+from cce_dist.call import is_symbol
 from cce_dist.kernels import Operands, Upstream
 from cce_dist.kernels.precision import accumulator, widened
 from cce_dist.operands import environment
@@ -149,7 +150,8 @@ def _of_tokens(name: str, value: float | Tensor, x: Operands, tokens: torch.Size
     """Return one float64 number per token. [...] or [] -> [N]."""
     like = torch.empty(0, dtype=torch.float64, device=x.ids.device)
     if not isinstance(value, Tensor):
-        return like.new_zeros(x.num_tokens) + value  # new_full would compile one graph per value of a symbol
+        # new_full would compile one graph per value of a symbol; an addition keeps the symbol.
+        return like.new_zeros(x.num_tokens) + value if is_symbol(value) else like.new_full((x.num_tokens,), value)
     if value.dim() and value.device != x.ids.device:
         raise ValueError(f"input is on {x.ids.device}, {name} on {value.device}")
     if value.dim() and value.shape != tokens:
