@@ -168,7 +168,6 @@ def decide_heads(sizes: Sizes, spec: Divergence, where: Where) -> Way:
 
 
 def may_take_one_pass(backend: str, spec: Spec, where: Where) -> bool:
-    """Whether the options allow forward to compute the gradients, whatever the sizes."""
     if not spec.want.grad or where.upstream == "unknown" or backend == "filter":
         return False
     if backend == "dense" and spec.filter.eps > 0:
