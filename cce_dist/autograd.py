@@ -28,72 +28,42 @@ class Operator(NamedTuple):
     tensors that backward needs. ``head`` lists tensors of ``kernels.Head``; the call names them.
 
     ``backward(d_outputs, *inputs, saved, grad_weight_out, want, call)`` returns the gradients of hidden states, weight and bias
-    ([V] fp32); other tensors of the head have none. ``inputs`` are the first ``num_saved`` arguments of forward. ``want`` has a
-    bool for hidden states, weight, and each tensor of the head.
-
-    The operators of torch.library take the flat values of the call, then the tensor of ``call.numbers_of``, in place of the
-    call.
-
-    Attributes:
-        public_name: The function that the user called, for error messages.
-        forward_name: Name of forward in ``torch.ops.cce_dist``.
-        backward_name: Name of backward in ``torch.ops.cce_dist``.
-        tensors: Schema of forward's arguments before the call.
-        results: Schema of forward's results.
-        call: The type of the call.
-        num_outputs: Number of forward's differentiable results, which come first.
-        num_saved: Number of forward's first arguments, from hidden on, that backward needs.
+    ([V] fp32); other tensors of the head have none. ``want`` has a bool for hidden states, weight, and each tensor of the head.
     """
 
-    public_name: str
+    public_name: str  # of the function that the user called, for error messages
     forward: Callable[..., tuple[Any, ...]]
     backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
-    forward_name: str
+    forward_name: str  # in ``torch.ops.cce_dist``
     backward_name: str
-    tensors: str
-    results: str
+    tensors: str  # schema of forward's arguments before the call
+    results: str  # schema of forward's results
     call: type
-    num_outputs: int
-    num_saved: int
-
-    @property
-    def num_tensors(self) -> int:
-        """The number of forward's arguments before the call."""
-        return self.tensors.count(",") + 1
+    num_outputs: int  # forward's differentiable results, which come first
+    num_saved: int  # forward's first arguments, which are backward's ``inputs``
 
     def apply(
-        self, hidden: Tensor, weight: Tensor, head: list[Tensor], *others: Any, call: Any, needs_grad: bool,
-        numbers: Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        """Call forward. The list of saved tensors may be missing in the results."""
+        self, hidden: Tensor, weight: Tensor, head: list[Tensor], *others: Any, call: Any, numbers: Tensor | None = None
+    ) -> Any:
         refuse_transforms(self.public_name, hidden, weight, *head)
-        if torch.compiler.is_compiling() or not needs_grad:
+        if torch.compiler.is_compiling():
             operator = getattr(torch.ops.cce_dist, self.forward_name)
             return operator(hidden, weight, head, *others, *flat(call), numbers)
         return _Eager.apply(self, others, call, hidden, weight, *head)
 
     def register(self, forward_fake: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Register both operators in torch.library, and return their implementations."""
-        inputs, values = ", ".join(self.tensors.split(", ")[: self.num_saved]), ", ".join(schema(self.call))
-        forward = self._of_flat_call(self.forward, self.num_tensors, 0)
+        tensors, values = self.tensors.split(", "), ", ".join(schema(self.call))
+        forward = self._of_flat_call(self.forward, len(tensors), 0)
         backward = self._of_flat_call(self.backward, self.num_saved + 4, 1)
-        library = torch.library.Library("cce_dist", "FRAGMENT")
-        _LIBRARIES.append(library)
-        for name, arguments, results, function, fake in (
-            (self.forward_name, self.tensors, self.results, forward, forward_fake),
-            (
-                self.backward_name,
-                f"Tensor?[] d_outputs, {inputs}, Tensor[] saved, Tensor(a!)? grad_weight_out, bool[] want",
-                "(Tensor, Tensor, Tensor)",
-                backward,
-                self.backward_fake,
-            ),
-        ):
-            library.define(f"{name}({arguments}, {values}, Tensor? numbers) -> {results}")
-            library.impl(name, function, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"cce_dist::{name}", fake, lib=library)
-        torch.library.register_autograd(
-            f"cce_dist::{self.forward_name}", self.differentiate_operator, setup_context=self.save_operator, lib=library
+        define(
+            self.forward_name, f"({self.tensors}, {values}, Tensor? numbers) -> {self.results}", forward, forward_fake,
+            self.differentiate_operator, self.save_operator,
+        )  # fmt: skip
+        inputs = ", ".join(tensors[: self.num_saved])
+        arguments = f"Tensor?[] d_outputs, {inputs}, Tensor[] saved, Tensor(a!)? grad_weight_out, bool[] want"
+        results = "(Tensor, Tensor, Tensor)"
+        define(
+            self.backward_name, f"({arguments}, {values}, Tensor? numbers) -> {results}", backward, self.backward_fake
         )
         return forward, backward
 
@@ -108,22 +78,21 @@ class Operator(NamedTuple):
 
     def save_operator(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """``save`` for torch.library, whose autograd looks into lists."""
-        self.save(ctx, inputs, output)
+        num_tensors = self.tensors.count(",") + 1
+        self.save(ctx, inputs[:num_tensors], inputs[num_tensors:], output)
         ctx.mark_non_differentiable(*(tensor for other in output[self.num_outputs :] for tensor in other))
 
-    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """Save what backward needs. ``inputs`` end with the call, or with its flat values."""
-        tensors, others = inputs[: self.num_tensors], output[self.num_outputs :]
-        ctx.call_values, ctx.grad_weight_out = inputs[self.num_tensors :], tensors[-1]
+    def save(self, ctx: Any, tensors: tuple[Any, ...], values: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Save what backward needs of forward's arguments and results. ``values``: the call alone, or its flat values."""
+        ctx.call_values, ctx.grad_weight_out = values, tensors[-1]
         # save_for_backward takes no lists of tensors.
         ctx.lengths = [len(value) if isinstance(value, list) else None for value in tensors]
         inputs = tensors[: self.num_saved]
         flattened = [tensor for value in inputs for tensor in (value if isinstance(value, list) else [value])]
-        ctx.save_for_backward(*flattened, *others[-1])
+        ctx.save_for_backward(*flattened, *output[-1])
         ctx.set_materialize_grads(False)
 
     def differentiate(self, ctx: Any, want: list[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of hidden states, weight and each tensor of the head; None for unwanted gradients."""
         d_outputs = [
             grad.resolve_neg() if grad is not None and grad.is_neg() else grad for grad in grads[: self.num_outputs]
         ]
@@ -156,14 +125,12 @@ class Operator(NamedTuple):
         return gradients
 
     def differentiate_operator(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Return the gradients of all arguments of forward's operator, as torch.library expects them."""
         want_hidden, want_weight, want_head = ctx.needs_input_grad[:3]
         d_hidden, d_weight, *d_head = self.differentiate(ctx, [want_hidden, want_weight, *want_head], grads)
         others = (None if length is None else [None] * length for length in ctx.lengths[3:])
         return d_hidden, d_weight, d_head, *others, *(None for _ in ctx.call_values)
 
     def backward_fake(self, d_outputs: list[Tensor | None], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return empty gradients of the right shapes and dtypes, for torch.compile."""
         hidden, weight = others[:2]
         _, grad_weight_out, want = others[self.num_saved :][:3]
         d_hidden, d_weight, d_bias = hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
@@ -174,6 +141,21 @@ class Operator(NamedTuple):
         if any(want[2:]):
             d_bias = weight.new_empty(weight.shape[0], dtype=accumulator(weight.dtype))
         return d_hidden, d_weight, d_bias
+
+
+LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")  # operators live as long as it
+
+
+def define(
+    name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None, save: Callable[..., Any] | None = None,
+) -> None:  # fmt: skip
+    """Register an operator in torch.library. ``backward`` and ``save`` make it differentiable."""
+    LIBRARY.define(name + schema)
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cce_dist::{name}", fake, lib=LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(f"cce_dist::{name}", backward, setup_context=save, lib=LIBRARY)
 
 
 # A record such as ``Call`` passes through an operator as the flat list of its values.
@@ -191,7 +173,6 @@ def flat(record: tuple) -> tuple[Any, ...]:
 
 
 def build(record: type, values: Iterator[Any]) -> Any:
-    """Rebuild a record from its flat values."""
     return record(*[build(hint, values) if nested else next(values) for _, hint, nested in _fields(record)])
 
 
@@ -212,11 +193,7 @@ def call_of_flat(record: type, values: Sequence[Any]) -> Any:
 
 
 def head_gradients(d_bias: Tensor | None, head: Sequence[Tensor], want: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradients of the head's tensors: of the bias, in its dtype, and None for all others."""
     return [d_bias.to(x.dtype) if wanted and d_bias is not None else None for x, wanted in zip(head, want, strict=True)]
-
-
-_LIBRARIES: list[torch.library.Library] = []  # operators live as long as these
 
 
 class _Eager(torch.autograd.Function):
@@ -232,7 +209,7 @@ class _Eager(torch.autograd.Function):
         else:
             output = getattr(torch.ops.cce_dist, operator.forward_name)(*tensors, *flat(call), None)
         ctx.operator = operator
-        operator.save(ctx, (*tensors, call), output)
+        operator.save(ctx, tensors, (call,), output)
         return output[:-1]
 
     @staticmethod

@@ -6,7 +6,7 @@ A ``Call`` consists of plain values (numbers, strings, bools), so that an operat
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
@@ -78,7 +78,6 @@ def numbers_of(*values: float | Tensor | None) -> Tensor | None:
 
 
 def concrete(value: float) -> float:
-    """Return the number, or a placeholder for a symbol, whose value the operator finds in ``numbers_of``."""
     return 2.0 if is_symbol(value) else value  # 0 or 1 would select special cases
 
 
@@ -97,7 +96,6 @@ def _plain(name: str, value: Any) -> float:
 
 
 def _z_loss_weight(name: str, value: Any) -> float | Tensor:
-    """Return the value as ``_plain`` does, but return a tensor as it is inside a compiled graph, which cannot read it."""
     if torch.compiler.is_compiling() and isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad:
         return value
     return _plain(name, value)
@@ -147,7 +145,6 @@ def checked_num_tokens(name: str, value: Any) -> Any:
 
 
 def _return_aux(name: str, value: Any) -> tuple[str, ...]:
-    """Return the names of the requested outputs in the order of ``AUX``."""
     if isinstance(value, bool):
         return AUX if value else ()
     if not isinstance(value, (tuple, list, set, frozenset)) or not value:
@@ -169,14 +166,6 @@ def _top_k(name: str, value: Any) -> int:
     return int(value)
 
 
-def _one_of(*allowed: str) -> Callable[[str, Any], str]:
-    return lambda name, value: choice(name, value, allowed)
-
-
-def _filter(name: str, value: Any) -> GradFilter | None:
-    return kind(name, value, GradFilter)
-
-
 def _workspace(name: str, value: Any) -> int:
     return 0 if value is None else integer(name, value, 1)
 
@@ -187,20 +176,21 @@ class Options(NamedTuple):
     Each annotation holds the type of the checked value, and the function that checks and converts what the caller passed.
     """
 
-    labels: Annotated[str, _one_of("target", "ids")] = "target"  # name of the labels: "ids" in ``linear_log_probs``
+    # The name of the labels: "ids" in ``linear_log_probs``
+    labels: Annotated[str, partial(choice, allowed=("target", "ids"))] = "target"
     ignore_index: Annotated[int, _ignore_index] = -100
-    reduction: Annotated[str, _one_of(*get_args(Reduction))] = "mean"
+    reduction: Annotated[str, partial(choice, allowed=get_args(Reduction))] = "mean"
     label_smoothing: Annotated[float, _smoothing] = 0.0
     logit_scale: Annotated[float, _scale] = 1.0
     softcap: Annotated[float | None, _softcap] = None
     z_loss_weight: Annotated[float | Tensor, _z_loss_weight] = 0.0
     num_tokens: Annotated[float | Tensor | None, checked_num_tokens] = None
     sequence_parallel: Annotated[bool, boolean] = False
-    input_grad: Annotated[str, _one_of(*get_args(InputGrad))] = "summed"
+    input_grad: Annotated[str, partial(choice, allowed=get_args(InputGrad))] = "summed"
     reduce_dtype: Annotated[torch.dtype | None, _reduce_dtype] = None
-    grad_filter: Annotated[GradFilter | None, _filter] = None
+    grad_filter: Annotated[GradFilter | None, partial(kind, wanted=GradFilter)] = None
     return_aux: Annotated[tuple[str, ...], _return_aux] = ()
-    backend: Annotated[str, _one_of(*BACKENDS)] = "auto"
+    backend: Annotated[str, partial(choice, allowed=BACKENDS)] = "auto"
     workspace_bytes: Annotated[int, _workspace] = 0  # 0: chosen from the shapes
     # Whether forward may assume proportions of the upstream gradients
     expected_weights: Annotated[bool, boolean] = True
@@ -218,12 +208,10 @@ _CACHEABLE = frozenset({bool, int, float, str, type(None), torch.dtype, GradFilt
 
 
 def are_plain(values: Any) -> bool:
-    """Whether arguments are plain values, whose type and value decide the result of their checks."""
     return _CACHEABLE.issuperset(map(type, values))
 
 
 def checked(**given: Any) -> Options:
-    """Check each option and the combinations that exclude each other. Raise ValueError or TypeError naming the option."""
     if torch.compiler.is_compiling() or not are_plain(given.values()):
         return _check(**given)
     return _check_once(**given)
@@ -245,7 +233,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def layout_of(shard: VocabShard, options: Options) -> Layout:
-    """Return how the tensors of a call with these options are distributed over the shard's group."""
     name = "" if options.reduce_dtype is None else str(options.reduce_dtype).removeprefix("torch.")
     return Layout(shard.group_name, options.sequence_parallel, options.input_grad == "partial", name)
 
@@ -264,14 +251,7 @@ class Call(NamedTuple):
         return Where(self.backend, str(hidden.dtype), self.layout.sums(num_ranks), upstream, has_buffer)
 
     def decided(self, hidden: Tensor, num_tokens: int, num_ranks: int, where: Where | None = None) -> Call:
-        """Return the call with a way, its memory budget, and ``Spec.alone``, unless it has a way.
-
-        Args:
-            hidden: Hidden states; under sequence parallelism this rank's slice.
-            num_tokens: Number of tokens of all slices.
-            num_ranks: Size of the vocabulary-parallel group.
-            where: None takes two passes.
-        """
+        """Return the call with a way, its memory budget, and ``Spec.alone``, unless it has a way."""
         if self.way.backend:
             return self
         sizes = decide.sizes_of_even_shard(hidden, num_tokens, self.spec.vocab_size, num_ranks)

@@ -50,14 +50,12 @@ def integer(name: str, value: Any, least: int = -(2**63)) -> int:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """Return a bool, or raise TypeError."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
     return value
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
-    """Return one of the allowed values, or raise ValueError."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
     return value

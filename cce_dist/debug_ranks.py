@@ -70,20 +70,14 @@ _READ: dict[str, Callable[[Any, Tensor | None], Any]] = {
 }
 
 
-class _Call:
-    """A call of a public function."""
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.function, self.args, self.kwargs = function, args, kwargs
-        self.has_exchanged = False
-
-    def arguments(self) -> dict[str, Any]:
-        parameters = inspect.signature(self.function).parameters
-        defaults = {name: parameter.default for name, parameter in parameters.items()}
-        return defaults | dict(zip(parameters, self.args, strict=False)) | self.kwargs
+# The outermost call of a public function; "compared" once the ranks have compared its arguments; None outside of calls.
+_outermost: ContextVar[functools.partial | str | None] = ContextVar("outermost", default=None)
 
 
-_outermost: ContextVar[_Call | None] = ContextVar("outermost", default=None)
+def _arguments(call: functools.partial) -> dict[str, Any]:
+    parameters = inspect.signature(call.func).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    return defaults | dict(zip(parameters, call.args, strict=False)) | call.keywords
 
 
 def _facts(name: str, value: Any, parts: tuple[str, ...], ignored: Tensor | None) -> dict[str, Any]:
@@ -110,42 +104,43 @@ def _ignored(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def _counted(values: Tensor, ignored: Tensor | None) -> Tensor:
-    """Return the values of the tokens that count."""
     if ignored is not None and values.shape == ignored.shape[:-1]:
         ignored = ignored.all(-1)
     return values if ignored is None or values.shape != ignored.shape else values[~ignored]
 
 
-def check_ranks(shard: VocabShard) -> None:
+def check_ranks(shard: VocabShard, debug: bool) -> None:
     """With CCE_DIST_DEBUG=1 raise an error on every rank if the ranks' arguments differ. Skipped under torch.compile."""
-    call = None if torch.compiler.is_compiling() else _outermost.get()
-    if call is None or shard.group is None or not environment()[1]:
+    if not debug or shard.group is None or torch.compiler.is_compiling():
         return
-    arguments, facts = call.arguments(), {}
-    refuse_transforms(call.function.__name__, arguments["input"])  # inside of them values cannot be read
+    call = _outermost.get()
+    if not isinstance(call, functools.partial):
+        return
+    name_of_function, arguments, facts = call.func.__name__, _arguments(call), {}
+    refuse_transforms(name_of_function, arguments["input"])  # inside of them values cannot be read
     ignored = _ignored(arguments)
     parts = {name: SHARED.get(name, ("shape", "dtype", "requires_grad", "values")) for name in arguments}
     # Errors name the first difference: what differs only because other tokens count comes last.
     for name in sorted(arguments, key=lambda name: "values of counted tokens" in parts[name]):
         facts |= _facts(name, arguments[name], parts[name], ignored)
     facts |= {"vocab_size": shard.vocab_size} | modes_of(arguments["input"])
-    call.has_exchanged = True
-    merge.assert_ranks_agree(call.function.__name__, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)
+    merge.check_alive(shard.group)
+    _outermost.set("compared")
+    merge.assert_ranks_agree(name_of_function, facts, (shard.start, shard.stop), shard.group, shard.vocab_size)
 
 
 def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a public function: with CCE_DIST_DEBUG=1, all ranks raise the error that one rank raises for its arguments.
 
-    The other ranks receive the error in ``check_ranks``. Later errors stay on their rank, unless a ``token_loss`` raises them.
-    If the arguments do not contain the vocabulary-parallel group, all errors stay on their rank. The error of
-    a tensor subclass that cannot run the operators is replaced by one that says so.
+    The other ranks receive the error in ``check_ranks``. Errors stay on their rank if they come later, unless a ``token_loss``
+    raises them, or if the arguments do not contain the vocabulary-parallel group.
     """
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_compiling() or _outermost.get() is not None:
             return function(*args, **kwargs)
-        call = _Call(function, args, kwargs)
+        call = functools.partial(function, *args, **kwargs)
         token = _outermost.set(call)
         try:
             # Before an argument is read, which a batched one does not allow.
@@ -154,9 +149,9 @@ def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 refuse_transforms(function.__name__, *numbers)
             return function(*args, **kwargs)
         except Exception as raised:
-            arguments = call.arguments()
+            arguments = _arguments(call)
             error = _of_subclass(raised, arguments) or raised
-            group = _group_of(arguments) if environment()[1] and not call.has_exchanged else None
+            group = _group_of(arguments) if environment()[1] and _outermost.get() is call else None
             if merge.is_alive(group):
                 merge.tell(function.__name__, group, error)
             if error is raised:
@@ -172,7 +167,6 @@ _NUMBERS = frozenset({"logit_scale", "z_loss_weight", "num_tokens", "weight"})
 
 
 def _of_subclass(raised: Exception, given: dict[str, Any]) -> TypeError | None:
-    """Return the error for a tensor subclass, such as a quantized weight, in whose own code an operator has failed."""
     *_, (frame, _) = traceback.walk_tb(raised.__traceback__)
     if frame.f_globals.get("__name__", "").startswith("cce_dist."):
         return None
@@ -188,7 +182,6 @@ def _of_subclass(raised: Exception, given: dict[str, Any]) -> TypeError | None:
 
 
 def _group_of(arguments: dict[str, Any]) -> Any:
-    """Return the vocabulary-parallel group of a call's arguments, or None."""
     for name in ("shard", "teacher_shard"):
         shard = arguments.get(name)
         if isinstance(shard, VocabShard) and shard.group is not None:

@@ -1,12 +1,7 @@
 """Decide how a call is computed: its backend, one pass or two, groups of tokens, and memory budget.
 
-All that ranks must agree on is decided here. ``decide`` is a function of integers and strings, so its test is a table. Ranks
-must decide alike, so decisions use the sizes of an even shard and, whatever the device, an H200's throughput and waves of 132
-programs.
-
-A public function decides once and passes the ``Way`` down in its ``Call``. An operator inside a graph of
-``torch.compile`` decides when it runs, because sizes may be symbols while the graph is traced. ``cce_dist.explain`` describes a
-way in words.
+Ranks must decide alike, so decisions use the sizes of an even shard and, whatever the device, an H200's throughput and waves of
+132 programs. An operator inside a graph of ``torch.compile`` decides when it runs: sizes may be symbols while it is traced.
 """
 
 from __future__ import annotations
@@ -102,12 +97,8 @@ def sizes_of_even_shard(hidden: Tensor, num_tokens: int, vocab_size: int, num_ra
 def choose_backend(backend: str, forced: str, device_type: str, dtype: torch.dtype, needs_kernels: bool = False) -> str:
     """Return "triton" or "torch". In fp32 without TF32, cuBLAS multiplies three times as fast as our kernels.
 
-    Args:
-        backend: The argument of that name, one of ``BACKENDS``.
-        forced: The environment variable CCE_DIST_BACKEND.
-        device_type: Device of the hidden states. "meta" stands for a GPU.
-        dtype: Dtype of the hidden states.
-        needs_kernels: Whether an option needs Triton: a filter, lists of ids, or ``batch_invariant``.
+    ``forced`` is the environment variable CCE_DIST_BACKEND. The device "meta" stands for a GPU. A filter, lists of ids and
+    ``batch_invariant`` need kernels.
     """
     checks.choice("CCE_DIST_BACKEND", forced, BACKENDS)
     if backend == "auto":
@@ -175,23 +166,7 @@ def decide_heads(sizes: Sizes, spec: Divergence, where: Where) -> Way:
     return Way(backend, groups=groups, workspace_bytes=workspace_bytes, ready_rows=ready_rows)
 
 
-def upstream_of(reduction: str, is_expected: bool, returns_more: bool) -> str:
-    """Return ``Where.upstream`` of a loss.
-
-    Args:
-        reduction: "none", "mean" or "sum".
-        is_expected: Whether the upstream gradients of per-token losses are expected to be proportional to known weights.
-        returns_more: Whether there are other outputs, or terms of the loss that autograd adds outside of the operator.
-    """
-    if returns_more:
-        return "unknown"
-    if reduction != "none":
-        return "number"
-    return "tokens" if is_expected else "unknown"
-
-
 def may_take_one_pass(backend: str, spec: Spec, where: Where) -> bool:
-    """Whether the options allow forward to compute the gradients, whatever the sizes."""
     if not spec.want.grad or where.upstream == "unknown" or backend == "filter":
         return False
     if backend == "dense" and spec.filter.eps > 0:
@@ -201,10 +176,7 @@ def may_take_one_pass(backend: str, spec: Spec, where: Where) -> bool:
 
 
 def takes_operator(spec: Spec, where: Where) -> bool:
-    """Whether ``torch.compile`` takes the call as one operator that computes loss and gradients in its forward.
-
-    Sizes do not matter: if all exponentials fit, the operator runs forward and backward one after the other.
-    """
+    """Whether ``torch.compile`` takes the call, of any size, as an operator that computes loss and gradients in its forward."""
     if where.upstream != "number" or where.has_buffer or spec.filter.eps > 0 or not spec.want.grad:
         return False
     # Gradients in fp16 may underflow before a loss scale multiplies them. In fp32 no exponentials are kept.
@@ -234,7 +206,6 @@ def _backend_of(sizes: Sizes, spec: Spec, where: Where) -> tuple[str, str]:
 
 
 def _groups_of(sizes: Sizes, spec: Spec, where: Where, workspace_bytes: int) -> tuple[Groups | None, str]:
-    """Return the groups of one pass; or None and, unless all exponentials are kept, the reason for two passes."""
     if memory.bytes_of_all(sizes) <= workspace_bytes:
         return None, ""
     if not may_take_one_pass("exact", spec, where):
@@ -244,14 +215,12 @@ def _groups_of(sizes: Sizes, spec: Spec, where: Where, workspace_bytes: int) -> 
 
 
 def _ready_rows(backend: str, sizes: Sizes, where: Where, workspace_bytes: int, can_keep: bool) -> int:
-    """Return ``Way.ready_rows``."""
     # With saved exponentials, and in the outer loop of "dense" over the vocabulary, all rows of d_hidden become final together.
     at_once = backend == "dense" or (can_keep and memory.saved_columns(sizes, workspace_bytes) > 0)
     return memory.most_rows(sizes, workspace_bytes) if where.summed and not at_once else 0
 
 
 def in_words(way: Way, sizes: Sizes, spec: Spec, where: Where) -> str:
-    """Describe the way of a loss in one sentence, for ``cce_dist.explain``."""
     name = {"dense": "plain torch", "exact": "exact", "filter": "filtered"}[way.backend]
     if way.backend == "dense" and spec.filter.eps > 0:
         name = "plain torch, filtered"

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from cce_dist import checks, decide, operands, terms
 from cce_dist.autograd import PLAIN, is_unobserved
 from cce_dist.call import DTYPES, Call, Options, are_plain, checked, checked_num_tokens, numbers_of
-from cce_dist.decide import Way, Where
+from cce_dist.decide import Way
 from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, Want, accumulator
 from cce_dist.kernels.dense import label_ids
 from cce_dist.kernels.outputs import Outputs
@@ -59,27 +59,17 @@ class LinearCrossEntropyOutput(NamedTuple):
     label_is_max: Tensor | None = None
 
 
-class Found(NamedTuple):
-    """The result of a call: a reduced loss, or per-token losses [N], and with two passes the operator's outputs."""
-
-    loss: Tensor
-    outputs: Outputs | None = None
-
-
 class Given(NamedTuple):
-    """The checked arguments of a call."""
-
     x: Operands  # with the labels as its ids
     target: Tensor
     shard: VocabShard
     options: Options
     call: Call
-    where: Where
     terms: Terms
     scale: float | Tensor = 1.0  # logit_scale; a tensor inside a compiled graph, which does not read it
+    grad_weight_out: Tensor | None = None
     class_weights: ClassWeights | None = None
     expected_N: Tensor | None = None  # expected weights of per-token losses, if they are a tensor
-    grad_weight_out: Tensor | None = None
     numbers: Tensor | None = None  # of ``numbers_of``, inside a compiled graph
 
     def loss(self, found: Outputs) -> Tensor:
@@ -114,14 +104,12 @@ class Given(NamedTuple):
             return divisor
         return (divisor + (divisor == 0)).to(accumulator(self.x.hidden.dtype))
 
-    def shaped(self, found: Found) -> Tensor | LinearCrossEntropyOutput | TokenLossOutput:
-        """Return what ``linear_cross_entropy`` returns."""
+    def shaped(self, loss: Tensor, outputs: Outputs | None) -> Tensor | LinearCrossEntropyOutput | TokenLossOutput:
         shape, options = self.target.shape, self.options
-        loss = found.loss.view(shape) if options.reduction == "none" else found.loss
+        loss = loss.view(shape) if options.reduction == "none" else loss
         token = self.terms.token
         if token is not None and token.outputs is not None:
             return token.output(loss, shape)
-        outputs = found.outputs
         if outputs is None or not options.return_aux:
             return loss
         nll, lse, target_logit = (values.view(shape) for values in (outputs.nll, outputs.lse, outputs.target_logit))
@@ -140,7 +128,6 @@ def checked_call(
     shard: VocabShard | None, num_tokens: float | Tensor | None, expected_weights: Tensor | bool,
     grad_weight_out: Tensor | None, **options: Any,
 ) -> Given:  # fmt: skip
-    """Check the arguments of ``linear_cross_entropy``."""
     kind, token_loss, token_inputs = None, options.pop("token_loss"), options.pop("token_inputs")
     if weight is None and token_loss is None and isinstance(token_inputs, tuple) and not token_inputs:
         tensors = input, linear_weight, target, linear_bias, grad_weight_out
@@ -148,8 +135,6 @@ def checked_call(
         kind = _kind_of(*tensors, shard, (num_tokens is None, expected_weights, *options.values()))
     known = None if kind is None else _KNOWN.get(kind)
     if known is not None:
-        if shard is not None:
-            shard.check_group()
         if grad_weight_out is not None:
             checks.apart(grad_weight_out, input=input, linear_weight=linear_weight, linear_bias=linear_bias)
         given = _with_tensors(known, input, linear_weight, target, linear_bias, grad_weight_out, shard)
@@ -222,7 +207,6 @@ def _is_observed(*tensors: Any) -> bool:
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype to which autocast casts on a device, or None if autocast is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
@@ -242,7 +226,6 @@ def _with_tensors(
     known: tuple[Given, torch.dtype | None], input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
     buffer: Tensor | None, shard: VocabShard | None,
 ) -> Given:  # fmt: skip
-    """Return the record of a known kind with a call's own tensors, laid out for the kernels."""
     given, dtype = known
     if dtype is not None and input.dtype != torch.float64:
         input, weight = input.to(dtype), weight.to(dtype)
@@ -251,19 +234,7 @@ def _with_tensors(
     head = x.head if bias is None else x.head._replace(bias=bias.contiguous())
     weight = weight if weight.is_contiguous() else weight.contiguous()
     x = Operands(hidden, weight, head, operands.flat_ids(target), x.start, x.num_valid)
-    return Given(
-        x,
-        target,
-        given.shard or shard,
-        given.options,
-        given.call,
-        given.where,
-        given.terms,
-        given.scale,
-        None,
-        None,
-        buffer,
-    )
+    return Given(x, target, given.shard or shard, given.options, given.call, given.terms, given.scale, buffer)
 
 
 def check_all(
@@ -271,7 +242,6 @@ def check_all(
     shard: VocabShard | None, expected_weights: Tensor | bool, grad_weight_out: Tensor | None,
     on_meta: bool = False, **chosen: Any,
 ) -> Given:  # fmt: skip
-    """Check all arguments of ``linear_cross_entropy``. With ``on_meta`` tensors may be on "meta"."""
     # A compiled graph reads no tensor, so the scale becomes a per-token factor. The filter supports no such factors.
     logit_scale, unread = chosen["logit_scale"], None
     if isinstance(logit_scale, Tensor) and logit_scale.dim() == 0 and chosen["grad_filter"] is None:
@@ -317,30 +287,24 @@ def check_all(
     # A learnable scale or per-token factors are among the head's tensors by now.
     logits = logits._replace(tensors=" ".join(x.head.tensors))
     spec = _spec(x, logits, weight is not None, shard, parts, options)
-    call, where = _decided(x, spec, shard, options, token is not None, outside, grad_weight_out is not None)
-    numbers = numbers_of(options.logit_scale, options.softcap)
-    return Given(
-        x, target, shard, options, call, where, parts, scale, class_weights, expected_N, grad_weight_out, numbers
-    )
-
-
-def _decided(
-    x: Operands, spec: Spec, shard: VocabShard, options: Options, has_token_loss: bool, outside: bool, has_buffer: bool
-) -> tuple[Call, Where]:
-    """Choose the backend and the way of a call. ``outside``: autograd computes terms of the loss outside of the operator."""
-    is_compiling = torch.compiler.is_compiling()
-    if is_compiling:
+    if torch.compiler.is_compiling():
         # A graph of torch.compile contains the function of a token_loss, which is no part of an operator.
-        outside = outside or has_token_loss
+        outside = outside or token is not None
     else:
         outside = outside or _is_observed(x.hidden, x.weight)  # transforms and dispatch modes need two passes
-    is_expected = options.expected_weights and not has_token_loss
-    upstream = decide.upstream_of(options.reduction, is_expected, bool(options.return_aux) or outside)
+    upstream = "number"
+    if outside or options.return_aux:
+        upstream = "unknown"
+    elif options.reduction == "none":
+        upstream = "tokens" if options.expected_weights and token is None else "unknown"
     call = operands.call_of(x, spec, shard, options, needs_kernels=spec.filter.eps > 0)
-    where = call.where(x.hidden, shard.group_size, upstream, has_buffer)
-    if is_compiling:  # sizes may be symbols, so operators choose the way when they run
-        return call._replace(way=Way(passes="operator" if decide.takes_operator(spec, where) else "two")), where
-    return call.decided(x.hidden, x.num_tokens, shard.group_size, where), where
+    where = call.where(x.hidden, shard.group_size, upstream, grad_weight_out is not None)
+    if torch.compiler.is_compiling():  # sizes may be symbols, so operators choose the way when they run
+        call = call._replace(way=Way(passes="operator" if decide.takes_operator(spec, where) else "two"))
+    else:
+        call = call.decided(x.hidden, x.num_tokens, shard.group_size, where)
+    numbers = numbers_of(options.logit_scale, options.softcap)
+    return Given(x, target, shard, options, call, parts, scale, grad_weight_out, class_weights, expected_N, numbers)
 
 
 def check_divisor(options: Options, ids: Tensor) -> None:
@@ -377,7 +341,6 @@ def _spec(x: Operands, logits: ShardLogits, weighted: bool, shard: VocabShard, p
 
 
 def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Options) -> Tensor | None:
-    """Return the expected weights as [N], or None if they are no tensor."""
     if not isinstance(expected, Tensor):
         return None
     checks.like_target("expected_weights", expected, target)
@@ -389,7 +352,6 @@ def _checked_expectation(expected: Tensor | bool, target: Tensor, options: Optio
 
 
 def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: bool = False) -> None:
-    """Raise unless ``weight`` is a [vocab_size] tensor of floats that requires no gradient."""
     checks.tensors({name: weight}, on_meta)
     if weight.requires_grad:
         raise TypeError(f"{name} gets no gradient: pass class weights that do not require one")
@@ -406,7 +368,6 @@ def check_class_weights(name: str, weight: Tensor, vocab_size: int, on_meta: boo
 
 
 def _check_weighted(weight: Tensor, input: Tensor, options: Options, buffer: Tensor | None) -> None:
-    """Raise if class weights are on another device than input, or exclude another argument."""
     if weight.device != input.device:
         raise ValueError(f"input is on {input.device}, weight on {weight.device}")
     others = {

@@ -2,14 +2,13 @@
 
 Tokens depend on each other only in the sum over tokens of d_weight. So if the exponentials of all tokens do not fit the budget,
 forward finishes one group of tokens before it begins another: exponentials and log-sum-exp, statistics merged over the ranks,
-d_hidden, and the group's part of d_weight, which is added to the sum of the previous groups. Nothing is computed twice. Each
-group reads and writes d_weight once more. With many groups, the sum of d_weight has 8 additional bits.
+d_hidden, and the group's part of d_weight, which is added to the sum of the previous groups. With many groups, this sum has 8
+additional bits.
 
-Forward does not know the upstream gradient. The upstream gradient of a reduced loss is a scalar: backward multiplies by it, and
-the kernel returns early if it is 1. The upstream gradients of per-token losses are expected to be proportional to weights:
-backward multiplies d_hidden of each token by the token's own upstream gradient, and d_weight by the common factor if the device
-finds one. Otherwise it sets d_weight to 0 and recomputes the logits' gradients for d_weight alone, on Triton by launches that
-return early if there is a common factor. A second backward recomputes everything.
+Forward does not know the upstream gradient. If it is a scalar, backward multiplies by it. Those of per-token losses are
+expected to be proportional to weights: backward multiplies d_hidden of each token by its own, and d_weight by the common factor
+if the device finds one. Otherwise it recomputes d_weight, on Triton by launches that return early if there is a common factor.
+A second backward recomputes everything.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from cce_dist.autograd import (
     build,
+    define,
     differentiable_once,
     flat,
     head_gradients,
@@ -33,7 +33,7 @@ from cce_dist.autograd import (
 from cce_dist.call import Call, concrete, numbers_of
 from cce_dist.debug_ranks import check_labels
 from cce_dist.decide import Way, of_rows
-from cce_dist.given import Found, Given
+from cce_dist.given import Given
 from cce_dist.kernels import IGNORED, Grads, Operands, Softmax, accumulator, widened
 from cce_dist.kernels.backends import named
 from cce_dist.kernels.dry_run import compile_ahead
@@ -49,7 +49,7 @@ MIN_WEIGHT = 2.0**-40
 _SCALED = 8 << 20  # bytes of a gradient that plain torch scales at a time
 
 
-def one_pass(given: Given) -> Found:
+def one_pass(given: Given) -> tuple[Tensor, None]:
     """Compute a loss whose forward computes its gradients, too. Differentiable once."""
     x, options = given.x, given.options
     divides = isinstance(options.num_tokens, Tensor) and options.num_tokens.requires_grad and torch.is_grad_enabled()
@@ -63,17 +63,14 @@ def one_pass(given: Given) -> Found:
         else:
             divisor = torch.full((), float(divisor), dtype=accumulator(x.hidden.dtype), device=x.hidden.device)
     if given.call.way.passes == "operator":
-        assert divisor is not None
         loss = _by_operator(given, divisor)
     else:
         task = Task(given.terms, divisor, given.expected_N, given.call)
         loss = _InGroups.apply(task, x.ids, given.grad_weight_out, x.hidden, x.weight, *x.head.tensors.values())
-    return Found(loss / number if divides else loss)  # type: ignore[arg-type, operator]
+    return loss / number if divides else loss, None  # type: ignore[operator]
 
 
 class Task(NamedTuple):
-    """What one pass computes, besides its operands."""
-
     terms: Terms
     divisor: Tensor | None  # 0-d, on the operands' device; None: losses are per token
     expected_N: Tensor | None  # weights that the upstream gradients are expected to be proportional to; None: equal
@@ -92,8 +89,6 @@ class _ForwardGradients(NamedTuple):
 
 
 class _InGroups(torch.autograd.Function):
-    """The autograd function of one pass. Autograd does not look into lists, so the head's tensors come last."""
-
     @staticmethod
     def forward(
         ctx, task: Task, labels: Tensor, grad_weight_out: Tensor | None, hidden: Tensor, weight: Tensor, *head: Tensor
@@ -169,7 +164,6 @@ def _recompute_weight_gradients(
     upstream_N: Tensor,
     task: Task,
 ) -> None:
-    """Recompute the gradients of weight and bias and add them. Triton's launches return early if no token has a label."""
     hidden, weight, head = operands
     backend, spec = named(task.call.way.backend), task.call.spec
     with without_autocast(hidden.device.type):
@@ -275,15 +269,8 @@ def _finish(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Compute one group of tokens: write its outputs and d_hidden, and add its part to d_weight if there is one.
 
-    The exponentials of the group are freed at the end.
-
-    Args:
-        expected_N: Expected upstream gradients.
-        outputs: The losses, [N], and the softmax without entropy.
-        grads: The wanted gradients, with the tensors that take d_hidden and d_weight.
-
-    Returns:
-        A new d_weight, and d_bias; None for what is not wanted or not new.
+    The exponentials of the group are freed at the end. ``outputs`` are the losses, [N], and the softmax without entropy. Return
+    a new d_weight, and d_bias; None for what is not wanted or not new.
     """
     backend, spec = named(call.way.backend), call.spec
     if ranks.size == 1:
@@ -305,13 +292,11 @@ def _finish(
     return d_weight, d_bias
 
 
-# A graph of torch.compile takes the loss and its gradients as one operator. Its forward computes the gradients: group by group
-# if the exponentials do not fit the budget, else by running forward and backward one after the other. Its backward multiplies
-# the gradients by the upstream gradient.
+# A graph of torch.compile takes the loss and its gradients as one operator. Its forward computes the gradients, group by group
+# or by running forward and backward one after the other. Its backward multiplies them by the upstream gradient.
 
 
-def _by_operator(given: Given, divisor: Tensor) -> Tensor:
-    """Return a reduced loss by an operator that torch.compile takes into its graph."""
+def _by_operator(given: Given, divisor: Tensor | None) -> Tensor:
     x, terms, options, call = given.x, given.terms, given.options, given.call
     call = call._replace(way=Way())
     assert not isinstance(terms.z_loss_weight, Tensor)
@@ -375,14 +360,13 @@ def _gradients_times(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     return d_hidden, d_weight, d_head, *(None,) * (ctx.num_inputs - 3)
 
 
-_LIBRARY = torch.library.Library("cce_dist", "FRAGMENT")  # the operator exists as long as this object
-_LIBRARY.define(
-    "loss_and_gradients(Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor divisor, Tensor? class_weight, "
+define(
+    "loss_and_gradients",
+    "(Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor divisor, Tensor? class_weight, "
     f"float z_loss_weight, float label_smoothing, bool[] want, {', '.join(schema(Call))}, Tensor? numbers) "
-    "-> (Tensor, Tensor, Tensor, Tensor[])"
-)
-_LIBRARY.impl("loss_and_gradients", _loss_and_gradients, "CompositeExplicitAutograd")
-torch.library.register_fake("cce_dist::loss_and_gradients", _loss_and_gradients_fake, lib=_LIBRARY)
-torch.library.register_autograd(
-    "cce_dist::loss_and_gradients", _gradients_times, setup_context=_save_gradients, lib=_LIBRARY
+    "-> (Tensor, Tensor, Tensor, Tensor[])",
+    _loss_and_gradients,
+    _loss_and_gradients_fake,
+    _gradients_times,
+    _save_gradients,
 )

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from cce_dist import checks, debug_ranks, kept_ids, kept_op, op, operands, terms
+from cce_dist import checks, debug_ranks, kept_ids, op, operands, terms
 from cce_dist.call import Backend, Call, InputGrad, Options, checked, is_symbol, numbers_of
 from cce_dist.kept_ids import KeptIds
 from cce_dist.kernels import Operands, ShardLogits, Spec, Want
@@ -169,9 +168,9 @@ def linear_log_probs(
     if numbers is not None:
         # Divided here: before 2.13, torch compiles anew for each value of a symbol that no operator takes by itself.
         numbers = torch.stack((numbers[0] / numbers[1], numbers[2]))
-    debug_ranks.check_ranks(shard)
+    debug_ranks.check_ranks(shard, call.debug)
     if kept is not None:
-        nll, lse, entropies = kept_op.forward(x, kept, grad_weight_out, call, numbers)
+        nll, lse, entropies = kept_ids.forward(x, kept, grad_weight_out, call, numbers)
         out = LogProbs((0.0 - nll).view(ids.shape), lse.view(tokens), entropies.view(tokens) if entropy else None)
         return _with_mass(out, x, kept, call, numbers) if kept_mass else out
     if not torch.compiler.is_compiling():
@@ -188,7 +187,6 @@ def linear_log_probs(
 
 @torch.no_grad()
 def _with_mass(out: LogProbs, x: Operands, kept: KeptIds, call: Call, numbers: Tensor | None) -> LogProbs:
-    """Add the outputs of ``kept_mass``, by a forward pass over the whole vocabulary."""
     ids = x.ids.masked_fill(kept_ids.is_empty(kept), call.spec.ignore_index)
     sweep = call._replace(spec=call.spec._replace(want=Want(grad=False)))
     found = op.forward(x._replace(ids=ids), None, sweep, numbers)
@@ -232,12 +230,9 @@ def _check_kept(kept: KeptIds, x: Operands, options: Options) -> None:
 
 
 def _factor(check: Callable[[str, Any], float], name: str, value: Any) -> float | Tensor:
-    """Return a number as a float, or a tensor whose values are checked later."""
     if not isinstance(value, Tensor):
         return check(name, value)
     checks.tensors({name: value})
-    if isinstance(value, DTensor):
-        raise TypeError(f"{name} is a DTensor: pass its local tensor (to_local())")
     if value.requires_grad:
         raise TypeError(f"{name} gets no gradient: pass a number, or a tensor that does not require one")
     if not value.is_floating_point():

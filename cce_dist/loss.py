@@ -204,9 +204,9 @@ def linear_cross_entropy(
         workspace_bytes=workspace_bytes, expected_weights=expected_weights, grad_weight_out=grad_weight_out,
         token_loss=token_loss, token_inputs=token_inputs,
     )  # fmt: skip
-    debug_ranks.check_ranks(given.shard)
-    found = op.two_passes(given) if given.call.way.passes == "two" else groups.one_pass(given)
-    return given.shaped(found)
+    debug_ranks.check_ranks(given.shard, given.call.debug)
+    loss, outputs = op.two_passes(given) if given.call.way.passes == "two" else groups.one_pass(given)
+    return given.shaped(loss, outputs)
 
 
 def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Unpack[ExplainOptions]) -> str:
@@ -235,4 +235,5 @@ def explain(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Unp
     sizes = decide.sizes_of_even_shard(
         given.x.hidden, given.x.num_tokens, given.shard.vocab_size, given.shard.group_size
     )
-    return decide.in_words(given.call.way, sizes, given.call.spec, given.where)
+    where = given.call.where(given.x.hidden, given.shard.group_size)
+    return decide.in_words(given.call.way, sizes, given.call.spec, where)

@@ -77,13 +77,6 @@ class Layout(NamedTuple):
 
 
 class Distributed:
-    """The communication of one call: its layout, with the group that its name stands for.
-
-    Attributes:
-        group: The vocabulary-parallel process group, or None.
-        size: The number of ranks of the group; 1 without a group.
-    """
-
     def __init__(self, layout: Layout) -> None:
         self.layout, self.group = layout, resolve(layout.group_name)
         self.size = 1 if self.group is None else self.group.size()
@@ -103,7 +96,6 @@ class Distributed:
         return [SequenceGather(slice_, self.group) for slice_ in hidden]
 
     def whole(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all tokens: with sequence parallelism gathered from the ranks' slices."""
         arriving = self.arriving(hidden)
         return arriving[0].wait() if arriving else hidden
 
@@ -114,7 +106,6 @@ class Distributed:
         return numbers_N.chunk(self.group.size())[self.group.rank()]
 
     def hidden_sum(self, num_tokens: int, rows: int | None) -> HiddenGradSum | None:
-        """Return the sum of d_hidden over the group for ``num_tokens`` tokens, or None if nothing is summed."""
         layout = self.layout
         if self.group is None or not layout.sums(self.size):
             return None
@@ -123,7 +114,6 @@ class Distributed:
 
 
 def gather_sequence(local_hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather the ranks' slices of dim 0 (sequence parallelism). [N/T, D] -> [N, D]."""
     return SequenceGather(local_hidden, group).wait()
 
 
@@ -132,10 +122,7 @@ class SequenceGather:
 
     The constructor starts the gather on the communication stream, after the work queued on the current stream. ``wait`` makes
     the current stream, not the host, wait for the result. Both tensors are held until then, so that their memory is not reused.
-
-    Attributes:
-        local: This rank's slice.
-        here: The rows of this rank's slice in the result.
+    ``here`` are the rows of this rank's slice in the result.
     """
 
     def __init__(self, local_hidden: Tensor, group: dist.ProcessGroup) -> None:
@@ -180,21 +167,13 @@ class ScatterSum(torch.autograd.Function):
 class HiddenGradSum:
     """Sum d_hidden over the group, overlapped with the computation of further rows.
 
-    If all rows become final together, one collective sums N D elements: an all-reduce, or with sequence parallelism a
-    reduce-scatter that leaves this rank's slice. If ``rows`` tokens become final at a time, there is one collective per chunk:
-    an all-reduce, or with sequence parallelism a reduce of each slice to its owner, because tokens are finished in order and a
-    reduce-scatter would need a part of every slice. The chunks follow from the arguments alone, so all ranks agree on them.
+    If all rows become final together, one collective sums N D elements: an all-reduce, or with ``scatter`` a reduce-scatter
+    that leaves this rank's slice. If ``rows`` tokens become final at a time, there is one collective per chunk: an all-reduce,
+    or with ``scatter`` a reduce of each slice to its owner, because tokens are finished in order and a reduce-scatter would
+    need a part of every slice. The chunks follow from the arguments alone, so all ranks agree on them.
 
-    Call ``start`` with all rows of d_hidden that are final so far, at last with all N rows. It returns at once; the collectives
-    run on the communication stream, after the work queued on the current stream. ``wait`` makes the current stream, not the
-    host, wait, and returns the result in d_hidden's dtype. Tensors that the communication stream reads are held until then.
-
-    Args:
-        group: The ranks.
-        scatter: Whether to return this rank's slice only.
-        dtype: Dtype of the sum; None: d_hidden's dtype.
-        num_tokens: N.
-        rows: Number of tokens that become final at a time, identical on every rank; None: all.
+    Call ``start`` with all rows of d_hidden that are final so far, at last with all rows. Streams, ``wait`` and the life of
+    tensors are as in ``SequenceGather``; the result has d_hidden's dtype.
     """
 
     def __init__(
@@ -294,11 +273,7 @@ def assert_ranks_agree(
 ) -> None:
     """Raise on every rank if a rank passes an error, if facts differ, or if rows do not tile the vocabulary.
 
-    This is a collective. It runs with CCE_DIST_DEBUG=1, and on CPUs for the ``teacher_ids`` of a split teacher.
-
-    Raises:
-        ValueError, TypeError, IndexError: A rank's error of this type.
-        RuntimeError: A rank's error of another type, the first fact that differs with each rank's value, or a gap.
+    This is a collective. An error of another type than ValueError, TypeError and IndexError becomes a RuntimeError.
     """
     calls: list = [None] * group.size()
     failure = None if error is None else (type(error).__name__, str(error))
@@ -342,6 +317,5 @@ def tell(function: str, group: Any, error: Exception) -> None:
 
 
 def digest(values: Tensor) -> str:
-    """Return a hash of a tensor's bytes."""
     values = values.detach().resolve_neg().cpu().contiguous()
     return hashlib.blake2b(ctypes.string_at(values.data_ptr(), values.nbytes), digest_size=8).hexdigest()

@@ -1,8 +1,7 @@
 """The forward and backward operator behind loss and log-probabilities: one shard's arithmetic, merged over the group.
 
-torch.compile calls them through torch.library (fakes give the shapes), eager calls directly. They are differentiable once. A
-``Call`` passes all options as plain values. ``run_forward`` and ``run_backward`` are the algorithm: a backend
-(``kernels/backends.py``) does the shard's arithmetic, and ``merge`` the communication.
+``run_forward`` and ``run_backward`` are the algorithm: a backend (``kernels/backends.py``) does the shard's arithmetic, and
+``merge`` the communication. torch.compile calls them through torch.library (fakes give the shapes), eager calls directly.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from cce_dist import merge
 from cce_dist.autograd import Operator, build, without_autocast
 from cce_dist.call import Call
 from cce_dist.debug_ranks import check_labels
-from cce_dist.given import Found, Given
-from cce_dist.kernels import Cells, Gradients, Grads, Operands, Softmax, Spec, Upstream, accumulator
+from cce_dist.given import Given
+from cce_dist.kernels import Cells, Gradients, Grads, Head, Operands, Softmax, Spec, Upstream, accumulator
 from cce_dist.kernels.backends import Backend, named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.outputs import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
@@ -53,12 +52,8 @@ def run_forward(
 ) -> tuple[Any, ...]:
     """Compute per-token statistics over the whole vocabulary: 0 for ignored labels, NaN for labels outside the vocabulary.
 
-    Args:
-        head: The tensors of ``Head`` that ``call`` names.
-        labels: [N], or [N, I] with several ids per token.
-
-    Returns:
-        The losses of ``Outputs`` (None if not wanted), a list of its other wanted tensors, and ``Saved`` as a list.
+    ``head`` has the tensors that ``call`` names; labels are [N], or [N, I] with several ids per token. Return the losses of
+    ``Outputs`` (None if not wanted), a list of its other wanted tensors, and ``Saved`` as a list.
     """
     ranks = Distributed(call.layout)
     call = call.decided(hidden, labels.shape[0], ranks.size)
@@ -76,7 +71,7 @@ def run_forward(
         if spec.several:
             cells = Cells(ids.view(-1, spec.num_ids))
             ids = any_id(cells.ids_NI)
-        x = _prepared(x, ids, cells, order)
+        x = operands_of(hidden, weight, head, ids, spec, cells, order)
         if ranks.size == 1 and not arriving:
             found, softmax, stats_TKN, saved = backend.losses_alone(x, spec)
         else:
@@ -99,18 +94,14 @@ def run_forward(
 
 
 def operands_of(
-    hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec, cells: Cells | None = None
-) -> Operands:
-    """Return the operands of a shard. ``head`` has the tensors that ``spec`` names."""
-    return _prepared(Operands.of(hidden, weight, ids, spec.logits, **spec.logits.named(head)), ids, cells, None)
-
-
-def _prepared(x: Operands, ids: Tensor, cells: Cells | None, order: list[Tensor] | None) -> Operands:
-    """Replace labels by ids, and the factors of ignored tokens, which may hold anything, by 1."""
-    head = x.head
-    if head.factors is not None:
-        head = head._replace(factors=torch.where(ids[:, None] >= 0, head.factors, 1.0))
-    return Operands(x.hidden, x.weight, head, ids, x.start, x.num_valid, cells, order)
+    hidden: Tensor, weight: Tensor, head: list[Tensor], ids: Tensor, spec: Spec, cells: Cells | None = None,
+    order: list[Tensor] | None = None,
+) -> Operands:  # fmt: skip
+    """Return the operands of a shard, with 1 in place of the factors of ignored tokens, which may hold anything."""
+    logits, tensors = spec.logits, spec.logits.named(head)
+    if "factors" in tensors:
+        tensors["factors"] = torch.where(ids[:, None] >= 0, tensors["factors"], 1.0)
+    return Operands(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid, cells, order)
 
 
 def _statistics_on_arrival(
@@ -166,14 +157,7 @@ def summed(
     gradients: Callable[[Grads], Gradients], want: list[bool], grad_weight_out: Tensor | None,
     ranks: Distributed, num_tokens: int, rows: int | None = None,
 ) -> Gradients:  # fmt: skip
-    """Return the wanted gradients, with d_hidden summed over the ranks as soon as it is final.
-
-    Args:
-        gradients: Computes this rank's gradients.
-        want: Whether hidden states, weight and each tensor of the head get a gradient.
-        num_tokens: Number of tokens of all slices.
-        rows: ``Grads.ready_rows``.
-    """
+    """Return the wanted gradients of ``num_tokens`` tokens, with d_hidden summed over the ranks as soon as it is final."""
     want_hidden, want_weight, *want_head = want
     hidden_sum = ranks.hidden_sum(num_tokens, rows)
     start_sum = None if hidden_sum is None else hidden_sum.start
@@ -226,13 +210,12 @@ _forward, _backward = _OPERATOR.register(_forward_fake)
 
 
 def forward(x: Operands, grad_weight_out: Tensor | None, call: Call, numbers: Tensor | None = None) -> Outputs:
-    """Call the operator. ``x.ids`` are the labels; ``numbers`` comes from ``numbers_of``. See ``run_forward``."""
     tensors = (x.hidden, x.weight, [*x.head.tensors.values()], x.ids, grad_weight_out)
-    found = _OPERATOR.apply(*tensors, call=call, needs_grad=call.spec.want.grad, numbers=numbers)
+    found = _OPERATOR.apply(*tensors, call=call, numbers=numbers)
     return Outputs.of(found, call.spec.want)
 
 
-def two_passes(given: Given) -> Found:
+def two_passes(given: Given) -> tuple[Tensor, Outputs]:
     """Compute a loss whose backward is a pass of its own. Autograd differentiates the algebra on [N] numbers."""
     found = forward(given.x, given.grad_weight_out, given.call, given.numbers)
-    return Found(given.loss(found), found)
+    return given.loss(found), found

@@ -21,13 +21,7 @@ def prepare(
     input: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, buffer: Tensor | None, shard: VocabShard | None,
     logit_scale: float, options: Options, on_meta: bool = False,
 ) -> tuple[Operands, VocabShard, ShardLogits]:  # fmt: skip
-    """Check the tensors, apply autocast, and return the operands of the kernels, the shard, and how it makes logits.
-
-    Args:
-        labels: One id per token; ``linear_log_probs`` also takes several.
-        buffer: ``grad_weight_out``.
-        on_meta: Whether all tensors may be on "meta".
-    """
+    """Check the tensors, apply autocast, and return the operands of the kernels, the shard, and how it makes logits."""
     dtypes = (*DTYPES, torch.float64) if options.labels == "target" else DTYPES
     head = head_of(input, weight, bias, shard, on_meta, dtypes)
     if buffer is not None:
@@ -52,14 +46,11 @@ def flat_ids(labels: Tensor, several: bool = False) -> Tensor:
 
 
 def logits_of(shard: VocabShard, logit_scale: float, softcap: float | None, tensors: Iterable[str]) -> ShardLogits:
-    """Return the plain values that define a shard's logits. ``tensors`` are names of tensors in ``kernels.Head``."""
     softcap = 0.0 if softcap is None else concrete(softcap)
     return ShardLogits(shard.start, shard.num_valid, concrete(logit_scale), softcap, " ".join(tensors))
 
 
 class LocalHead(NamedTuple):
-    """The tensors of one head on this rank, and their shard."""
-
     input: Tensor  # [..., D]
     weight: Tensor  # [V_r, D]
     bias: Tensor | None  # [V_r]
@@ -107,10 +98,6 @@ def head_of(
         )
     if input.shape[-1] == 0:
         raise ValueError(f"input has hidden size 0, got {tuple(input.shape)}")
-    if not weight.is_floating_point():
-        raise TypeError(
-            f"linear_weight is {weight.dtype}: pass floating-point numbers, for a quantized weight the dequantized ones"
-        )
     if input.dtype != weight.dtype:
         raise TypeError(f"input is {input.dtype}, linear_weight {weight.dtype}: cast one, or use autocast")
     for name, tensor in (("input", input), ("linear_bias", bias)):
@@ -125,14 +112,9 @@ def head_of(
 
 
 def call_of(x: Operands, spec: Spec, shard: VocabShard, options: Options, needs_kernels: bool = False) -> Call:
-    """Return the ``Call`` of a public function, with the backend chosen."""
     forced, debug = environment()
-    backend = choose_backend(options.backend, forced, device_type(x.hidden), x.hidden.dtype, needs_kernels)
+    backend = choose_backend(options.backend, forced, x.hidden.device.type, x.hidden.dtype, needs_kernels)
     return Call(spec, layout_of(shard, options), backend, debug, options.labels)
-
-
-def device_type(tensor: Tensor) -> str:
-    return "cuda" if tensor.is_cuda else tensor.device.type
 
 
 @torch.compiler.assume_constant_result
@@ -146,7 +128,6 @@ def _needs_local(name: str) -> str:
 
 
 def _check_labels(labels: Tensor, head: LocalHead, options: Options) -> None:
-    """Raise unless labels are integers on input's device, [...] or, with ``linear_log_probs``, [..., K]."""
     name, input = options.labels, head.input
     if isinstance(labels, DTensor):
         raise TypeError(_needs_local(name))
@@ -164,7 +145,6 @@ def _check_labels(labels: Tensor, head: LocalHead, options: Options) -> None:
 
 
 def shape_of_tokens(head: LocalHead, sequence_parallel: bool) -> tuple[int, ...]:
-    """Return the leading dimensions of input; with sequence parallelism of all ranks' slices together."""
     shape = tuple(head.input.shape[:-1])
     if not sequence_parallel:
         return shape
@@ -176,7 +156,6 @@ def shape_of_tokens(head: LocalHead, sequence_parallel: bool) -> tuple[int, ...]
 def check_shape(
     name: str, tensor: Tensor, tokens: tuple[int, ...], wanted: str, head: LocalHead, sequence_parallel: bool
 ) -> None:
-    """Raise unless a tensor has the shape ``tokens``. ``wanted`` describes the allowed shapes in the message."""
     if tuple(tensor.shape) != tokens:
         whole = f" ({head.shard.group_size} slices of dim 0)" if sequence_parallel else ""
         raise ValueError(

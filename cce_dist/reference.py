@@ -1,7 +1,6 @@
 """Dense versions of the loss, its filter, log-probabilities and divergences: the specification, and what tests compare with.
 
-They take any dtype and one process with the whole vocabulary. Clarity counts, not speed. They share no code with the code under
-test.
+They take any dtype and one process with the whole vocabulary. They share no code with the code under test.
 """
 
 from __future__ import annotations
@@ -117,7 +116,6 @@ def log_probs(
 
 
 def _log_probs_of_lists(z: Tensor, ids: Tensor, counts: Tensor, kept: KeptIds) -> LogProbs:
-    """Compute the outputs of ``kept`` and ``kept_mass``, one token at a time."""
     offsets, labels = kept.offsets.tolist(), ids.flatten().tolist()
     whole = [] if kept.whole is None else kept.whole.tolist()
     rows = [z.new_zeros(5, 0)]

@@ -106,7 +106,6 @@ class VocabShard:
             merge.check_alive(self.group)
 
     def check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Raise unless weight [V_r, D] and bias [V_r] have ``num_rows`` rows and the group is there."""
         self.check_group()
         rows = weight.shape[0]
         if self.num_rows != rows:
@@ -179,7 +178,6 @@ def check_alone() -> None:
 
 
 def _check_member(group: Any) -> None:
-    """Raise unless ``group`` is a process group with this rank as a member."""
     member = group is not dist.GroupMember.NON_GROUP_MEMBER
     if member:
         kind("group", group, dist.ProcessGroup)
@@ -212,7 +210,6 @@ _made_once = lru_cache(maxsize=64)(VocabShard)
 def local_rows(
     weight: torch.Tensor, bias: torch.Tensor | None, shard: VocabShard | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, VocabShard]:
-    """Return the local tensors of weight and bias and their shard, for plain tensors or DTensors."""
     if weight.dim() != 2:
         flat = (
             ": a weight that ZeRO-3 or FSDP1 has freed? It is whole only in the forward of the module that owns it "

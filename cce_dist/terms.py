@@ -38,7 +38,6 @@ class Terms(NamedTuple):
         return self._replace(weight_N=weight_N, token=None if self.token is None else self.token.of_tokens(part))
 
     def losses(self, nll_N: Tensor, lse_N: Tensor, uniform_nll_N: Any) -> Tensor:
-        """Return the tokens' losses, without a ``token`` function; uniform_nll_N may be None without smoothing."""
         loss_N, smoothing = nll_N, self.label_smoothing
         if smoothing:
             loss_N = (1 - smoothing) * loss_N
@@ -118,10 +117,9 @@ def _dot(x: Tensor, d_x: Tensor | None) -> Tensor:
 def with_factors(
     x: Operands, logit_scale: float | Tensor, temperature: float | Tensor, tokens: torch.Size, ignore_index: int
 ) -> Operands:
-    """Return the operands with per-token factors before and after the softcap. An invalid factor becomes NaN.
+    """Return the operands with per-token factors before and after the softcap.
 
-    Raises:
-        ValueError: A factor of a token that counts is invalid (on a CPU, or with CCE_DIST_DEBUG=1).
+    An invalid factor becomes NaN. On a CPU, or with CCE_DIST_DEBUG=1, it raises ValueError if its token counts.
     """
     counts = x.ids != ignore_index
     counts = counts.any(1) if counts.dim() == 2 else counts
@@ -139,7 +137,6 @@ def with_factors(
 
 
 def _in_fp32(name: str, wide_N: Tensor, counts_N: Tensor | None, positive: bool = False) -> Tensor:
-    """Return float64 numbers, with NaN for those that fp32 cannot hold. Raise if ``counts_N`` has such a token."""
     good_N = (wide_N >= (checks.SMALLEST if positive else -checks.LARGEST)) & (wide_N <= checks.LARGEST)
     bad: Any = () if counts_N is None else (~good_N & counts_N).nonzero()
     if len(bad):
@@ -162,11 +159,7 @@ def _of_tokens(name: str, value: float | Tensor, x: Operands, tokens: torch.Size
 
 
 class ClassWeights:
-    """Weights of the classes, for one call.
-
-    Attributes:
-        of_labels: [N] fp32 weight of each token's label; 0 where the label is ignored.
-    """
+    """Weights of the classes, for one call. ``of_labels`` [N] are the labels' weights, 0 where a label is ignored."""
 
     def __init__(self, weight: Tensor, x: Operands, shard: VocabShard, ignore_index: int) -> None:
         self.weight, self.x, self.shard = weight.to(accumulator(x.hidden.dtype)), x, shard

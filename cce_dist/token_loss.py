@@ -99,12 +99,12 @@ class TokenLoss(NamedTuple):
     def differentiated(
         self, nll_N: Tensor, entropy_N: Tensor | None, ids_N: Tensor, upstream_N: Tensor
     ) -> tuple[Tensor, Upstream]:
-        """Return the losses, and the gradients of nll and entropy."""
         leaves = [x.detach().requires_grad_() for x in (nll_N, entropy_N) if x is not None]
         # The hooks replace a checkpoint's, which would compute the whole forward again for each group. torch.func allows none.
         top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
         has_hooks = top_hooks(True) is not None
-        with torch.enable_grad(), saved_tensors_hooks(_packed, _unpacked) if has_hooks else nullcontext():
+        hooks = saved_tensors_hooks(lambda x: (x, x._version), _unpacked) if has_hooks else nullcontext()
+        with torch.enable_grad(), hooks:
             losses_N = self.losses(leaves[0], leaves[1] if self.needs_entropy else None, ids_N >= 0)
             gradients: Any = [None] * len(leaves)
             if losses_N.requires_grad:
@@ -113,7 +113,6 @@ class TokenLoss(NamedTuple):
         return losses_N.detach(), Upstream(nll=gradient, entropy=gradients[1] if self.needs_entropy else None)
 
     def check_gradient(self) -> None:
-        """Raise ValueError if no group's losses have a gradient. The budget decides how many groups there are."""
         found = any(self.have_gradient)
         self.have_gradient.clear()
         if not found:
@@ -122,13 +121,11 @@ class TokenLoss(NamedTuple):
             )
 
     def output(self, loss: Tensor, shape: torch.Size) -> TokenLossOutput:
-        """Return the loss, and the outputs of all groups in ``shape``."""
         groups = self.outputs or []
         joined = tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts).view(shape), *groups)
         return TokenLossOutput(loss, *joined)
 
     def _call(self, log_probs_N: Tensor, entropy_N: Tensor | None) -> tuple[Tensor, Any]:
-        """Call the function, and return its losses and metrics. Raise unless the losses are fp32 or float64."""
         # The function may change copies in place. log_probs_N and entropy_N are outputs too.
         copies = (None if numbers is None else numbers.clone() for numbers in (log_probs_N, entropy_N))
         try:
@@ -142,7 +139,6 @@ class TokenLoss(NamedTuple):
         return losses_N, metrics
 
     def _explained(self, error: TypeError) -> TypeError:
-        """Return an error that says what the function is called with, if that is what the error is about."""
         how = f"token_loss is called with log_probs, entropy and {len(self.inputs)} token_inputs"
         try:
             inspect.signature(self.function).bind(None, None, *self.inputs)
@@ -169,7 +165,6 @@ class TokenLoss(NamedTuple):
     def _check_elementwise(
         self, losses_N: Tensor, log_probs_N: Tensor, entropy_N: Tensor | None, counts_N: Tensor
     ) -> None:
-        """Raise ValueError unless the function returns the same losses for each half of the tokens alone."""
         half = len(losses_N) // 2
         for part in (slice(0, half), slice(half, None)):
             entropy = None if entropy_N is None else entropy_N.detach()[part]
@@ -213,10 +208,6 @@ def checked_token_loss(
     return TokenLoss(function, tuple(values.reshape(-1) for values in inputs), needs_entropy, debug, outputs, [])
 
 
-def _packed(saved: Tensor) -> tuple[Tensor, int]:
-    return saved, saved._version
-
-
 def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
     """Return a saved tensor. Autograd does not check the versions of tensors with hooks."""
     saved, version = packed
@@ -226,7 +217,6 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
 
 
 def _check_leaves(losses_N: Tensor, arguments: tuple[Tensor | None, ...]) -> None:
-    """Raise ValueError if the losses depend on a tensor that requires a gradient, other than through the arguments."""
     done = [values.grad_fn for values in arguments if values is not None]
     for leaf in leaves_of(losses_N, done):
         if not any(leaf is values for values in arguments):

@@ -1,32 +1,39 @@
-"""linear_kl_divergence: KL and other divergences of two heads from hidden states, without the logits of either."""
+"""linear_kl_divergence: KL and other divergences of two heads from hidden states, without the logits of either.
+
+``_run_forward`` and ``_run_backward`` are the algorithm, structured like ``op.py`` for the loss.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cce_dist import checks, debug_ranks, merge
+from cce_dist.autograd import Operator, build, without_autocast
 from cce_dist.call import Backend, InputGrad, Options, Reduction, checked, concrete, layout_of, numbers_of
-from cce_dist.decide import choose_backend
-from cce_dist.divergence import op as divergence_op
-from cce_dist.divergence.op import PUBLIC_NAME, DivergenceCall
-from cce_dist.kernels.divergence.heads import KINDS, Divergence
+from cce_dist.decide import Way, Where, choose_backend, decide_heads
+from cce_dist.kernels import IGNORED, Gradients, Grads, Operands
+from cce_dist.kernels.divergence import dense as dense_heads
+from cce_dist.kernels.divergence import heads
+from cce_dist.kernels.divergence.heads import KINDS, Divergence, Heads, Pair, sizes_of
+from cce_dist.merge import Distributed, Layout
+from cce_dist.op import summed
 from cce_dist.operands import (
     LocalHead,
     check_buffer,
     check_shape,
-    device_type,
     environment,
     head_of,
     logits_of,
     shape_of_tokens,
 )
-from cce_dist.shard import VocabShard
+from cce_dist.shard import VocabShard, even_rows
 
 
 @debug_ranks.errors_reach_all_ranks
@@ -186,14 +193,16 @@ def linear_kl_divergence(
         spec,
         student.shard.vocab_size,
         layout_of(student.shard, options),
-        choose_backend(options.backend, forced_backend, device_type(student.input), student.input.dtype),
+        choose_backend(options.backend, forced_backend, student.input.device.type, student.input.dtype),
     )
-    debug_ranks.check_ranks(student.shard)
-    value = divergence_op.forward(
-        hidden, weight, [*head.values()], mask.reshape(-1), teacher_hidden, teacher_weight, [*teacher_head.values()],
-        grad_weight_out, call=call,
-        numbers=numbers_of(options.logit_scale, options.softcap, teacher_options.logit_scale, teacher_options.softcap, beta),
+    debug_ranks.check_ranks(student.shard, debug)
+    tensors = (
+        hidden, weight, [*head.values()], mask.reshape(-1), teacher_hidden, teacher_weight, [*teacher_head.values()]
     )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        call = decided(call, *tensors)
+    both = options.logit_scale, options.softcap, teacher_options.logit_scale, teacher_options.softcap
+    value = _OPERATOR.apply(*tensors, grad_weight_out, call=call, numbers=numbers_of(*both, beta))[0]
     if reduction == "none":
         return value.view(mask.shape)
     return value.sum() if reduction == "sum" else value.sum() / mask.sum().clamp(min=1)
@@ -224,7 +233,6 @@ def _beta(value: Any) -> float:
 
 
 def _heads(student: Any, teacher: Any, teacher_ids: Any, debug: bool) -> tuple[LocalHead, LocalHead]:
-    """Check input, weight, bias and shard of both heads, and return them; the teacher's tensors are detached."""
     student = head_of(*student)
     input, weight, bias, shard = teacher
     if teacher_ids is None and shard is None and isinstance(weight, Tensor) and not isinstance(weight, DTensor):
@@ -256,7 +264,7 @@ def _heads(student: Any, teacher: Any, teacher_ids: Any, debug: bool) -> tuple[L
 def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -> LocalHead:
     """Copy the teacher's rows of the student's ids on this rank. ``shard`` is the student's."""
     checks.tensors({"teacher_ids": ids})
-    if isinstance(ids, DTensor) or ids.dtype not in (torch.int64, torch.int32) or ids.shape != (shard.vocab_size,):
+    if ids.dtype not in (torch.int64, torch.int32) or ids.shape != (shard.vocab_size,):
         raise ValueError(
             f"teacher_ids must be a plain tensor [{shard.vocab_size}], int64 or int32, one for each id of the student, got "
             f"{ids.dtype} {tuple(ids.shape)}"
@@ -278,7 +286,7 @@ def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -
         error = None if good.all() else _wrong_id(ids, int((~good).nonzero()[0]), own)
         # A row may be missing on this rank alone. With CCE_DIST_DEBUG=1 the other ranks learn of it elsewhere.
         if own.group is not None and not debug:
-            merge.assert_ranks_agree(PUBLIC_NAME, {}, (0, 0), own.group, 0, error)
+            merge.assert_ranks_agree("linear_kl_divergence", {}, (0, 0), own.group, 0, error)
         if error is not None:
             raise error
     good, rows = good[shard.start : stop], rows[shard.start : stop]
@@ -293,7 +301,6 @@ def _rows_of_ids(teacher: LocalHead, ids: Any, shard: VocabShard, debug: bool) -
 
 
 def _wrong_id(ids: Tensor, place: int, own: VocabShard) -> Exception:
-    """Return the error for the invalid id at ``place``. ``own`` is the teacher's shard."""
     found = f"teacher_ids[{place}] is {int(ids[place])}"
     if not 0 <= ids[place] < own.vocab_size:
         return IndexError(f"{found}: not in [0, {own.vocab_size}), the teacher's vocabulary")
@@ -308,7 +315,6 @@ def _wrong_id(ids: Tensor, place: int, own: VocabShard) -> Exception:
 
 
 def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
-    """Raise ValueError unless both shards have one group and cover the same ids, apart from padding."""
     if shard.vocab_size != teacher.vocab_size:
         raise ValueError(
             f"shard has a vocabulary of {shard.vocab_size} ids, teacher_shard a vocabulary of {teacher.vocab_size}"
@@ -324,7 +330,6 @@ def _check_same_ids(shard: VocabShard, teacher: VocabShard) -> None:
 
 
 def _mask(mask: Tensor | None, student: LocalHead, sequence_parallel: bool) -> Tensor:
-    """Return the checked mask, or a mask of all tokens. bool, of the shape of all tokens."""
     tokens = shape_of_tokens(student, sequence_parallel)
     if mask is None:
         return torch.ones(tokens, dtype=torch.bool, device=student.input.device)
@@ -337,3 +342,121 @@ def _mask(mask: Tensor | None, student: LocalHead, sequence_parallel: bool) -> T
     if mask.device != student.input.device:
         raise ValueError(f"input is on {student.input.device}, mask on {mask.device}")
     return mask
+
+
+class DivergenceCall(NamedTuple):
+    spec: Divergence
+    vocab_size: int
+    layout: Layout = Layout()
+    backend: str = "torch"
+    way: Way = Way()
+
+    def with_numbers(self, numbers: Tensor) -> DivergenceCall:
+        """Replace placeholders by ``numbers``: the student's scale and softcap, the teacher's scale and softcap, beta."""
+        *pairs, beta = numbers.tolist()
+        student, teacher = self.spec.student, self.spec.teacher
+        student = student._replace(logit_scale=pairs[0], softcap=pairs[1])
+        teacher = teacher._replace(logit_scale=pairs[2], softcap=pairs[3])
+        return self._replace(spec=self.spec._replace(student=student, teacher=teacher, beta=beta))
+
+
+def _backend(call: DivergenceCall) -> ModuleType:
+    if call.backend == "torch":
+        return dense_heads
+    from cce_dist.kernels.divergence import kernels as divergence
+
+    return divergence
+
+
+def _run_forward(*given: Any) -> tuple[Tensor, list[Tensor]]:
+    """Return per-token divergences, [N] fp32, 0 for tokens that do not count; and a list of what backward needs."""
+    *operands, _, call = given
+    backend, ranks = _backend(call), Distributed(call.layout)
+    with without_autocast(operands[0].device.type):
+        call = decided(call, *operands)
+        x, spec = _gathered(*operands, call=call, ranks=ranks), call.spec
+
+        def merged(stats_5N: Tensor) -> Tensor:
+            return heads.merge(ranks.gather(stats_5N), spec)
+
+        merged_5N, sums_2N, kept = backend.statistics(x, spec, merged, call.way.groups.rows)
+        pair = heads.pair_of(merged_5N, spec)
+        value = pair.offset
+        if sums_2N is not None:
+            value, pair = heads.complete(pair, ranks.gather(sums_2N), spec)
+        value = value.masked_fill(x.student.ids < 0, 0.0)
+    return value, [torch.stack([numbers for numbers in pair if numbers is not None]), *kept]
+
+
+def _gathered(
+    hidden: Tensor, weight: Tensor, head: list[Tensor], mask: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+    teacher_head: list[Tensor], *, call: DivergenceCall, ranks: Distributed,
+) -> Heads:  # fmt: skip
+    arriving = ranks.arriving(hidden, teacher_hidden)
+    if arriving:
+        hidden, teacher_hidden = (gather.wait() for gather in arriving)
+    ids = torch.where(mask, 0, IGNORED)
+    return _operands((hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head), ids, call.spec)
+
+
+def _operands(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, spec: Divergence) -> Heads:
+    of_heads = zip((student, teacher), (spec.student, spec.teacher), strict=True)
+    return Heads(
+        *(Operands.of(hidden, weight, ids, logits, **logits.named(head)) for (hidden, weight, head), logits in of_heads)
+    )
+
+
+def _run_backward(d_values: list[Tensor | None], *given: Any) -> Gradients:
+    """Return the student's d_hidden, d_weight and d_bias; None if not wanted, or added to ``grad_weight_out``."""
+    *operands, saved, grad_weight_out, want, call = given
+    backend, ranks = _backend(call), Distributed(call.layout)
+    assert d_values[0] is not None
+    with without_autocast(d_values[0].device.type):
+        call = decided(call, *operands)
+        x = _gathered(*operands, call=call, ranks=ranks)
+        coef_N = d_values[0].masked_fill(x.student.ids < 0, 0.0)
+
+        def gradients(grads: Grads) -> Gradients:
+            return backend.gradients(x, Pair(*saved[0]), coef_N, saved[1:], grads, call.spec)
+
+        return summed(gradients, want, grad_weight_out, ranks, x.student.num_tokens, call.way.ready_rows or None)
+
+
+def decided(call: DivergenceCall, *operands: Any) -> DivergenceCall:
+    """Return the call with a way and its memory budget, unless it has a way."""
+    if call.way.backend:
+        return call
+    hidden, _, _, mask, teacher_hidden, *_ = operands
+    num_ranks = Distributed(call.layout).size
+    columns = even_rows(call.vocab_size, 0, num_ranks)[1]
+    sizes = sizes_of(mask.shape[0], hidden, columns, teacher_hidden)
+    summed = call.layout.sums(num_ranks)
+    way = decide_heads(sizes, call.spec, Where(call.backend, str(hidden.dtype), summed))
+    return call._replace(spec=call.spec._replace(workspace_bytes=way.workspace_bytes), way=way)
+
+
+def _forward_fake(hidden, weight, head, mask, teacher_hidden, teacher_weight, teacher_head, _, *flat):
+    call, num_tokens = build(DivergenceCall, iter(flat)), mask.shape[0]
+    ids = mask.new_empty(num_tokens, dtype=torch.int64)
+    # Under sequence parallelism the arguments are slices; the operands have all tokens.
+    whole, whole_teacher = (x.new_empty(num_tokens, x.shape[1]) for x in (hidden, teacher_hidden))
+    x = _operands((whole, weight, head), (whole_teacher, teacher_weight, teacher_head), ids, call.spec)
+    spec = decided(call, hidden, weight, head, mask, teacher_hidden).spec
+    pair_KN = hidden.new_empty((5 + (spec.kind in ("tv", "lk")), num_tokens), dtype=torch.float32)
+    return torch.empty_like(pair_KN[0]), [pair_KN, *_backend(call).saved_like(x, spec)]
+
+
+_OPERATOR = Operator(
+    "linear_kl_divergence",
+    _run_forward,
+    _run_backward,
+    "divergence",
+    "divergence_backward",
+    "Tensor hidden, Tensor weight, Tensor[] head, Tensor mask, "
+    "Tensor teacher_hidden, Tensor teacher_weight, Tensor[] teacher_head, Tensor? grad_weight_out",
+    "(Tensor, Tensor[])",
+    DivergenceCall,
+    num_outputs=1,
+    num_saved=7,
+)
+_OPERATOR.register(_forward_fake)

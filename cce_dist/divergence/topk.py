@@ -149,8 +149,7 @@ def _check(input: Tensor, ids: Tensor, log_probs: Tensor, mask: Tensor | None) -
 def _impossible_tokens(ids: Tensor, log_t: Tensor, in_set: Tensor) -> Tensor:
     """Return a mask of the tokens whose log-probabilities or ids cannot come from a softmax, [...] bool.
 
-    Raises:
-        ValueError: A token is impossible (on a CPU, or with CCE_DIST_DEBUG=1).
+    On a CPU, or with CCE_DIST_DEBUG=1, raise ValueError for such a token.
     """
     slack = max(1e-3, 4 * torch.finfo(log_t.dtype).eps)  # rounding of the teacher's softmax in its own dtype
     log_t = torch.where(in_set, log_t.double(), -torch.inf)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from support.dense import assert_all_no_worse, dense
+from support.dense import assert_all_no_worse, dense, draw
 from support.refused import refused
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -38,11 +38,7 @@ any_call: Any = linear_cross_entropy  # options by name, and some that a type ch
 SMOOTHED = dict(label_smoothing=0.1, softcap=5.0, z_loss_weight=0.01)
 
 
-@pytest.fixture
-def data() -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(rows, D, generator=generator, requires_grad=True) for rows in (N, V))
-    return hidden, weight, torch.randint(V, (N,), generator=generator)
+data = pytest.fixture(lambda: draw(N, D, V), name="data")
 
 
 def second_grad(loss, hidden: Tensor, allow_unused: bool) -> Any:
@@ -265,24 +261,20 @@ def through_a_file(thing: Any) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
-def test_a_head_can_be_copied(data):
-    hidden, _, target = data
-    head = VocabParallelHead(D, V, bias=True, softcap=4.0)
-    for twin in (copy.deepcopy(head), AveragedModel(head).module, through_a_file(head)):
-        assert torch.equal(twin(hidden, target), head(hidden, target)) and twin.weight is not head.weight
-
-
 @pytest.mark.slow
-def test_copies_with_a_group(ranks2):
-    ranks2(_copies_with_a_group)
+def test_copies_with_and_without_a_group(ranks2):
+    ranks2(_copies)
 
 
-def _copies_with_a_group() -> None:
+def _copies() -> None:
     """A copy in memory keeps the group; a file keeps the numbers, and says so when it is used without a group."""
     group: Any = dist.group.WORLD
     torch.manual_seed(0)
-    head = VocabParallelHead(D, V, group=group)
     hidden, labels = torch.randn(N, D), torch.randint(V, (N,))
+    alone = VocabParallelHead(D, V, bias=True, softcap=4.0)
+    for twin in (copy.deepcopy(alone), through_a_file(alone)):
+        assert torch.equal(twin(hidden, labels), alone(hidden, labels)) and twin.weight is not alone.weight
+    head = VocabParallelHead(D, V, group=group)
     expected = head(hidden, labels)
     for make_copy in (copy.copy, copy.deepcopy, lambda thing: AveragedModel(thing).module):
         twin = make_copy(head)

@@ -149,10 +149,16 @@ def test_symbols_are_decided_on_too() -> None:
 
 def test_upstream_gradients() -> None:
     """Catches gradients that are made in forward although another output, or another term, changes them."""
-    for reduction in ("mean", "sum"):
-        assert decide.upstream_of(reduction, True, False) == decide.upstream_of(reduction, False, False) == "number"
-    assert decide.upstream_of("none", True, False) == "tokens"
-    assert decide.upstream_of("none", False, False) == decide.upstream_of("mean", True, True) == "unknown"
+    classes = torch.ones(GEMMA[2], device="meta")
+    known: list[Any] = [
+        dict(expected_weights=False),
+        dict(reduction="sum"),
+        dict(reduction="none"),
+        dict(weight=classes),
+    ]
+    unknown: list[Any] = [dict(reduction="none", expected_weights=False), dict(weight=classes, label_smoothing=0.1)]
+    for options in known + unknown:
+        assert explain(*meta(*GEMMA), **options).endswith(NO_UPSTREAM) == (options in unknown), options
     fp16 = Where("torch", "torch.float16", upstream="tokens")
     exact, filtered = (Spec(ShardLogits(0, 8), 8, filter=Filter(eps)) for eps in (0.0, 2**-10))
     assert not decide.may_take_one_pass("dense", exact, fp16)

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from cce_dist import VocabShard, linear_kl_divergence
+from cce_dist import divergence as two_heads
 from cce_dist.autograd import flat
 from cce_dist.decide import Where, decide_heads
-from cce_dist.divergence import op as divergence_op
-from cce_dist.divergence.op import DivergenceCall
+from cce_dist.divergence import DivergenceCall
 from cce_dist.kernels import Operands, ShardLogits, d_hidden, memory
 from cce_dist.kernels.divergence import kernels as divergence
 from cce_dist.kernels.divergence.heads import KINDS, Divergence, Heads
@@ -238,12 +238,12 @@ def test_what_is_alive_keeps_the_budget(mib: int, num_tokens: int, kind: str, mo
     counted = torch.ones(num_tokens, dtype=torch.bool, device=DEVICE)
     given = (hidden, weight, [], counted, teacher, teacher_weight, [])
     with Live() as live:
-        value, saved = divergence_op._run_forward(*given, None, call)
+        value, saved = two_heads._run_forward(*given, None, call)
         forward, live.peak = live.peak, 0
         kept = sum(x.nbytes for x in saved[1:])
-        grads = divergence_op._run_backward([value], *given, saved, None, [True, True], call)
+        grads = two_heads._run_backward([value], *given, saved, None, [True, True], call)
     backward = live.peak - sum(x.nbytes for x in grads if x is not None)
-    chosen = divergence_op.decided(call, *given).spec.workspace_bytes
+    chosen = two_heads.decided(call, *given).spec.workspace_bytes
     assert chosen == mib << 20 or (not mib and (4 * num_tokens * 9000 < kept or chosen == memory.MOST_DEFAULT))
     last_wave = 2 * at_once * tiles.grad_hidden.rows * tiles.grad_hidden.cols * 4  # parts of up to two
     assert max(forward, backward) <= chosen + last_wave + (2 << 20), (forward >> 20, backward >> 20, chosen >> 20)
@@ -326,8 +326,8 @@ def test_a_second_pass_reads_the_logits(kept: int, again: bool, kind: str, monke
         logits_chunk(*given)
 
     monkeypatch.setattr(divergence, "logits_chunk", fill)
-    merge_of = divergence_op.heads.merge
-    monkeypatch.setattr(divergence_op.heads, "merge", lambda *given: merged.append(given[0].shape) or merge_of(*given))
+    merge_of = two_heads.heads.merge
+    monkeypatch.setattr(two_heads.heads, "merge", lambda *given: merged.append(given[0].shape) or merge_of(*given))
     heads = on_device(check.draw(BOTH_HEADS, case_of("40 tokens", 40)), BF16)
     any_call(*heads, kind=kind, backend="triton", workspace_bytes=1)
     if again:

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from shards import DEVICE, GPU, backends_of_ranks, launch_nothing, needs_gpu
 from support.dense import DTYPE, ROWS, D, N, V, assert_holds, assert_near, dense, large_operands, loss_of, operands
-from tiny_trainer import compared
-from torch import Tensor
+from tiny_trainer import compared, counted
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from cce_dist import VocabShard, decide, given, groups, linear_cross_entropy, merge
+from cce_dist import GradFilter, VocabParallelHead, VocabShard, decide, given, groups, linear_cross_entropy, merge
 from cce_dist.kernels import ShardLogits, Spec, dry_run, memory, tiles
 from cce_dist.kernels import dense as dense_backend
 from cce_dist.kernels.d_weight import joined, low_byte, scale
@@ -33,7 +33,7 @@ from cce_dist.tools.verify.loss import LOSS
 @contextmanager
 def in_groups(rows: int = ROWS, times: int = 1) -> Iterator[None]:
     """Have calls made in groups, and see that so many were."""
-    with groups.of_rows(rows), mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as loss:
+    with groups.of_rows(rows), counted(groups, "one_pass") as loss:
         yield
     assert loss.call_count == times
 
@@ -167,7 +167,7 @@ def test_under_torch_compile(options: dict[str, Any], backend: Any, grouped: boo
         return -3.0 * linear_cross_entropy(hidden, weight, labels, linear_bias=bias, backend=backend, **options)
 
     two_passes = mock.patch.object(decide, "way_now", decide.decide)
-    with groups.of_rows(ROWS), mock.patch.object(groups, "run", wraps=groups.run) as run:
+    with groups.of_rows(ROWS), counted(groups, "run") as run:
         with nullcontext() if grouped else two_passes:
             found = torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors)
         gradients = torch.autograd.grad(found, wanted)
@@ -473,7 +473,7 @@ def _on_ranks(backend: str) -> None:
             hidden = hidden.chunk(group.size())[group.rank()]
         own = slice(shard.start, shard.stop)
         local = [x.clone().requires_grad_() for x in (hidden, weight[own], bias[own])]
-        with in_groups(), mock.patch.object(merge, "_all_gather_into", wraps=merge._all_gather_into) as gathers:
+        with in_groups(), counted(merge, "_all_gather_into") as gathers:
             call = {"linear_bias": local[2], "shard": shard, "backend": backend, **options}
             loss = linear_cross_entropy(local[0], local[1], labels.cpu(), **call)
         assert gathers.call_count == 4 + ("sequence_parallel" in options), (options, gathers.call_count)
@@ -486,3 +486,52 @@ def _on_ranks(backend: str) -> None:
 def test_on_two_ranks(ranks2, backend: str) -> None:
     """Catches: statistics of a group that are merged with another's, a sum of dE that leaves a group out."""
     ranks2(_on_ranks, backend)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "made-again": {"workspace_bytes": 1},
+    "filtered": {"grad_filter": GradFilter(always=True)},
+    "each-token-in-groups": {"reduction": "none", "workspace_bytes": 160 << 20},
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("buffered", [False, True], ids=["own", "buffer"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_graphed_head(name: str, buffered: bool) -> None:
+    """In ``torch.cuda.make_graphed_callables``, replayed with other labels, more of them ignored, and with upstream gradients
+    that are as expected and that are not.
+
+    Catches: any wait for the device, a count read back, a size that depends on the data, a number or an address of the captured
+    call in a replay, and a buffer that warm-up leaves filled.
+    """
+    (hidden, weight), labels = large_operands()
+    out = torch.zeros_like(weight, dtype=torch.float32).detach() if buffered else None
+
+    def head_of(out: Tensor | None) -> Any:
+        own = nn.Parameter(weight.detach().clone())
+        options = {"grad_weight_out": out, "backend": "triton"} | CALLS[name]
+        return VocabParallelHead(weight.shape[1], len(weight), weight=own, **options)
+
+    plain = head_of(None if out is None else out.clone())
+    sample = torch.randn_like(hidden).requires_grad_(), labels.roll(5)
+    with counted(groups, "one_pass") as made_in_groups:
+        head = head_of(out)
+        graphed: Any = torch.cuda.make_graphed_callables(head, sample, allow_unused_input=buffered)
+    assert made_in_groups.called or not name.endswith("in-groups")
+    if out is not None:
+        assert out.any() or name.endswith("in-groups")  # warm-up's upstream gradients are what memory held, maybe zeros
+        out.zero_()  # warm-up has added its gradients
+    upstream = torch.full((len(labels),), 0.3, device="cuda")
+    for step, factors in enumerate((upstream, torch.randn_like(upstream), torch.zeros_like(upstream))):
+        others = labels.roll(step).masked_fill(torch.rand(len(labels), device="cuda") < step / 4, -100)
+        found = []
+        for head in (plain, graphed):
+            x = (hidden.detach() * (1 + step)).requires_grad_()
+            head.weight.grad = None
+            loss = head(x, others)
+            (loss * factors).sum().backward()
+            d_weight = head.weight.grad if out is None else head.loss_options["grad_weight_out"].clone()
+            found.append([loss.detach().clone(), x.grad, d_weight])
+        assert all(torch.equal(ours, right) for ours, right in zip(*found, strict=True))

@@ -15,7 +15,7 @@ from support.dense import assert_holds
 from support.refused import assert_changes_refused, refused
 from torch import Tensor
 
-from cce_dist import KeptIds, VocabShard, linear_log_probs, merge
+from cce_dist import KeptIds, VocabShard, kept_ids, linear_log_probs, merge
 from cce_dist.kernels import dense
 from cce_dist.kernels.dry_run import Live
 from cce_dist.tools.verify.cases import KEPT_CASES, Gaussian
@@ -72,7 +72,7 @@ def test_edges(backend: str, dtype: torch.dtype, kept: KeptIds) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_what_is_not_read_may_be_nan(backend: str, kept: KeptIds) -> None:
-    """Rows of no list, hidden states of tokens that do not count. Catches a sweep over the vocabulary, and 0 times NaN."""
+    """Rows of no list, hidden states and lists of ignored tokens. Catches a sweep over the vocabulary, and 0 times NaN."""
     hidden, weight, ids = draw()
     ids[3] = -100
     with torch.no_grad():
@@ -80,6 +80,7 @@ def test_what_is_not_read_may_be_nan(backend: str, kept: KeptIds) -> None:
         weight[[13, 29]], hidden[[1, 3]] = torch.nan, torch.inf
     bias, temperature = torch.zeros(V), torch.ones(N)
     bias[15], temperature[3] = torch.inf, torch.nan
+    kept = kept._replace(ids=kept.ids.index_fill(0, torch.tensor([4, 5]), V))  # of token 3
     out = any_call(hidden, weight, ids, kept=kept, backend=backend, linear_bias=bias, temperature=temperature)
     assert torch.equal(out.log_probs, expected)
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.log_probs.sum(), (hidden, weight)))
@@ -140,7 +141,6 @@ def test_values_that_a_gpu_does_not_read(backend: str, monkeypatch: pytest.Monke
 
 def test_ids_outside_are_nan_on_a_gpu() -> None:
     """The way that a GPU takes, of the tokens' ids alone: reading them waits for the device."""
-    from cce_dist import kept_op
     from cce_dist.kernels.kept_ids import token_of_entries
 
     kept = lists([3, V], [], [7], [-1, 2], [2])
@@ -148,7 +148,7 @@ def test_ids_outside_are_nan_on_a_gpu() -> None:
     with mock.patch.object(dense, "label_ids", lambda *_: torch.tensor([1, 1, -1, 3, 28])):
         call: Any = mock.Mock(debug=False)
         call.spec.vocab_size = V
-        found = kept_op._ids_of_tokens(labels, kept, token_of_entries(kept.offsets, len(kept.ids)), call)
+        found = kept_ids._ids_of_tokens(labels, kept, token_of_entries(kept.offsets, len(kept.ids)), call)
     assert found.tolist() == [-2, -1, -1, -2, 28]
 
 
@@ -269,20 +269,12 @@ BAD = [
     (dict(top_k=2), ValueError, "top_k is of the whole vocabulary"),
     (dict(kept=None, kept_mass=True), ValueError, "kept_mass is of lists of ids: pass kept"),
     (dict(argmax=True), ValueError, "argmax is of the whole vocabulary"),
-    (dict(batch_invariant=True, backend="torch"), ValueError, "batch_invariant needs the Triton backend"),
 ]
 
 
 def test_bad_input_is_one_line() -> None:
     hidden, weight, ids = draw()
     assert_changes_refused(any_call, {"input": hidden, "linear_weight": weight, "ids": ids, "kept": KEPT}, BAD)
-
-
-def test_lists_of_tokens_that_do_not_count_may_hold_anything() -> None:
-    hidden, weight, ids = draw()
-    ids[0] = -100
-    kept = lists([V, 5, 5], *([1], [7], [3], [2]))
-    assert any_call(hidden, weight, ids, kept=kept).log_probs[0] == 0
 
 
 def _on_ranks() -> None:

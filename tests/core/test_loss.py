@@ -1,28 +1,27 @@
 """The public call on one process: the contract's edges. The matrix of options is in test_verify.py."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from support.dense import assert_holds
+from shards import nan_memory
+from support.dense import assert_holds, draw
+from tiny_trainer import counted
 
-from cce_dist import GradFilter, LinearCrossEntropyOutput, VocabParallelHead, linear_cross_entropy, reference
+from cce_dist import GradFilter, LinearCrossEntropyOutput, VocabParallelHead, groups, linear_cross_entropy, reference
 from cce_dist.autograd import build, flat
 from cce_dist.call import AUX, Call
 from cce_dist.kernels import Filter, ShardLogits, Spec, Want, memory
-from cce_dist.tools.verify.cases import CASES
+from cce_dist.tools.verify.cases import BF16, CASES, FP32, Gaussian, LogProbCase, LossCase, ignore
 from cce_dist.tools.verify.check import assert_no_worse
+from cce_dist.tools.verify.log_probs import LOG_PROBS
 from cce_dist.tools.verify.loss import LOSS
 
 N, D, V = 19, 16, 101
 
 
-@pytest.fixture
-def data():
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(N, D, generator=generator, requires_grad=True)
-    weight = torch.randn(V, D, generator=generator, requires_grad=True)
-    return hidden, weight, torch.randint(V, (N,), generator=generator)
+data = pytest.fixture(lambda: draw(N, D, V), name="data")
 
 
 @pytest.mark.parametrize("name", ["padded-shards", "filter-padded-shards", "everything", "filter-softcap"])
@@ -129,3 +128,44 @@ def test_a_columns_own_row_is_in_the_specification() -> None:
         found.append(reference.filtered_gradients(x, w, labels, ones, how, [0], linear_bias=b)[1])
     truth, baseline = found
     assert_no_worse(torch.autograd.grad(loss, ours)[0], baseline, truth, torch.float32, "dC")
+
+
+SMALL = Gaussian(37, 24, 100, bias=True)
+A_GROUP_WITHOUT_LABELS = Gaussian(37, 24, 100, bias=True, labels=ignore(slice(0, 16)))
+NO_BIAS = Gaussian(37, 24, 100)
+
+
+def case_of(name: str, problem: Any = NO_BIAS, options: dict[str, Any] | None = None, **fields: Any) -> LossCase:
+    return LossCase(name, options=options or {}, problem=problem, dtype=BF16, twice=False, **fields)
+
+
+SMOOTHED = dict(label_smoothing=0.1, z_loss_weight=torch.tensor(0.1), logit_scale=0.7)
+IN_BF16 = [
+    LogProbCase("log-probs", problem=NO_BIAS, dtype=BF16, num_ids=3, twice=False),
+    case_of("kept"),
+    case_of("groups", in_groups=15, low=True),
+    case_of("groups-in-a-buffer", in_groups=15, low=True, buffer=FP32),
+    case_of("every-option", SMALL, dict(label_smoothing=0.1, z_loss_weight=0.1, softcap=3.0, logit_scale=0.7)),
+    case_of("every-option-in-groups", A_GROUP_WITHOUT_LABELS, SMOOTHED, in_groups=15),
+    case_of("softcap-in-groups", A_GROUP_WITHOUT_LABELS, dict(reduction="sum", softcap=3.0), in_groups=15, scale=0.3),
+    case_of("divisor-in-groups", A_GROUP_WITHOUT_LABELS, dict(num_tokens=33), in_groups=15, num_tokens=torch.int64),
+    case_of("made-again", SMALL, dict(workspace_bytes=1)),
+    case_of("each-token", NO_BIAS, dict(reduction="none")),
+    case_of("classes", NO_BIAS, in_groups=15, classes=True),
+    case_of("a-loss-of-tokens", NO_BIAS, in_groups=15, token_loss="policy"),
+    case_of("filter", SMALL, dict(grad_filter=GradFilter(always=True))),
+]
+
+
+@pytest.mark.parametrize("case", IN_BF16, ids=[case.name for case in IN_BF16])
+def test_bf16_matches_dense(case: LossCase | LogProbCase) -> None:
+    """The default path, compiled or interpreted: in bf16 alone exponentials are kept, gradients are made in forward group by
+    group, and dC may hold 8 more bits.
+
+    Catches: rounding of an exponential, of a group's part of dC, or of a sum that fp32 hides; of groups an upstream gradient
+    left out, a divisor of the group's own tokens, weights of another group's classes, and a group that sets dC; gradients of a
+    log-probability and of an entropy that read exponentials of another tile."""
+    function: Any = LOSS if isinstance(case, LossCase) else LOG_PROBS
+    with nan_memory(), counted(groups, "one_pass") as one_pass:
+        assert_holds(function, case)
+    assert one_pass.called == (getattr(case, "in_groups", None) is not None)

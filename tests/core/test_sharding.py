@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.dense import dense as dense_loss
+from support.dense import draw
 from support.ranks import shared_folder
 from tiny_trainer import counted
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from cce_dist.tools.verify.check import assert_no_worse
 from collectives import Collectives, _is_kernel_of
 
 N, D = 12, 8
+data = functools.partial(draw, N, D)
 VOCABULARIES = (33, 5, 1)  # over four ranks: uneven; 2, 2, 1 and 0 rows; all but one empty
 
 
@@ -50,13 +52,6 @@ def test_kernels_of_a_collective():
     for name, (other, kernel) in itertools.product(kernels, kernels.items()):
         assert _is_kernel_of(f"ncclDevKernel_{kernel}{suffix}", name) == (name == other)
         assert not _is_kernel_of(f"nccl:{other}", name)
-
-
-def data(vocab_size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [N, D], weight [V, D], labels [N]; the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden, weight = (torch.randn(rows, D, generator=generator) for rows in (N, vocab_size))
-    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(vocab_size, (N,), generator=generator)
 
 
 def whole(tensor: Any) -> Tensor:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from dense_scores import assert_same_loss
 from shards import DEVICE, backends_of_ranks, needs_gpu
 from support.dense import DTYPE, ROWS, N, V, assert_all_no_worse, assert_near, dense, large_operands, loss_of, operands
+from support.refused import assert_changes_refused
+from tiny_trainer import counted
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -70,7 +72,7 @@ def test_same_numbers_as_dense(
         (*dense(tensors, labels, dtype, factor, **call), dense(tensors, labels, dtype, 1.0, **each)[0])
         for dtype in (torch.float64, DTYPE)
     )
-    with groups.of_rows(rows), mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as one_pass:
+    with groups.of_rows(rows), counted(groups, "one_pass") as one_pass:
         out = loss_of(tensors, labels, backend=backend, return_aux=True, **call)
     assert one_pass.called == (rows is not None)
     gradients = torch.autograd.grad(factor * out.loss, tensors, retain_graph=True)
@@ -309,10 +311,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("rows", [ROWS, None])
 def test_what_is_refused(rows: int | None) -> None:
     hidden, weight = (x.detach().float().cpu().requires_grad_() for x in operands(False)[0])
-    for given, error, says in WRONG.values():
-        given = {"token_loss": objectives.dft(), **given}
-        with groups.of_rows(rows), pytest.raises(error, match=says):
-            linear_cross_entropy(hidden, weight, torch.arange(N), **given)
+    given = dict(input=hidden, linear_weight=weight, target=torch.arange(N), token_loss=objectives.dft())
+    assert_changes_refused(linear_cross_entropy, given, WRONG.values(), lambda: groups.of_rows(rows))
 
 
 @pytest.mark.parametrize("rows", [None, 6])
@@ -353,7 +353,7 @@ def _on_ranks(backend: str) -> None:
     problem = Gaussian(24, 16, V, bias=True, labels=ignore(slice(0, 9, 4)))
     for rows, name, (options, shards) in itertools.product((ROWS, None), TOKEN_LOSSES, LAYOUTS):
         case = LossCase("token-loss", "", options, problem, shards, token_loss=name, in_groups=rows, twice=False)
-        with mock.patch.object(merge, "HiddenGradSum", wraps=merge.HiddenGradSum) as sums:
+        with counted(merge, "HiddenGradSum") as sums:
             errors = run_case(LOSS, case, dist.group.WORLD, "cpu", backend)
         assert all(error.ok for error in errors), f"{name} {rows} {options}: {errors}"
         assert sums.called == (options.get("input_grad") != "partial")
@@ -381,7 +381,7 @@ def test_kept_exponentials_serve_each_group(name: str) -> None:
     for mib in (1 << 14, 160):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        with mock.patch.object(groups, "one_pass", wraps=groups.one_pass) as made_in_groups:
+        with counted(groups, "one_pass") as made_in_groups:
             loss = loss_of(tensors, labels, workspace_bytes=mib << 20, **how)
         found.append((loss, *torch.autograd.grad(loss, tensors)))
         peaks.append(torch.cuda.max_memory_allocated() - before)

@@ -22,6 +22,17 @@ def operands(biased: bool = True) -> tuple[list[Tensor], Tensor]:
     return [torch.randn(shape, device=DEVICE).to(DTYPE).requires_grad_() for shape in shapes], labels.to(DEVICE)
 
 
+def draw(num_tokens: int, hidden_size: int, vocab_size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states and a weight that require gradients, and labels; the same in every process, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(rows, hidden_size, generator=generator) for rows in (num_tokens, vocab_size))
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        torch.randint(vocab_size, (num_tokens,), generator=generator),
+    )
+
+
 def large_operands() -> tuple[list[Tensor], Tensor]:
     """Hidden states and a weight of which a GPU keeps the exponentials of some tokens in 160 MiB, and labels."""
     hidden = torch.randn(5000, 512, device="cuda").bfloat16()

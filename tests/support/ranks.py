@@ -46,16 +46,10 @@ class Pool(contextlib.AbstractContextManager):
 
     The group is gloo's, with one thread a rank. Ranks meet at a file, so no port is needed. The first body starts the
     processes. A body that fails ends them, because ranks may then wait for one another in a collective that never comes; the
-    next body gets new ones.
+    next body gets new ones. Groups that a body makes live as long as the processes.
 
-    Groups that a body makes live as long as the processes. (DTensor keeps meshes in caches, so a group's name must not come
-    to mean another group.)
-
-    Args:
-        world: Number of ranks.
-        timeout_seconds: A collective that waits longer raises on its rank.
-        limit_seconds: A body that takes longer has failed; None sets no limit.
-        seed: Seeds torch before every body, so that its draws do not depend on the bodies before it; None does not.
+    A collective that waits longer than ``timeout_seconds`` raises on its rank; a body that takes longer than ``limit_seconds``
+    has failed. ``seed`` seeds torch before every body.
     """
 
     def __init__(
