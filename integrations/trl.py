@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from cce_dist import KeptIds, VocabShard, linear_cross_entropy, linear_log_probs
 from cce_dist.integrations import peft, trl_distillation
-from cce_dist.integrations.deferred.find_head import checked
-from cce_dist.integrations.deferred.subclass import Head, give_back, take
+from cce_dist.integrations.deferred.subclass import Head, checked, give_back, take
 from cce_dist.integrations.deferred.task import Task
 from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.options import ScoreOptions

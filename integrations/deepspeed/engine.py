@@ -14,9 +14,8 @@ from torch import nn
 from cce_dist.integrations.deepspeed import pipeline
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of, split_layers
 from cce_dist.integrations.deepspeed.loss import Options, Task
-from cce_dist.integrations.deferred.find_head import find_head, innermost
 from cce_dist.integrations.deferred.logits import DeferredLogits
-from cce_dist.integrations.deferred.subclass import Head, Watched, give_back, take, watch
+from cce_dist.integrations.deferred.subclass import Head, Watched, find_head, give_back, innermost, take, watch
 from cce_dist.integrations.options import SECTION
 from cce_dist.integrations.patching import Place, say_once
 

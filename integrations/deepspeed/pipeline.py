@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from cce_dist.autograd import leaves_of
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of
 from cce_dist.integrations.deepspeed.loss import REPORTED, Options, Task
-from cce_dist.integrations.deferred.find_head import check_class
-from cce_dist.integrations.deferred.subclass import take
+from cce_dist.integrations.deferred.subclass import check_class, take
 from cce_dist.integrations.deferred.tensor import TensorLogits
 from cce_dist.integrations.options import SECTION
 from cce_dist.integrations.patching import attributes

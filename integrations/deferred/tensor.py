@@ -26,8 +26,14 @@ from torch.nn import _reduction
 from torch.utils import _pytree as pytree
 
 from cce_dist.integrations import peft
-from cce_dist.integrations.deferred.logits import DeferredLogits, NotComputedError
-from cce_dist.integrations.on_demand import ChangedError, OnDemand, Versions, is_sharded
+from cce_dist.integrations.deferred.logits import (
+    ChangedError,
+    DeferredLogits,
+    NotComputedError,
+    OnDemand,
+    Versions,
+    is_sharded,
+)
 
 
 class TensorLogits(DeferredLogits):
