@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cce_dist.autograd import leaves_of
-from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of
+from cce_dist.integrations.deepspeed.layers import CCEEmbedding, CCEHead, shard_of
 from cce_dist.integrations.deepspeed.loss import REPORTED, Options, Task
 from cce_dist.integrations.deferred.subclass import check_class, take
 from cce_dist.integrations.deferred.tensor import TensorLogits
@@ -62,8 +60,10 @@ def check(module: Any, options: Options) -> None:
     kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
     if not isinstance(spec, TiedLayerSpec):
         check_class(kind, (CCEHead,))
-    elif not issubclass(kind, nn.Embedding) or spec.forward_fn is None:
-        raise ValueError(f"cce_dist: a tied head needs an nn.Embedding and a forward_fn, not {kind.__name__}")
+    elif spec.forward_fn is not CCEEmbedding.logits:
+        raise ValueError(
+            f"cce_dist: a tied head needs a CCEHeadSpec(..., tied=...), its embedding a CCEEmbeddingSpec, not {kind.__name__}"
+        )
 
 
 def convert(engine: Any, options: Options) -> dict[str, Task]:
@@ -79,8 +79,7 @@ def convert(engine: Any, options: Options) -> dict[str, Task]:
     name = f"tied to {type(owner).__name__}" if tied else type(owner).__name__
     task = _PipelineTask(options, shard_of(owner), engine=weakref.ref(engine), owner=owner, loss_fn=module.loss_fn)
     if tied:
-        _check_tied(head)
-        task.tied_head, module.forward_funcs[-1] = head, task.call_tied_head
+        owner.cce_task = task
     else:
         take(head, task)
     # A loss_fn that is a module stays registered, with its parameters: the task's is found first.
@@ -103,8 +102,8 @@ def give_back(module: Any) -> None:
             del vars(module)["loss_fn"]
             if "loss_fn" not in module._modules:
                 module.loss_fn = task.loss_fn
-        if task.tied_head is not None:
-            module.forward_funcs[-1] = task.tied_head
+        if isinstance(task.owner, CCEEmbedding):
+            del task.owner.cce_task
     report = vars(module).get("get_additional_losses")
     if getattr(report, "__module__", None) == __name__:
         del module.get_additional_losses
@@ -116,7 +115,6 @@ class _PipelineTask(Task):
 
     engine: Callable[[], Any] = lambda: None  # a weak reference: the engine holds this
     owner: Any = None  # the module that has the head's weight
-    tied_head: Callable | None = None  # the user's, where the owner is an embedding, whose weight alone is the head
     loss_fn: Any = None  # the user's
 
     def deferring(self) -> bool:
@@ -133,8 +131,7 @@ class _PipelineTask(Task):
         """Return the pipeline's hidden states with the head that ``call_loss_fn`` needs; a forward hook."""
         if not self.deferring():
             return None
-        weight = self.owner.weight
-        bias = None if self.tied_head else getattr(self.owner, "bias", None)
+        weight, bias = self.owner.weight, getattr(self.owner, "bias", None)
         if torch.is_grad_enabled():
             own = set(self.owner.parameters())
             if not hidden.requires_grad and any(x.requires_grad and x not in own for x in module.parameters()):
@@ -146,10 +143,6 @@ class _PipelineTask(Task):
             hidden, weight, bias = _Together.apply(hidden, weight, bias)
         hidden.cce_head = _PassedHead(weight, bias, module.training)
         return hidden
-
-    def call_tied_head(self, hidden: Tensor) -> Tensor:
-        assert self.tied_head is not None
-        return hidden if self.deferring() else self.tied_head(hidden)
 
     def call_loss_fn(self, outputs: Any, labels: Any) -> Any:
         """Call the user's ``loss_fn``, with what the last layer returns as logits."""
@@ -189,26 +182,3 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         return gradients
-
-
-def _check_tied(function: functools.partial) -> None:
-    """Raise if a tied head is not the product with the weight that it is tied to, and uses no other parameter.
-
-    The hidden states are random, and so large the second time that a norm before the product, or a cap behind it, shows.
-    """
-    weight = function.args[0].weight
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 4, weight.shape[1], generator=generator, device="cpu").to(weight)
-    largest = F.linear(hidden, weight).abs().max().item()
-    larger = hidden * (min(1e4, 1e3 / largest) if largest else 1.0)
-    if not (_is_product(function, hidden) and _is_product(function, larger)):
-        raise ValueError("cce_dist: the forward_fn of the tied head is not hidden @ weight.T; scale or cap in loss_fn")
-
-
-def _is_product(function: functools.partial, hidden: Tensor) -> bool:
-    weight = function.args[0].weight
-    with torch.enable_grad():
-        logits, expected = function(hidden), F.linear(hidden, weight)
-    if logits.shape != expected.shape or any(leaf is not weight for leaf in leaves_of(logits)):
-        return False
-    return (logits - expected).abs().max().item() <= 1e-2 * expected.abs().max().item()
