@@ -110,6 +110,7 @@ class Task:
 
     def count_unwatched(self) -> None:
         """Count logits that are computed in training outside of any watched forward."""
+        self.num_forwards = one_more(self.num_forwards)
 
     def deferring(self) -> bool:
         return bool(self.calls) and self.calls[-1]
