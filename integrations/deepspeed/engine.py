@@ -22,7 +22,7 @@ from cce_dist.integrations.patching import Place, say_once
 INITIALIZE = Place("deepspeed", "initialize")
 # Whether a call of deepspeed.initialize comes from ours, which has read the section.
 _section_is_read = contextvars.ContextVar("_section_is_read", default=False)
-_num_converted = 0
+num_converted = 0  # engines of this process that were made with the section enabled
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple:
@@ -60,11 +60,6 @@ def uninstall() -> None:
     INITIALIZE.uninstall()
 
 
-def num_converted() -> int:
-    """Return how many engines of this process were made with the section enabled."""
-    return _num_converted
-
-
 def _original() -> Callable:
     """Return DeepSpeed's own ``initialize``."""
     try:
@@ -97,8 +92,8 @@ def _initialize(original: Callable, *args: Any, **kwargs: Any) -> tuple:
     finally:
         _section_is_read.reset(token)
     convert(result[0], options)
-    global _num_converted
-    _num_converted += 1
+    global num_converted
+    num_converted += 1
     return result
 
 
@@ -238,18 +233,13 @@ def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:
             "DeepSpeed does not reduce gradients over this sequence-parallel group; make it by "
             "deepspeed.runtime.sequence_parallel.parallel_state_sp and pass that as mpu="
         )
-    # ZeRO-3's reduce-scatter averages over these ranks; everything else sums (0.19.8).
     stage3 = engine.zero_optimization_stage() == 3
-    averages = stage3 and (engine.optimizer.reduce_scatter or not engine.optimizer.contiguous_gradients)
-    if stage3 and not averages:
-        largest = max(x.ds_numel for x in engine.module.parameters() if x.requires_grad)
-        if largest > engine.optimizer.reduce_bucket_size:
-            raise ValueError(
-                "without reduce_scatter ZeRO-3 averages the gradients of parameters that are larger than reduce_bucket_size "
-                f"({engine.optimizer.reduce_bucket_size:,}), and sums all others; the largest has {largest:,} elements: set "
-                '"reduce_scatter": true, or raise reduce_bucket_size'
-            )
-    return group, size if averages else 1
+    if stage3 and not engine.optimizer.reduce_scatter:
+        raise ValueError(
+            'sequence_mean under ZeRO-3 needs "reduce_scatter": true: without it DeepSpeed averages the gradients of some '
+            "parameters over these ranks, and sums the others"
+        )
+    return group, size if stage3 else 1  # ZeRO-3 averages over these ranks; the other stages sum (0.19.8)
 
 
 def _check(model: Any, config: dict, mpu: Any, mesh_param: Any, options: Options) -> None:
