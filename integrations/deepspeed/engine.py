@@ -1,21 +1,30 @@
-"""initialize, install, convert and require; and models that compute their loss in forward."""
+"""initialize, install, convert and require, for models that compute their loss in forward and for pipelines."""
 
 from __future__ import annotations
 
 import contextvars
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from cce_dist.integrations.deepspeed import pipeline
-from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of, split_layers
-from cce_dist.integrations.deepspeed.loss import Options, Task
+from cce_dist.integrations.deepspeed.layers import CCEEmbedding, CCEHead, shard_of, split_layers
+from cce_dist.integrations.deepspeed.loss import REPORTED, Options, PipelineTask, Task
 from cce_dist.integrations.deferred.logits import DeferredLogits
-from cce_dist.integrations.deferred.subclass import Head, Watched, find_head, give_back, innermost, take, watch
+from cce_dist.integrations.deferred.subclass import (
+    Head,
+    Watched,
+    check_class,
+    find_head,
+    give_back,
+    innermost,
+    take,
+    watch,
+)
 from cce_dist.integrations.options import SECTION
 from cce_dist.integrations.patching import Place, say_once
 
@@ -137,8 +146,8 @@ def _give_back(model: nn.Module) -> None:
                 module.loss_function = loss.args[1]
     for head in _taken_heads(model):
         give_back(head)
-    if pipeline.is_pipeline(model):
-        pipeline.give_back(model)
+    if _is_pipeline(model):
+        _give_back_pipeline(model)
     for layer in split_layers(model):
         if layer.rows.joined_by_engine:
             layer.rows.group = None
@@ -160,9 +169,9 @@ def convert(engine: Any, options: Options | None = None) -> Any:
     options = options or Options()
     if hasattr(engine, "cce_heads"):
         return engine
-    if pipeline.is_pipeline(engine.module):
+    if _is_pipeline(engine.module):
         _join(engine, engine.mpu.get_slice_parallel_group())
-        engine.cce_heads = pipeline.convert(engine, options)
+        engine.cce_heads = _convert_pipeline(engine, options)
     else:
         engine.cce_heads = _convert_model(engine, options)
     first = dist.get_process_group_ranks(engine.seq_data_parallel_group)[0]  # one of the replicas
@@ -211,6 +220,75 @@ def _convert_model(engine: Any, options: Options) -> dict[str, Task]:
     return {name: task}
 
 
+def _is_pipeline(module: Any) -> bool:
+    from deepspeed.pipe import PipelineModule
+
+    return isinstance(module, PipelineModule)
+
+
+def _check_pipeline(module: Any, options: Options) -> None:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    if hasattr(module, "phase_funcs"):
+        raise ValueError("cce_dist does not support DualPipeV; use a PipelineModule")
+    for key in ("head", "sequence_mean"):
+        if getattr(options, key):
+            raise ValueError(f'ds_config: "{SECTION}.{key}" is not for pipelines, whose head is the last layer')
+    if module.loss_fn is None:
+        raise ValueError("cce_dist needs a PipelineModule with a loss_fn that calls F.cross_entropy")
+    spec = module._layer_specs[-1]
+    kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
+    if not isinstance(spec, TiedLayerSpec):
+        check_class(kind, (CCEHead,))
+    elif spec.forward_fn is not CCEEmbedding.logits:
+        raise ValueError(
+            f"cce_dist: a tied head needs a CCEHeadSpec(..., tied=...), its embedding a CCEEmbeddingSpec, not {kind.__name__}"
+        )
+
+
+def _convert_pipeline(engine: Any, options: Options) -> dict[str, Task]:
+    """Take over the last stage's head and loss_fn, and return the head's name and task; no head on the other stages."""
+    module = engine.module
+    if not engine.is_last_stage():
+        if options.report:  # DeepSpeed takes notice here of how many numbers there are, and of nothing else
+            module.get_additional_losses = lambda: dict.fromkeys(REPORTED)
+        return {}
+    head = module.forward_funcs[-1]
+    tied = isinstance(head, functools.partial)
+    owner = head.args[0] if tied else head
+    name = f"tied to {type(owner).__name__}" if tied else type(owner).__name__
+    task = PipelineTask(options, shard_of(owner), engine=weakref.ref(engine), owner=owner, loss_fn=module.loss_fn)
+    if tied:
+        owner.cce_task = task
+    else:
+        take(head, task)
+    # A loss_fn that is a module stays registered, with its parameters: the task's is found first.
+    vars(module)["loss_fn"] = task.call_loss_fn
+    module.register_forward_hook(task.pass_weight_through)
+    if options.report:
+        module.get_additional_losses = lambda: task.reported
+    return {name: task}
+
+
+def _give_back_pipeline(module: Any) -> None:
+    """Undo ``_convert_pipeline``, but for the head's class."""
+    for name, hook in list(module._forward_hooks.items()):
+        task = getattr(hook, "__self__", None)
+        if not isinstance(task, PipelineTask):
+            continue
+        task.is_given_back = True
+        del module._forward_hooks[name]
+        if getattr(module.loss_fn, "__self__", None) is task:
+            del vars(module)["loss_fn"]
+            if "loss_fn" not in module._modules:
+                module.loss_fn = task.loss_fn
+        if isinstance(task.owner, CCEEmbedding):
+            del task.owner.cce_task
+    report = vars(module).get("get_additional_losses")
+    if getattr(report, "__module__", None) == __name__:
+        del module.get_additional_losses
+
+
 def _loss_of_either(whole: Callable, local: Callable, logits: Any, *args: Any, **kwargs: Any) -> Any:
     return (whole if isinstance(logits, DeferredLogits) else local)(logits, *args, **kwargs)
 
@@ -248,8 +326,8 @@ def _check(model: Any, config: dict, mpu: Any, mesh_param: Any, options: Options
     taken = _taken_heads(model)
     if any(isinstance(module, Head) and module not in taken for module in model.modules()):
         raise ValueError(f'the model is converted already: leave out cce_dist.convert, or "{SECTION}" of ds_config')
-    if pipeline.is_pipeline(model):
-        return pipeline.check(model, options)
+    if _is_pipeline(model):
+        return _check_pipeline(model, options)
     split = split_layers(model)
     if split and mpu is None:
         raise ValueError("a model with a split vocabulary needs mpu=: without one DeepSpeed makes all shards rank 0's")
