@@ -48,7 +48,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     Communication: As ``linear_cross_entropy`` over the model axis; ``sequence_mean`` adds two all-reduces of a number.
 
     Raises:
-        ValueError: The section is wrong, or the model has no head that can be taken over; before anything is built.
+        ValueError: The section is wrong, or the model has no head that can be taken over; before anything is built. There is
+            no sequence parallelism for ``sequence_mean``; once DeepSpeed has built the engine.
         ImportError: deepspeed is missing.
     """
     return _initialize(_original(), *args, **kwargs)
@@ -94,7 +95,7 @@ def _initialize(original: Callable, *args: Any, **kwargs: Any) -> tuple:
     options = Options.from_config(config)
     if options is None:
         return original(*args, **kwargs)
-    _check(given.get("model"), config, given.get("mpu"), given.get("mesh_param"), options)
+    _check(given.get("model"), config, given.get("mpu"), options)
     token = _section_is_read.set(True)
     try:
         result = original(*args, **kwargs)
@@ -303,7 +304,7 @@ def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:
     """Return the sequence-parallel group, and the number by which DeepSpeed divides the sum of its ranks' gradients."""
     size = engine.sequence_parallel_size
     if size == 1:
-        raise ValueError(_NO_SEQUENCE_PARALLELISM)
+        raise ValueError(f'ds_config: "{SECTION}.sequence_mean" is set, but there is no sequence parallelism')
     group = engine.get_sequence_parallel_group()
     ranks, reduced = (set(dist.get_process_group_ranks(each)) for each in (group, engine.seq_data_parallel_group))
     if not ranks <= reduced:
@@ -320,7 +321,7 @@ def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:
     return group, size if stage3 else 1  # ZeRO-3 averages over these ranks; the other stages sum (0.19.8)
 
 
-def _check(model: Any, config: dict, mpu: Any, mesh_param: Any, options: Options) -> None:
+def _check(model: Any, config: dict, mpu: Any, options: Options) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     taken = _taken_heads(model)
@@ -340,8 +341,6 @@ def _check(model: Any, config: dict, mpu: Any, mesh_param: Any, options: Options
             )
     find_head(innermost(model), options.head, (CCEHead,))
     _check_tensor_parallel(config)
-    if options.sequence_mean and _sequence_parallel_size(config, mpu, mesh_param) == 1:
-        raise ValueError(_NO_SEQUENCE_PARALLELISM)
 
 
 def _check_tensor_parallel(config: dict) -> None:
@@ -357,19 +356,3 @@ def _check_tensor_parallel(config: dict) -> None:
         )
     if size > 1 and not splits_head:
         raise ValueError('cce_dist with AutoTP needs "tensor_parallel": {"vocab_parallel_lm_head": true}')
-
-
-_NO_SEQUENCE_PARALLELISM = f'ds_config: "{SECTION}.sequence_mean" is set, but there is no sequence parallelism'
-
-
-def _sequence_parallel_size(config: dict, mpu: Any, mesh_param: Any) -> int:
-    """Return the number of sequence-parallel ranks that an engine with these arguments will have."""
-    from deepspeed.utils import groups
-
-    if mesh_param:
-        return mesh_param[1]
-    if {"sequence_parallel_size", "data_parallel_size"} <= config.keys():
-        return config["sequence_parallel_size"]
-    if groups.mesh_device is not None:  # an earlier engine's, which DeepSpeed goes on to use
-        return groups._get_sequence_parallel_world_size()
-    return mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else 1
