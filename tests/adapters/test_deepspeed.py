@@ -391,25 +391,6 @@ def check_evaluation(stock: Any, ours: Any) -> None:
         torch.testing.assert_close(again, expected, rtol=0 if stock.zero_optimization_stage() else 1e-6, atol=1e-6)
 
 
-def check_require(zero: int) -> None:
-    """An evaluation tells nothing of training; after a step there was a loss of ours or not.
-
-    The model computes its logits from the head's weight, as fused losses of others do, and never asks the head.
-    """
-    model: Any = Model(linear)
-    engine = engine_of(model, True, Case(zero=zero))
-    model.logits = lambda hidden: F.linear(hidden, model.lm_head.weight, model.lm_head.bias)
-    ids, labels = next(batches(0, False, 0))
-    engine.eval()
-    engine(ids, labels=labels)
-    with pytest.raises(RuntimeError, match="call require after the first step"):
-        cce.require(engine)
-    with pytest.raises(RuntimeError, match="ended without asking the head for its loss"):
-        train(engine, 0, Case())
-    with pytest.raises(RuntimeError, match=r"1 forward.* none asked the head lm_head for its loss"):
-        cce.require(engine)
-
-
 def check_pipeline_require(case: Pipe) -> None:
     engine = pipeline(case, ours=True)
     if engine.is_last_stage():
@@ -545,7 +526,6 @@ def two_ranks() -> None:
     run(check_said_once, VOCAB, engine_of, Model(linear), True, Case())
     run(check_said_once, VOCAB, pipeline, Pipe(pipe=2), True)
     run(check_said_once, 19, pipeline, Pipe(model=2), True)
-    run(check_require, 3)
     for zero in (0, 2, 3):
         run(check_sequence_shards, zero)
     run(check_refusals)
