@@ -108,7 +108,6 @@ def _initialize(original: Callable, *args: Any, **kwargs: Any) -> tuple:
     return result
 
 
-@functools.cache
 def _watch_engines() -> None:
     """Have every new engine of DeepSpeed first undo the conversion of its model by an earlier engine.
 
