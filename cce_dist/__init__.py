@@ -7,6 +7,8 @@ docs/design.md has the files in reading order.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from cce_dist.integrations.on_import import on_import
+
 __version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
@@ -70,3 +72,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *(name for name in globals() if name.startswith("__")), "objectives"])
+
+
+def _watch(_: Any) -> None:
+    from cce_dist.integrations.deepspeed.engine import watch_engines
+
+    watch_engines()
+
+
+# Log a warning if plain deepspeed.initialize reads a ds_config with our section, which it ignores.
+on_import("deepspeed", _watch)

@@ -71,12 +71,11 @@ def uninstall() -> None:
 
 
 def _original() -> Callable:
-    """Return DeepSpeed's own ``initialize``, and watch its engines."""
+    """Return DeepSpeed's own ``initialize``."""
     try:
         import deepspeed
     except ImportError as error:
         raise ImportError(f"cce_dist needs deepspeed (pip install deepspeed): {error}") from error
-    _watch_engines()
     found = getattr(deepspeed.initialize, "cce_original", deepspeed.initialize)
     if found is initialize:
         raise RuntimeError(
@@ -108,10 +107,11 @@ def _initialize(original: Callable, *args: Any, **kwargs: Any) -> tuple:
     return result
 
 
-def _watch_engines() -> None:
+def watch_engines() -> None:
     """Have every new engine of DeepSpeed first undo the conversion of its model by an earlier engine.
 
     An engine of plain ``deepspeed.initialize`` whose ds_config has the section enabled says in a warning that it is ignored.
+    ``import cce_dist`` calls this as soon as deepspeed is imported.
     """
     Place("deepspeed.runtime.engine", "DeepSpeedEngine.__init__").wrap(_begin_engine)
 
@@ -170,7 +170,6 @@ def convert(engine: Any, options: Options | None = None) -> Any:
     options = options or Options()
     if hasattr(engine, "cce_heads"):
         return engine
-    _watch_engines()
     if _is_pipeline(engine.module):
         _join(engine, engine.mpu.get_slice_parallel_group())
         engine.cce_heads = _convert_pipeline(engine, options)

@@ -35,6 +35,7 @@ from cce_dist.integrations import transformers as hugging_face
 from cce_dist.integrations.deepspeed import engine as cce_engine
 from cce_dist.integrations.deepspeed.__main__ import main
 from cce_dist.integrations.deferred import task as deferred_task
+from cce_dist.integrations.on_import import on_import
 
 HIDDEN, VOCAB, SEQ, BATCH, STEPS, MICROBATCHES = 16, 37, 6, 2, 2, 2
 IGNORED = -100
@@ -768,3 +769,15 @@ def plain_initialize_says_that_it_ignores_the_section() -> None:
 @pytest.mark.slow
 def test_engines_of_one_model() -> None:
     run_ranks(engines_of_one_model, 1)
+
+
+def test_a_package_is_seen_at_once_or_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a warning that needs cce_dist imported before deepspeed, or behind it."""
+    (tmp_path / "young.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[Any] = []
+    for name in ("json", "young"):
+        on_import(name, seen.append)
+    assert seen == [json]
+    young = importlib.import_module("young")
+    assert seen == [json, young]
