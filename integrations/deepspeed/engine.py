@@ -9,10 +9,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
-from cce_dist.integrations.deepspeed.layers import CCEEmbedding, CCEHead, shard_of, split_layers
+from cce_dist.autograd import leaves_of
+from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of, split_layers
 from cce_dist.integrations.deepspeed.loss import REPORTED, Options, PipelineTask, Task
 from cce_dist.integrations.deferred.logits import DeferredLogits
 from cce_dist.integrations.deferred.subclass import (
@@ -241,10 +244,8 @@ def _check_pipeline(module: Any, options: Options) -> None:
     kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
     if not isinstance(spec, TiedLayerSpec):
         check_class(kind, (CCEHead,))
-    elif spec.forward_fn is not CCEEmbedding.logits:
-        raise ValueError(
-            f"cce_dist: a tied head needs a CCEHeadSpec(..., tied=...), its embedding a CCEEmbeddingSpec, not {kind.__name__}"
-        )
+    elif not issubclass(kind, nn.Embedding) or spec.forward_fn is None:
+        raise ValueError(f"cce_dist: a tied head needs an nn.Embedding and a forward_fn, not {kind.__name__}")
 
 
 def _convert_pipeline(engine: Any, options: Options) -> dict[str, Task]:
@@ -260,7 +261,8 @@ def _convert_pipeline(engine: Any, options: Options) -> dict[str, Task]:
     name = f"tied to {type(owner).__name__}" if tied else type(owner).__name__
     task = PipelineTask(options, shard_of(owner), engine=weakref.ref(engine), owner=owner, loss_fn=module.loss_fn)
     if tied:
-        owner.cce_task = task
+        _check_tied(head)
+        task.tied_head, module.forward_funcs[-1] = head, task.call_tied_head
     else:
         take(head, task)
     # A loss_fn that is a module stays registered, with its parameters: the task's is found first.
@@ -283,11 +285,30 @@ def _give_back_pipeline(module: Any) -> None:
             del vars(module)["loss_fn"]
             if "loss_fn" not in module._modules:
                 module.loss_fn = task.loss_fn
-        if isinstance(task.owner, CCEEmbedding):
-            del task.owner.cce_task
+        if task.tied_head is not None:
+            module.forward_funcs[-1] = task.tied_head
     report = vars(module).get("get_additional_losses")
     if getattr(report, "__module__", None) == __name__:
         del module.get_additional_losses
+
+
+def _check_tied(function: functools.partial) -> None:
+    """Raise if a tied head is not the product with the weight that it is tied to, and uses no other parameter.
+
+    The hidden states are random, and so large the second time that a norm before the product, or a cap behind it, shows.
+    """
+    weight = function.args[0].weight
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, weight.shape[1], generator=generator, device="cpu").to(weight)
+    largest = F.linear(hidden, weight).abs().max().item()
+    for factor in (1.0, min(1e4, 1e3 / largest) if largest else 1.0):
+        with torch.enable_grad():
+            logits, expected = function(factor * hidden), F.linear(factor * hidden, weight)
+        is_product = logits.shape == expected.shape and all(leaf is weight for leaf in leaves_of(logits))
+        if not is_product or (logits - expected).abs().max().item() > 1e-2 * expected.abs().max().item():
+            raise ValueError(
+                "cce_dist: the forward_fn of the tied head is not hidden @ weight.T; scale or cap in loss_fn"
+            )
 
 
 def _loss_of_either(whole: Callable, local: Callable, logits: Any, *args: Any, **kwargs: Any) -> Any:

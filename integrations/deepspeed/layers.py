@@ -91,9 +91,8 @@ class CCEEmbedding(_Split, nn.Embedding):
         return sum_over_shards(looked_up(input, self.weight, self.rows.start), group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return this rank's logits [..., V_r] of a head tied to this embedding, or hidden where the head defers them."""
-        task = vars(self).get("cce_task")
-        return hidden if task is not None and task.deferring() else F.linear(hidden, self.weight)
+        """Return this rank's logits [..., V_r] of a head tied to this embedding."""
+        return F.linear(hidden, self.weight)
 
 
 def CCEHeadSpec(hidden_size: int, vocab_size: int, *, topology: Any = None, tied: str = "", **options: Any) -> Any:
@@ -195,7 +194,8 @@ def shard_of(head: Any) -> VocabShard:
     if hasattr(head, "vocab_start_index"):  # AutoTP's VocabParallelLinear
         group = head.mp_group if head.tp_world_size > 1 else None
         return VocabShard(head.vocab_start_index, head.vocab_end_index, head.vocab_size, group)
-    return VocabShard(0, head.out_features, head.out_features)
+    rows = head.num_embeddings if isinstance(head, nn.Embedding) else head.out_features
+    return VocabShard(0, rows, rows)
 
 
 def _place_in_topology(topology: Any) -> dict[str, int]:

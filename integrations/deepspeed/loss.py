@@ -99,6 +99,7 @@ class PipelineTask(Task):
 
     engine: Callable[[], Any] = lambda: None  # a weak reference: the engine holds this
     owner: Any = None  # the module that has the head's weight
+    tied_head: Callable | None = None  # the user's, where the owner is an embedding, whose weight alone is the head
     loss_fn: Any = None  # the user's
 
     def deferring(self) -> bool:
@@ -115,7 +116,8 @@ class PipelineTask(Task):
         """Return the pipeline's hidden states with the head that ``call_loss_fn`` needs; a forward hook."""
         if not self.deferring():
             return None
-        weight, bias = self.owner.weight, getattr(self.owner, "bias", None)
+        weight = self.owner.weight
+        bias = None if self.tied_head else getattr(self.owner, "bias", None)
         if torch.is_grad_enabled():
             own = set(self.owner.parameters())
             if not hidden.requires_grad and any(x.requires_grad and x not in own for x in module.parameters()):
@@ -127,6 +129,10 @@ class PipelineTask(Task):
             hidden, weight, bias = _Together.apply(hidden, weight, bias)
         hidden.cce_head = _PassedHead(weight, bias, module.training)
         return hidden
+
+    def call_tied_head(self, hidden: Tensor) -> Tensor:
+        assert self.tied_head is not None
+        return hidden if self.deferring() else self.tied_head(hidden)
 
     def call_loss_fn(self, outputs: Any, labels: Any) -> Any:
         """Call the user's ``loss_fn``, with what the last layer returns as logits."""

@@ -112,7 +112,7 @@ def weighted_loss(logits: Any, labels: tuple[Tensor, Tensor]) -> Tensor:
     return (loss * weights.flatten()).sum() / weights.sum()
 
 
-def pipeline_module(case: Pipe, ours: bool = False) -> Any:
+def pipeline_module(case: Pipe, ours: bool = False, kind: Any = nn.Embedding, head: Callable | None = None) -> Any:
     """Return the module; ours has the head split over the model axis, DeepSpeed's whole on each of its ranks."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -120,19 +120,19 @@ def pipeline_module(case: Pipe, ours: bool = False) -> Any:
     data = dist.get_world_size() // (case.pipe * case.model)
     topology = PipeModelDataParallelTopology(num_pp=case.pipe, num_mp=case.model, num_dp=data)
     name: Any = "embedding" if case.tied else None
-    if ours and (case.tied or case.model > 1):
+    if ours and case.model > 1:
         last = cce.CCEHeadSpec(HIDDEN, VOCAB, topology=topology, tied=name)
     elif case.tied:
-        tied_logits: Callable = lambda embedding, hidden: F.linear(hidden, embedding.weight)  # noqa: E731
-        last = TiedLayerSpec(name, nn.Embedding, VOCAB, HIDDEN, forward_fn=tied_logits)
+        tied_logits = head or (lambda embedding, hidden: F.linear(hidden, embedding.weight))
+        last = TiedLayerSpec(name, kind, VOCAB, HIDDEN, forward_fn=tied_logits)
     else:
         last = LayerSpec(nn.Linear, HIDDEN, VOCAB, bias=case.model == 1)
     if not case.tied:
         first = LayerSpec(nn.Embedding, VOCAB, HIDDEN)
-    elif ours:
+    elif ours and case.model > 1:
         first = cce.CCEEmbeddingSpec(HIDDEN, VOCAB, topology=topology, tied=name)
     else:
-        first = TiedLayerSpec(name, nn.Embedding, VOCAB, HIDDEN)
+        first = TiedLayerSpec(name, kind, VOCAB, HIDDEN)
     module = PipelineModule(
         [first, LayerSpec(Block), LayerSpec(Block), last],
         topology=topology,
@@ -476,7 +476,7 @@ def check_refusals() -> None:
     embedding, tied = TiedLayerSpec("e", nn.Embedding, VOCAB, HIDDEN), TiedLayerSpec("e", nn.Embedding, VOCAB, HIDDEN)
     for layers, loss, message in (
         ([embedding, LayerSpec(Block)], cce.loss_fn, "cannot take over a head that is a Block"),
-        ([embedding, tied], cce.loss_fn, r"a tied head needs a CCEHeadSpec\(.*, not Embedding"),
+        ([embedding, tied], cce.loss_fn, "a tied head needs"),
         ([embedding, LayerSpec(nn.Linear, HIDDEN, VOCAB)], None, "with a loss_fn"),
     ):
         refused(PipelineModule(layers, num_stages=2, loss_fn=loss), message)
@@ -688,11 +688,42 @@ def engines_of_one_model() -> None:
     run(one_after_another, one_model, Case())
     run(one_after_another, lambda: one_model(tied=True), Case(zero=2, tied=True))
     for tied in (False, True):
-        run(one_after_another, lambda tied=tied: pipeline_module(Pipe(tied=tied), ours=tied), Pipe(tied=tied))
+        run(one_after_another, lambda tied=tied: pipeline_module(Pipe(tied=tied)), Pipe(tied=tied))
+    run(tied_heads_are_one_product)
     run(losses_may_be_modules)
     run(layers_without_a_gradient)
     run(what_initialize_reads)
     run(plain_initialize_says_that_it_ignores_the_section)
+
+
+class WithBias(nn.Embedding):
+    """An embedding with a parameter that its lookup does not use."""
+
+    def __init__(self, rows: int, hidden_size: int) -> None:
+        super().__init__(rows, hidden_size)
+        self.bias = nn.Parameter(torch.zeros(VOCAB))
+
+
+def tied_heads_are_one_product() -> None:
+    """Catches a norm, a cap or a bias around the product that is dropped, and a parameter called bias that is added."""
+    wrong: list[Callable] = [
+        lambda owner, hidden: F.linear(F.rms_norm(hidden, (HIDDEN,)), owner.weight),
+        lambda owner, hidden: 30 * torch.tanh(F.linear(hidden, owner.weight) / 30),
+        lambda owner, hidden: F.linear(hidden * hidden.abs(), owner.weight),
+        lambda owner, hidden: F.linear(hidden, owner.weight, owner.bias),
+    ]
+    for function in wrong:
+        module = pipeline_module(Pipe(tied=True), kind=WithBias, head=function)
+        with pytest.raises(ValueError, match="is not hidden @ weight"):
+            cce.initialize(model=module, config=ds_config(True, Pipe()))
+    found = []
+    for ours in (False, True):
+        module = pipeline_module(Pipe(tied=True), kind=WithBias)
+        module.tied_modules["embedding"].bias.data.fill_(3.0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        engine = cce.initialize(model=module, optimizer=optimizer, config=ds_config(ours, Pipe()))[0]
+        found.append([engine.train_batch(batches(step, False, 0)).item() for step in range(STEPS)])
+    assert found[1] == pytest.approx(found[0], rel=2e-5)
 
 
 class Loss(nn.Module):
