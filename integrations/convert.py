@@ -21,8 +21,7 @@ from typing_extensions import Unpack
 from cce_dist.checks import kind
 from cce_dist.filter import GradFilter
 from cce_dist.integrations import fsdp, peft, transformers
-from cce_dist.integrations.deferred.find_head import find_head, innermost
-from cce_dist.integrations.deferred.subclass import Head, Watched, give_back, take, watch
+from cce_dist.integrations.deferred.subclass import Head, Watched, find_head, give_back, innermost, take, watch
 from cce_dist.integrations.deferred.task import Task
 from cce_dist.integrations.options import SECTION, ConvertOptions, ModelOptions
 from cce_dist.shard import VocabShard

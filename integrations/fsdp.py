@@ -39,7 +39,7 @@ from cce_dist.call import Options, checked
 from cce_dist.checks import kind, tensors
 from cce_dist.given import check_divisor
 from cce_dist.integrations import peft
-from cce_dist.integrations.on_demand import is_sharded
+from cce_dist.integrations.deferred.logits import is_sharded
 from cce_dist.integrations.patching import Place
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.operands import environment

@@ -104,7 +104,7 @@ def _added(head: Any) -> list[str]:
     return [name for name in head.active_adapters if name in head.lora_A]
 
 
-def draws_dropout(head: Any) -> bool:
+def has_dropout(head: Any) -> bool:
     """Return whether a head in training draws random numbers for each product with an adapter."""
     return is_lora(type(head)) and any(getattr(head.lora_dropout[name], "p", 0) > 0 for name in _added(head))
 

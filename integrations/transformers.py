@@ -57,9 +57,6 @@ class Task(task.Task):
         output = super().leave(model, args, kwargs, output)
         return output if parts is None or output is None else _fused_output(parts, kwargs, output)
 
-    def count_unwatched(self) -> None:
-        self.num_forwards = task.one_more(self.num_forwards)
-
     def aux(self) -> tuple[str, ...]:
         return super().aux() if self.parts is None else (*super().aux(), "nll", "entropy", "label_is_max")
 

@@ -1,8 +1,8 @@
-"""TRL: the log-probabilities of SFT, DPO, KTO, GRPO and RLOO from hidden states (docs/trl.md).
+"""TRL: log-probabilities, and the divergence of DistillationTrainer, from hidden states (docs/trl.md).
 
-All of these trainers give their models a second forward by ``add_fused_lm_head``, and call it with ``fused_lm_head=True``.
-TRL's reads the head's weight and a table of config keys that scale logits. The replacement runs the model's own forward with a
-head that defers: the model's code scales the deferred logits, and hooks of FSDP2 and ZeRO-3 on the head gather the weight.
+SFT, DPO, KTO, GRPO and RLOO give their models a second forward by ``add_fused_lm_head``. TRL's reads the head's weight and a
+table of config keys that scale logits. The replacement runs the model's own forward with a head that defers: the model's code
+scales the deferred logits, and hooks of FSDP2 and ZeRO-3 on the head gather the weight.
 
 TRL divides by its temperature after the softcap: ``softcap * tanh(u / softcap) / T``. That is a smaller cap of the same tanh,
 so deferred logits may be divided after their tanh.
@@ -13,23 +13,24 @@ Letters: B sequences, S tokens of a sequence, C of a completion, N tokens that h
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from cce_dist import KeptIds, VocabShard, linear_cross_entropy, linear_log_probs
-from cce_dist.integrations import peft, trl_distillation
-from cce_dist.integrations.deferred.find_head import checked
-from cce_dist.integrations.deferred.subclass import Head, give_back, take
+from cce_dist import KeptIds, VocabShard, linear_cross_entropy, linear_kl_divergence, linear_log_probs
+from cce_dist.integrations import peft
+from cce_dist.integrations.deferred.subclass import Head, checked, give_back, take
 from cce_dist.integrations.deferred.task import Task
 from cce_dist.integrations.deferred.tensor import TensorLogits
+from cce_dist.integrations.fsdp import computed_dtype
 from cce_dist.integrations.options import ScoreOptions
-from cce_dist.integrations.patching import Patch, install_all, uninstall_all
+from cce_dist.integrations.patching import Patch, install_all, say_once, uninstall_all
 
 FIELDS = ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss")
 OUTPUTS = FIELDS[1:6]
@@ -50,7 +51,9 @@ def _make(options: ScoreOptions) -> Callable:
             raise ValueError(
                 "cce_dist: mean_logits is not served with batch_invariant (DPO's and KTO's trainers ask for it)"
             )
-        _add_forward(model, _Score(temperature, cast_lm_head_to_fp32, ("log_probs", *outputs), options))
+        wanted = [name for name in OUTPUTS if name in ("log_probs", *outputs)]
+        how = {"temperature": temperature, "in_fp32": cast_lm_head_to_fp32, "outputs": wanted, "options": options}
+        _add_forward(model, how)
 
     return add_fused_lm_head
 
@@ -92,10 +95,95 @@ def _replay(theirs: Callable, self: Any, model: Any, inputs: Any) -> Any:
         _sampling_mask = None
 
 
+class _Distilled(NamedTuple):
+    """The arguments of TRL's function: hidden states [B, S, D] and heads of both models, a mask [B, S], and options."""
+
+    student_hidden_states: Tensor
+    teacher_hidden_states: Tensor
+    student_lm_head_weight: Tensor
+    teacher_lm_head_weight: Tensor
+    completion_mask: Tensor
+    beta: float
+    num_items_in_batch: Tensor | int | None = None
+    student_lm_head_bias: Tensor | None = None
+    teacher_lm_head_bias: Tensor | None = None
+    student_logit_scale: float = 1.0
+    teacher_logit_scale: float = 1.0
+    student_final_logit_softcapping: float | None = None
+    teacher_final_logit_softcapping: float | None = None
+    temperature: float = 1.0
+
+
+def _make_divergence(options: ScoreOptions) -> Callable:
+    def _chunked_divergence_loss(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        say_once("TRL's distillation comes from hidden states (linear_kl_divergence)")
+        return _divergence(_Distilled(*args, **kwargs), options.call())
+
+    replacement: Any = _chunked_divergence_loss
+    replacement.__signature__ = inspect.signature(_Distilled)
+    return replacement
+
+
+def _divergence(given: _Distilled, how: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, the sum of the student's entropies, and the number of tokens that count."""
+    temperature, mask = given.temperature, given.completion_mask != 0
+    hidden, weight, bias = _operands(
+        given.student_hidden_states, given.student_lm_head_weight, given.student_lm_head_bias
+    )
+    teacher, teacher_weight, teacher_bias = _operands(
+        given.teacher_hidden_states.to(hidden.dtype), given.teacher_lm_head_weight, given.teacher_lm_head_bias
+    )
+    cap, teacher_cap = (
+        None if softcap is None else softcap / temperature
+        for softcap in (given.student_final_logit_softcapping, given.teacher_final_logit_softcapping)
+    )
+    scale, beta = given.student_logit_scale / temperature, float(given.beta)
+    kind: Any = {0.0: "forward", 1.0: "reverse"}.get(beta, "jsd")
+    loss = linear_kl_divergence(
+        hidden,
+        weight,
+        teacher,
+        teacher_weight,
+        kind=kind,
+        beta=beta if kind == "jsd" else 0.5,
+        logit_scale=scale,
+        teacher_logit_scale=given.teacher_logit_scale / temperature,
+        softcap=cap,
+        teacher_softcap=teacher_cap,
+        linear_bias=bias,
+        teacher_bias=teacher_bias,
+        mask=mask,
+        reduction="sum",
+        **how,
+    )
+    with torch.no_grad():  # TRL logs the student's entropy
+        ids = torch.where(mask, 0, -100)
+        scores = linear_log_probs(
+            hidden, weight, ids, linear_bias=bias, logit_scale=scale, softcap=cap, entropy=True, **how
+        )
+    assert scores.entropy is not None
+    count, divisor = mask.sum(), given.num_items_in_batch
+    if divisor is None:
+        divisor = count.clamp(min=1)
+    return loss / (divisor.to(loss.device) if isinstance(divisor, Tensor) else divisor), scores.entropy.sum(), count
+
+
+def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return hidden states, weight and bias in one dtype. FSDP2's DTensors are gathered, once for a loss."""
+    if weight.numel() == 0 and not isinstance(weight, DTensor):
+        raise ValueError(
+            "cce_dist: ZeRO-3 has the head's weight in parts: distill with FSDP2 or ZeRO-2, or uninstall()"
+        )
+    dtype = computed_dtype(hidden)
+    whole: list[Any] = [x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, bias)]
+    return hidden.to(dtype), *(None if x is None else x.to(dtype) for x in whole)  # type: ignore[return-value]
+
+
+DISTILLATION = Patch("trl.trainer.distillation_trainer", "_chunked_divergence_loss", "TRL 1.16", _make_divergence)
 PATCHES = (
     Patch("trl.trainer.grpo_trainer", "GRPOTrainer._compute_loss", "TRL 1.16", ours=_replay),
     Patch("trl.trainer.rloo_trainer", "RLOOTrainer._compute_loss", "TRL 1.16", ours=_replay),
-    trl_distillation.PATCH,
+    DISTILLATION,
     PATCH,
     Patch("trl.trainer.sft_trainer", "SFTTrainer.__init__", "TRL 1.16", ours=_refuse_others),
 )
@@ -118,7 +206,7 @@ def uninstall() -> None:
     uninstall_all(PATCHES)
 
 
-def _add_forward(model: Any, score: _Score) -> None:
+def _add_forward(model: Any, how: dict[str, Any]) -> None:
     """Replace a model's forward in calls with ``fused_lm_head=True``, as TRL's trainers make them."""
     from trl.trainer.utils import FusedCausalLMOutput
 
@@ -140,7 +228,7 @@ def _add_forward(model: Any, score: _Score) -> None:
         if not fused_lm_head:
             return original(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
         # PEFT and FSDP may have replaced the head since.
-        with _deferring(self.get_output_embeddings(), score.options):
+        with _deferring(self.get_output_embeddings(), how["options"]):
             out = original(*args, **{**kwargs, "use_cache": False})
             if not isinstance(out.logits, TensorLogits):
                 raise RuntimeError(f"cce_dist: {type(self).__name__} makes logits without its output embedding")
@@ -150,7 +238,7 @@ def _add_forward(model: Any, score: _Score) -> None:
             kept = None
             if _sampling_mask is not None:
                 kept = KeptIds.from_padded(_sampling_mask[mask[:, -_sampling_mask.shape[1] :]])
-            found = score(logits[mask], target[mask], kept)
+            found = _scores(logits[mask], target[mask], kept, **how)
         # masked_scatter keeps an output without any label a part of the graph, whose backward all ranks then run.
         found = {name: x.new_zeros(mask.shape).masked_scatter(mask, x) for name, x in found.items()}
         loss = -found["log_probs"].sum() / (
@@ -191,56 +279,52 @@ def _deferring(output: Any, options: ScoreOptions) -> Iterator[None]:
             inside.forward = cast
 
 
-@dataclasses.dataclass(frozen=True)
-class _Score:
-    """The outputs that a trainer needs for each label; ``outputs`` are names of ``OUTPUTS``."""
+def _scores(
+    logits: Any,
+    labels: Tensor,
+    kept: KeptIds | None,
+    *,
+    temperature: float,
+    in_fp32: bool,
+    outputs: list[str],
+    options: ScoreOptions,
+) -> dict[str, Tensor]:
+    """Return the outputs [N] by name for logits [N, V], labels [N] and the lists of N tokens.
 
-    temperature: float  # divides the logits, behind the softcap
-    in_fp32: bool  # multiply in fp32, outside of autocast
-    outputs: tuple[str, ...]
-    options: ScoreOptions
+    ``temperature`` divides the logits, behind the softcap. ``in_fp32``: multiply in fp32, outside of autocast.
+    """
+    scaling = (logits / temperature)._scaling()
+    added = scaling.pop("added")
 
-    def __call__(self, logits: Any, labels: Tensor, kept: KeptIds | None) -> dict[str, Tensor]:
-        """Return the outputs [N] by name for logits [N, V], labels [N] and the lists of N tokens."""
-        scaling = (logits / self.temperature)._scaling()
-        names = [name for name in OUTPUTS if name in self.outputs]
-        # A tuple of tensors is what the hooks of FSDP2 and ZeRO-3 look into.
-        compute = functools.partial(self._compute, labels=labels, kept=kept, **scaling)
-        return dict(zip(names, logits._ask(compute), strict=True))
-
-    def _compute(
-        self, head: nn.Module, hidden: Tensor, labels: Tensor, kept: KeptIds | None, logit_scale: float,
-        softcap: float | None, added: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    def compute(head: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
         kind = hidden.device.type
-        with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not self.in_fp32):
-            hidden, weight, bias = peft.operands(head, hidden.float() if self.in_fp32 else hidden)
+        with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not in_fp32):
+            hidden, weight, bias = peft.operands(head, hidden.float() if in_fp32 else hidden)
             bias, weight = peft.sum_of_biases(bias, added), weight.to(hidden.dtype)
-            how: dict[str, Any] = dict(
-                linear_bias=None if bias is None else bias.to(hidden.dtype),
-                logit_scale=logit_scale,
-                softcap=softcap,
-                **self.options.call(),
-            )
+            bias = None if bias is None else bias.to(hidden.dtype)
+            how: dict[str, Any] = {"linear_bias": bias, **scaling, **options.call()}
             found: Any = linear_log_probs(
                 hidden,
                 weight,
                 labels,
-                entropy="entropy" in self.outputs,
-                sum_p_squared="log_sum_sq_probs" in self.outputs,
-                argmax="is_top1" in self.outputs,
+                entropy="entropy" in outputs,
+                sum_p_squared="log_sum_sq_probs" in outputs,
+                argmax="is_top1" in outputs,
                 kept=kept,
-                batch_invariant=self.options.batch_invariant,
+                batch_invariant=options.batch_invariant,
                 **how,
             )
             results = {"log_probs": found.log_probs, "entropy": found.entropy}
-            if "log_sum_sq_probs" in self.outputs:
+            if "log_sum_sq_probs" in outputs:
                 results["log_sum_sq_probs"] = found.sum_p_squared.log()
-            if "is_top1" in self.outputs:
+            if "is_top1" in outputs:
                 results["is_top1"] = found.argmax == labels
-            if "mean_logits" in self.outputs:
+            if "mean_logits" in outputs:
                 results["mean_logits"] = _mean_logits(hidden, weight, labels, found.lse, how)
-        return tuple(results[name] for name in OUTPUTS if name in self.outputs)
+        # A tuple of tensors is what the hooks of FSDP2 and ZeRO-3 look into.
+        return tuple(results[name] for name in outputs)
+
+    return dict(zip(outputs, logits._ask(compute), strict=True))
 
 
 @torch.no_grad()

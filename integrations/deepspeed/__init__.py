@@ -7,8 +7,8 @@ Models that compute their loss in forward find deferred logits, as under ``cce_d
 the hidden states themselves, so that activation checkpoints find a tensor, and ``loss_fn`` is given deferred logits of them. A
 head whose vocabulary is split over the model axis is a ``CCEHead``, tied to a ``CCEEmbedding`` if need be.
 
-Reading order: ``loss`` (the section, and what a head computes), ``engine`` (initialize, install, convert, require, and models
-that compute their loss in forward), ``__main__`` (the launcher), ``pipeline``, ``layers`` (layers of a split vocabulary).
+Reading order: ``loss`` (the section, and what a head computes), ``engine`` (initialize, install, convert and require),
+``__main__`` (the launcher), ``layers`` (of a split vocabulary, and of pipelines).
 """
 
 from cce_dist.integrations.deepspeed.engine import convert, initialize, install, require, uninstall
@@ -17,17 +17,14 @@ from cce_dist.integrations.deepspeed.layers import (
     CCEEmbeddingSpec,
     CCEHead,
     CCEHeadSpec,
+    layer_weights,
     loss_fn,
     sum_over_shards,
 )
 from cce_dist.integrations.deepspeed.loss import Options
-from cce_dist.integrations.deepspeed.pipeline import layer_weights
 from cce_dist.integrations.deferred.tensor import TensorLogits as DeferredLogits
-from cce_dist.integrations.options import FILTERS, SECTION
 
 __all__ = [
-    "FILTERS",
-    "SECTION",
     "CCEEmbedding",
     "CCEEmbeddingSpec",
     "CCEHead",

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     local_rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     sys.argv = [str(args.script), *local_rank, *args.args]
     runpy.run_path(str(args.script), run_name="__main__")
-    if engine.num_converted() == 0:
+    if engine.num_converted == 0:
         say_once(
             f'no model was converted: no ds_config that reached deepspeed.initialize had "{SECTION}": {{"enabled": true}}'
         )

@@ -1,29 +1,40 @@
-"""initialize, install, convert and require; and models that compute their loss in forward."""
+"""initialize, install, convert and require, for models that compute their loss in forward and for pipelines."""
 
 from __future__ import annotations
 
 import contextvars
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
-from cce_dist.integrations.deepspeed import pipeline
+from cce_dist.autograd import leaves_of
 from cce_dist.integrations.deepspeed.layers import CCEHead, shard_of, split_layers
-from cce_dist.integrations.deepspeed.loss import Options, Task
-from cce_dist.integrations.deferred.find_head import find_head, innermost
+from cce_dist.integrations.deepspeed.loss import REPORTED, Options, PipelineTask, Task
 from cce_dist.integrations.deferred.logits import DeferredLogits
-from cce_dist.integrations.deferred.subclass import Head, Watched, give_back, take, watch
+from cce_dist.integrations.deferred.subclass import (
+    Head,
+    Watched,
+    check_class,
+    find_head,
+    give_back,
+    innermost,
+    take,
+    watch,
+)
 from cce_dist.integrations.options import SECTION
 from cce_dist.integrations.patching import Place, say_once
 
 INITIALIZE = Place("deepspeed", "initialize")
 # Whether a call of deepspeed.initialize comes from ours, which has read the section.
 _section_is_read = contextvars.ContextVar("_section_is_read", default=False)
-_num_converted = 0
+num_converted = 0  # engines of this process that were made with the section enabled
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple:
@@ -40,7 +51,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     Communication: As ``linear_cross_entropy`` over the model axis; ``sequence_mean`` adds two all-reduces of a number.
 
     Raises:
-        ValueError: The section is wrong, or the model has no head that can be taken over; before anything is built.
+        ValueError: The section is wrong, or the model has no head that can be taken over; before anything is built. There is
+            no sequence parallelism for ``sequence_mean``; once DeepSpeed has built the engine.
         ImportError: deepspeed is missing.
     """
     return _initialize(_original(), *args, **kwargs)
@@ -59,11 +71,6 @@ def install() -> None:
 def uninstall() -> None:
     """Undo ``install``; models that are converted stay so."""
     INITIALIZE.uninstall()
-
-
-def num_converted() -> int:
-    """Return how many engines of this process were made with the section enabled."""
-    return _num_converted
 
 
 def _original() -> Callable:
@@ -91,15 +98,15 @@ def _initialize(original: Callable, *args: Any, **kwargs: Any) -> tuple:
     options = Options.from_config(config)
     if options is None:
         return original(*args, **kwargs)
-    _check(given.get("model"), config, given.get("mpu"), given.get("mesh_param"), options)
+    _check(given.get("model"), config, given.get("mpu"), options)
     token = _section_is_read.set(True)
     try:
         result = original(*args, **kwargs)
     finally:
         _section_is_read.reset(token)
     convert(result[0], options)
-    global _num_converted
-    _num_converted += 1
+    global num_converted
+    num_converted += 1
     return result
 
 
@@ -143,8 +150,8 @@ def _give_back(model: nn.Module) -> None:
                 module.loss_function = loss.args[1]
     for head in _taken_heads(model):
         give_back(head)
-    if pipeline.is_pipeline(model):
-        pipeline.give_back(model)
+    if _is_pipeline(model):
+        _give_back_pipeline(model)
     for layer in split_layers(model):
         if layer.rows.joined_by_engine:
             layer.rows.group = None
@@ -166,9 +173,9 @@ def convert(engine: Any, options: Options | None = None) -> Any:
     options = options or Options()
     if hasattr(engine, "cce_heads"):
         return engine
-    if pipeline.is_pipeline(engine.module):
+    if _is_pipeline(engine.module):
         _join(engine, engine.mpu.get_slice_parallel_group())
-        engine.cce_heads = pipeline.convert(engine, options)
+        engine.cce_heads = _convert_pipeline(engine, options)
     else:
         engine.cce_heads = _convert_model(engine, options)
     first = dist.get_process_group_ranks(engine.seq_data_parallel_group)[0]  # one of the replicas
@@ -217,6 +224,93 @@ def _convert_model(engine: Any, options: Options) -> dict[str, Task]:
     return {name: task}
 
 
+def _is_pipeline(module: Any) -> bool:
+    from deepspeed.pipe import PipelineModule
+
+    return isinstance(module, PipelineModule)
+
+
+def _check_pipeline(module: Any, options: Options) -> None:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    if hasattr(module, "phase_funcs"):
+        raise ValueError("cce_dist does not support DualPipeV; use a PipelineModule")
+    for key in ("head", "sequence_mean"):
+        if getattr(options, key):
+            raise ValueError(f'ds_config: "{SECTION}.{key}" is not for pipelines, whose head is the last layer')
+    if module.loss_fn is None:
+        raise ValueError("cce_dist needs a PipelineModule with a loss_fn that calls F.cross_entropy")
+    spec = module._layer_specs[-1]
+    kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
+    if not isinstance(spec, TiedLayerSpec):
+        check_class(kind, (CCEHead,))
+    elif not issubclass(kind, nn.Embedding) or spec.forward_fn is None:
+        raise ValueError(f"cce_dist: a tied head needs an nn.Embedding and a forward_fn, not {kind.__name__}")
+
+
+def _convert_pipeline(engine: Any, options: Options) -> dict[str, Task]:
+    """Take over the last stage's head and loss_fn, and return the head's name and task; no head on the other stages."""
+    module = engine.module
+    if not engine.is_last_stage():
+        if options.report:  # DeepSpeed takes notice here of how many numbers there are, and of nothing else
+            module.get_additional_losses = lambda: dict.fromkeys(REPORTED)
+        return {}
+    head = module.forward_funcs[-1]
+    tied = isinstance(head, functools.partial)
+    owner = head.args[0] if tied else head
+    name = f"tied to {type(owner).__name__}" if tied else type(owner).__name__
+    task = PipelineTask(options, shard_of(owner), engine=weakref.ref(engine), owner=owner, loss_fn=module.loss_fn)
+    if tied:
+        _check_tied(head)
+        task.tied_head, module.forward_funcs[-1] = head, task.call_tied_head
+    else:
+        take(head, task)
+    # A loss_fn that is a module stays registered, with its parameters: the task's is found first.
+    vars(module)["loss_fn"] = task.call_loss_fn
+    module.register_forward_hook(task.pass_weight_through)
+    if options.report:
+        module.get_additional_losses = lambda: task.reported
+    return {name: task}
+
+
+def _give_back_pipeline(module: Any) -> None:
+    """Undo ``_convert_pipeline``, but for the head's class."""
+    for name, hook in list(module._forward_hooks.items()):
+        task = getattr(hook, "__self__", None)
+        if not isinstance(task, PipelineTask):
+            continue
+        task.is_given_back = True
+        del module._forward_hooks[name]
+        if getattr(module.loss_fn, "__self__", None) is task:
+            del vars(module)["loss_fn"]
+            if "loss_fn" not in module._modules:
+                module.loss_fn = task.loss_fn
+        if task.tied_head is not None:
+            module.forward_funcs[-1] = task.tied_head
+    report = vars(module).get("get_additional_losses")
+    if getattr(report, "__module__", None) == __name__:
+        del module.get_additional_losses
+
+
+def _check_tied(function: functools.partial) -> None:
+    """Raise if a tied head is not the product with the weight that it is tied to, and uses no other parameter.
+
+    The hidden states are random, and so large the second time that a norm before the product, or a cap behind it, shows.
+    """
+    weight = function.args[0].weight
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, weight.shape[1], generator=generator, device="cpu").to(weight)
+    largest = F.linear(hidden, weight).abs().max().item()
+    for factor in (1.0, min(1e4, 1e3 / largest) if largest else 1.0):
+        with torch.enable_grad():
+            logits, expected = function(factor * hidden), F.linear(factor * hidden, weight)
+        is_product = logits.shape == expected.shape and all(leaf is weight for leaf in leaves_of(logits))
+        if not is_product or (logits - expected).abs().max().item() > 1e-2 * expected.abs().max().item():
+            raise ValueError(
+                "cce_dist: the forward_fn of the tied head is not hidden @ weight.T; scale or cap in loss_fn"
+            )
+
+
 def _loss_of_either(whole: Callable, local: Callable, logits: Any, *args: Any, **kwargs: Any) -> Any:
     return (whole if isinstance(logits, DeferredLogits) else local)(logits, *args, **kwargs)
 
@@ -231,7 +325,7 @@ def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:
     """Return the sequence-parallel group, and the number by which DeepSpeed divides the sum of its ranks' gradients."""
     size = engine.sequence_parallel_size
     if size == 1:
-        raise ValueError(_NO_SEQUENCE_PARALLELISM)
+        raise ValueError(f'ds_config: "{SECTION}.sequence_mean" is set, but there is no sequence parallelism')
     group = engine.get_sequence_parallel_group()
     ranks, reduced = (set(dist.get_process_group_ranks(each)) for each in (group, engine.seq_data_parallel_group))
     if not ranks <= reduced:
@@ -239,28 +333,23 @@ def _sequence_group(engine: Any) -> tuple[dist.ProcessGroup, int]:
             "DeepSpeed does not reduce gradients over this sequence-parallel group; make it by "
             "deepspeed.runtime.sequence_parallel.parallel_state_sp and pass that as mpu="
         )
-    # ZeRO-3's reduce-scatter averages over these ranks; everything else sums (0.19.8).
     stage3 = engine.zero_optimization_stage() == 3
-    averages = stage3 and (engine.optimizer.reduce_scatter or not engine.optimizer.contiguous_gradients)
-    if stage3 and not averages:
-        largest = max(x.ds_numel for x in engine.module.parameters() if x.requires_grad)
-        if largest > engine.optimizer.reduce_bucket_size:
-            raise ValueError(
-                "without reduce_scatter ZeRO-3 averages the gradients of parameters that are larger than reduce_bucket_size "
-                f"({engine.optimizer.reduce_bucket_size:,}), and sums all others; the largest has {largest:,} elements: set "
-                '"reduce_scatter": true, or raise reduce_bucket_size'
-            )
-    return group, size if averages else 1
+    if stage3 and not engine.optimizer.reduce_scatter:
+        raise ValueError(
+            'sequence_mean under ZeRO-3 needs "reduce_scatter": true: without it DeepSpeed averages the gradients of some '
+            "parameters over these ranks, and sums the others"
+        )
+    return group, size if stage3 else 1  # ZeRO-3 averages over these ranks; the other stages sum (0.19.8)
 
 
-def _check(model: Any, config: dict, mpu: Any, mesh_param: Any, options: Options) -> None:
+def _check(model: Any, config: dict, mpu: Any, options: Options) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     taken = _taken_heads(model)
     if any(isinstance(module, Head) and module not in taken for module in model.modules()):
         raise ValueError(f'the model is converted already: leave out cce_dist.convert, or "{SECTION}" of ds_config')
-    if pipeline.is_pipeline(model):
-        return pipeline.check(model, options)
+    if _is_pipeline(model):
+        return _check_pipeline(model, options)
     split = split_layers(model)
     if split and mpu is None:
         raise ValueError("a model with a split vocabulary needs mpu=: without one DeepSpeed makes all shards rank 0's")
@@ -273,8 +362,6 @@ def _check(model: Any, config: dict, mpu: Any, mesh_param: Any, options: Options
             )
     find_head(innermost(model), options.head, (CCEHead,))
     _check_tensor_parallel(config)
-    if options.sequence_mean and _sequence_parallel_size(config, mpu, mesh_param) == 1:
-        raise ValueError(_NO_SEQUENCE_PARALLELISM)
 
 
 def _check_tensor_parallel(config: dict) -> None:
@@ -290,19 +377,3 @@ def _check_tensor_parallel(config: dict) -> None:
         )
     if size > 1 and not splits_head:
         raise ValueError('cce_dist with AutoTP needs "tensor_parallel": {"vocab_parallel_lm_head": true}')
-
-
-_NO_SEQUENCE_PARALLELISM = f'ds_config: "{SECTION}.sequence_mean" is set, but there is no sequence parallelism'
-
-
-def _sequence_parallel_size(config: dict, mpu: Any, mesh_param: Any) -> int:
-    """Return the number of sequence-parallel ranks that an engine with these arguments will have."""
-    from deepspeed.utils import groups
-
-    if mesh_param:
-        return mesh_param[1]
-    if {"sequence_parallel_size", "data_parallel_size"} <= config.keys():
-        return config["sequence_parallel_size"]
-    if groups.mesh_device is not None:  # an earlier engine's, which DeepSpeed goes on to use
-        return groups._get_sequence_parallel_world_size()
-    return mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else 1

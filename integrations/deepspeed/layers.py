@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from cce_dist import merge
 from cce_dist.integrations.fsdp import looked_up
 from cce_dist.integrations.options import SECTION
+from cce_dist.integrations.patching import attributes
 from cce_dist.shard import VocabShard, even_rows
 
 
@@ -114,6 +117,26 @@ def CCEEmbeddingSpec(hidden_size: int, vocab_size: int, *, topology: Any = None,
     from deepspeed.pipe import TiedLayerSpec
 
     return TiedLayerSpec(tied, CCEEmbedding, hidden_size, vocab_size, **options, **_place_in_topology(topology))
+
+
+@contextlib.contextmanager
+def layer_weights(weights: Sequence[float]) -> Iterator[None]:
+    """Have a PipelineModule that is made inside, with ``partition_method="parameters"``, balance these weights of its layers.
+
+    DeepSpeed counts parameters, and so weighs an embedding like the head. ``cce-dist plan`` prints weights.
+
+    Args:
+        weights: One for each layer of the module, in order; not negative. ValueError if the number of layers is another.
+    """
+    from deepspeed.pipe import PipelineModule
+
+    def weighed(module: Any) -> list[float]:
+        if len(weights) != len(module._layer_specs):
+            raise ValueError(f"{len(weights)} weights for the {len(module._layer_specs)} layers of a PipelineModule")
+        return list(weights)
+
+    with attributes(PipelineModule, _count_layer_params=weighed):
+        yield
 
 
 def loss_fn(logits: Any, labels: Tensor) -> Tensor:

@@ -4,6 +4,5 @@ A converted head returns ``DeferredLogits``: no numbers, but the hidden states a
 model's own code may scale them and, in the end, asks for their loss, which the head then computes from the hidden states.
 
 Reading order: ``logits`` (what all deferred logits can do), ``tensor`` (those that model code takes for a tensor),
-``subclass`` (subclasses of the classes of a head and its model), ``find_head`` (the head of a model), ``task`` (when it defers,
-and its loss).
+``subclass`` (a model's head, found and put into a subclass of its class), ``task`` (when it defers, and its loss).
 """

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from cce_dist.given import LinearCrossEntropyOutput
 from cce_dist.integrations import peft
-from cce_dist.integrations.deferred.find_head import check_weight
+from cce_dist.integrations.deferred.logits import is_sharded
+from cce_dist.integrations.deferred.subclass import check_weight
 from cce_dist.integrations.deferred.tensor import TensorLogits, for_later
-from cce_dist.integrations.on_demand import is_sharded
 from cce_dist.integrations.patching import log
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
@@ -110,6 +110,7 @@ class Task:
 
     def count_unwatched(self) -> None:
         """Count logits that are computed in training outside of any watched forward."""
+        self.num_forwards = one_more(self.num_forwards)
 
     def deferring(self) -> bool:
         return bool(self.calls) and self.calls[-1]

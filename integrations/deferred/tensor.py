@@ -14,8 +14,7 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -26,8 +25,14 @@ from torch.nn import _reduction
 from torch.utils import _pytree as pytree
 
 from cce_dist.integrations import peft
-from cce_dist.integrations.deferred.logits import DeferredLogits, NotComputedError
-from cce_dist.integrations.on_demand import ChangedError, OnDemand, Versions, is_sharded
+from cce_dist.integrations.deferred.logits import (
+    ChangedError,
+    DeferredLogits,
+    NotComputedError,
+    OnDemand,
+    Versions,
+    is_sharded,
+)
 
 
 class TensorLogits(DeferredLogits):
@@ -193,7 +198,7 @@ class TensorLogits(DeferredLogits):
                 f"cce_dist: {use} of logits whose vocabulary is split over ranks, which has no answer here"
             )
         if "_value" not in vars(self):
-            with torch.set_grad_enabled(self._made_with_grad), _mode(self._head, self._head_trains):
+            with torch.set_grad_enabled(self._made_with_grad):
                 logits = self._ask(lambda head, hidden: dense(head, hidden, self._added))
                 logits = logits[..., : self._shard.vocab_size] * self._factor
                 logits = logits if self._softcap is None else logits.tanh() * self._softcap
@@ -206,7 +211,7 @@ class TensorLogits(DeferredLogits):
 
     def _ask(self, compute: Callable) -> Any:
         self._check()
-        if self._head_trains and peft.draws_dropout(self._head):
+        if self._head_trains and peft.has_dropout(self._head):
             if self._draws:
                 raise RuntimeError(
                     "cce_dist: logits of a head with lora_dropout are used twice, and each use would draw another dropout: "
@@ -239,6 +244,8 @@ class TensorLogits(DeferredLogits):
         if peft.adapters(self._head) != self._adapters:
             raise ChangedError("the adapters on the head changed")
         self._head_versions.check("the head's weight or bias")
+        if self._head.training != self._head_trains and peft.has_dropout(self._head):
+            raise ChangedError("the mode of the head, whose adapter has a dropout, changed")
         if self._is_for_use() and self._task.last_training is not self._last_training:
             raise ChangedError("a forward in training began, and a step may have changed the weights,")
 
@@ -318,20 +325,6 @@ def dense(head: Any, hidden: Tensor, added: Tensor | None = None) -> Tensor:
     gathered = (lambda x: x.full_tensor().to(hidden.dtype)) if rows is None else functools.partial(rows.whole, hidden)
     whole: list[Any] = [gathered(x) if isinstance(x, DTensor) else x for x in factors]
     return F.linear(hidden, whole[0], peft.sum_of_biases(whole[1], added))
-
-
-@contextmanager
-def _mode(head: nn.Module, trains: bool) -> Iterator[None]:
-    """Put a head and its adapter's dropout into the training or evaluation mode that it was called in."""
-    now = head.training
-    if now == trains:
-        yield
-        return
-    head.train(trains)
-    try:
-        yield
-    finally:
-        head.train(now)
 
 
 def _cross_entropy(

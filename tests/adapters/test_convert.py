@@ -27,9 +27,8 @@ from torch.nn.utils import parametrizations
 import cce_dist
 from cce_dist import reference
 from cce_dist.integrations.deferred import tensor as deferred_tensor
-from cce_dist.integrations.deferred.logits import NotComputedError
+from cce_dist.integrations.deferred.logits import NotComputedError, OnDemand
 from cce_dist.integrations.deferred.tensor import TensorLogits
-from cce_dist.integrations.on_demand import OnDemand
 
 HIDDEN, VOCAB, LENGTH, BATCH = 16, 37, 6, 2
 IGNORED = -100

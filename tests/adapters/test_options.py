@@ -33,14 +33,19 @@ def test_no_budget_is_one_that_the_loss_chooses(options: Any) -> None:
             read(wrong)
 
 
-def test_megatrons_flags_choose_too() -> None:
-    parser = flags.add_arguments(argparse.ArgumentParser())
-    for argv, budget in ([], None), (["--cce-workspace-bytes", "1048576"], 1 << 20):
-        assert flags.options_from_args(parser.parse_args(argv)).workspace_bytes == budget
+def test_megatrons_flags_become_options() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cross-entropy-fusion-impl", default="native", choices=["native", "te"])
+    assert flags.add_arguments(parser) is parser
+    for line, expected in {
+        "": loss.Options(),
+        "--cross-entropy-fusion-impl cce --cce-workspace-bytes 1048576": loss.Options(workspace_bytes=1 << 20),
+        "--cce-filter plain --cce-filter-eps 1e-3": loss.Options(GradFilter(1e-3, compensate=False)),
+        "--cce-filter off --cce-filter-eps 0.1 --cce-vocab-size 60": loss.Options(vocab_size=60),
+    }.items():
+        assert flags.options_from_args(parser.parse_args(line.split())) == expected
     with pytest.raises(ValueError, match="--cce-filter-eps has no effect: no filter"):
         flags.options_from_args(parser.parse_args(["--cce-filter-eps", "0.1"]))
-    off = parser.parse_args(["--cce-filter", "off", "--cce-filter-eps", "0.1"])
-    assert flags.options_from_args(off).grad_filter is None
 
 
 def test_keys_become_options() -> None:

@@ -15,9 +15,7 @@ import test_rl
 from torch import Tensor, nn
 
 from cce_dist import KeptIds, linear_log_probs
-from cce_dist.integrations import nemo_rl as cce_nemo_rl
 from cce_dist.integrations import verl as cce_verl
-from cce_dist.integrations.options import ScoreOptions
 
 VOCAB, SIZE, PROMPT, LENGTH, BATCH, STEPS, TOP_P = 50, 16, 3, 9, 4, 30, 0.8
 RESPONSE = LENGTH - PROMPT
@@ -174,15 +172,6 @@ def verl_megatron(policy: Policy, drawn: Rollout) -> Tensor:
     return found.view(BATCH, -1)[:, PROMPT - 1 : LENGTH - 1]
 
 
-def nemo_rl(policy: Policy, drawn: Rollout) -> Tensor:
-    score, ids = cce_nemo_rl._scores(ScoreOptions.read({}, spell=str)), drawn.ids.clone()
-    rows = torch.cat((torch.full((BATCH, PROMPT, VOCAB), -1), drawn.mask), 1)
-    rows[-1] = torch.arange(VOCAB)  # NeMo-RL has no token whose sampler cut nothing
-    ids.replay = cce_nemo_rl.Replay(rows)  # type: ignore[attr-defined]
-    found = score(policy(drawn.ids).transpose(0, 1), policy.head.weight, None, ids, 0, VOCAB, test_rl.alone())
-    return found[:, PROMPT - 1 :]
-
-
 Scores = Callable[[Policy, Rollout], Tensor]
 
 
@@ -202,7 +191,7 @@ def curve(scores: Scores) -> Tensor:
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("ours", [own_loop, prime_rl, miles, skyrl, verl_fsdp, verl_megatron, nemo_rl])
+@pytest.mark.parametrize("ours", [own_loop, prime_rl, miles, skyrl, verl_fsdp, verl_megatron])
 def test_curves(ours: Scores) -> None:
     """Catches a list of another token, a softmax over the whole vocabulary, and a gradient that misses one of its terms."""
     expected, found = curve(masked), curve(ours)
