@@ -12,7 +12,7 @@ Tokens without a label come last in both. Nothing here waits for the device, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -24,14 +24,7 @@ from cce_dist.kernels.d_hidden import Sum, add_d_hidden, add_parts, with_parts
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
 from cce_dist.kernels.direct import MOST_KINDS, Part, allocate
 from cce_dist.kernels.dlogits import dlogits_chunk, logits_chunk, write_cells
-from cce_dist.kernels.losses import (
-    Finished,
-    Results,
-    finish,
-    of_statistics,
-    rows_per_program,
-    token_losses,
-)
+from cce_dist.kernels.losses import Finished, Results, finish, of_statistics, rows_per_program, token_losses
 from cce_dist.kernels.lse import NOTHING_MORE, Keep, Span, gathered_with_targets, lse_partials, shape_of_partials
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.outputs import NO_ID, largest, normalised
@@ -55,7 +48,6 @@ __all__ = [
 ]
 
 
-_NO_UPSTREAM = Upstream()
 FIRST_TILE = Span(0, 1, 1)
 
 
@@ -285,17 +277,11 @@ class Uniform(NamedTuple):
 
 
 def gradients(
-    x: Operands, softmax: Softmax, upstream: Upstream, saved: list[torch.Tensor], grads: Grads, spec: Spec
+    x: Operands, softmax: Softmax, upstream: Upstream, tensors: Sequence[torch.Tensor | None], grads: Grads, spec: Spec,
+    coef_4N: torch.Tensor | None = None,
 ) -> Gradients:
-    return gradients_by(x, softmax, None, SavedExp(*saved), grads, spec, upstream)
-
-
-def gradients_by(
-    x: Operands, softmax: Softmax, coef_4N: torch.Tensor | None, saved: SavedExp, grads: Grads, spec: Spec,
-    upstream: Upstream = _NO_UPSTREAM,
-) -> Gradients:
-    """Compute ``gradients``. Recomputed columns use ``coef_4N``, or if it is None, ``upstream``, as saved ones do."""
-    last = x.num_valid
+    """See ``Backend.gradients``; ``tensors`` are those of ``SavedExp``. Recomputed columns use ``coef_4N`` if it is given."""
+    saved, last = SavedExp(*tensors), x.num_valid  # type: ignore[arg-type]
     num_saved = min(saved.exp_NV.shape[1], last)
     d_hidden, d_weight, d_bias = new_gradients(x, grads)
     returned = d_hidden, None if grads.weight_out is not None else d_weight, d_bias

@@ -166,7 +166,7 @@ def gradients(
     coef_4N = coefficients(upstream, x.ids, spec.vocab_size)
 
     def exactly(wanted: Grads) -> Gradients:
-        return exact.gradients_by(x, softmax, coef_4N, exact.new_saved(x, exact.order_of(x)), wanted, spec)
+        return exact.gradients(x, softmax, upstream, exact.new_saved(x, exact.order_of(x)), wanted, spec, coef_4N)
 
     if x.num_tokens == 0 or x.num_valid == 0 or softmax.entropy is not None:
         return exactly(grads)
@@ -193,9 +193,9 @@ def _filtered_gradients(
         how = decide(x, softmax, coef_4N, lists, spec.filter.eps)
         # First set the exact gradients of unserved tokens, then add the filtered ones. Chunks of the vocabulary are cut for the
         # case that all tokens are unserved.
-        d_hidden, d_weight, _ = exact.gradients_by(
-            x, softmax, coef_4N, exact.new_saved(x, [how.unserved, how.num_unserved]),
-            grads._replace(hidden_ready=None, ready_rows=None, often_empty=True), spec,
+        d_hidden, d_weight, _ = exact.gradients(
+            x, softmax, Upstream(), exact.new_saved(x, [how.unserved, how.num_unserved]),
+            grads._replace(hidden_ready=None, ready_rows=None, often_empty=True), spec, coef_4N,
         )
         total = target = frequent_weight_FD = None
         if d_hidden is not None:

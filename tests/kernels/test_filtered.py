@@ -718,7 +718,7 @@ def test_nothing_is_computed_for_what_nobody_will_read(unserved: bool, limits, m
     read.clear()
     products.clear()
     if not unserved:
-        exact_path = exact.gradients_by
+        exact_path = exact.gradients
 
         def nothing(*args: Any) -> Any:
             read.clear()
@@ -726,7 +726,7 @@ def test_nothing_is_computed_for_what_nobody_will_read(unserved: bool, limits, m
             assert not +products and sum(read.values()) < case.num_rows, read  # each program reads one number
             return found
 
-        monkeypatch.setattr(exact, "gradients_by", nothing)
+        monkeypatch.setattr(exact, "gradients", nothing)
         gradients(p, case, d, saved)
         assert +products
         return
