@@ -26,7 +26,7 @@ from commands import Command, Program, descendants, free_port, has_taken, is_run
 from toy_runs import TEXT, history, newest
 
 from cce_dist.tools import cli
-from cce_dist.tools.pretrain import exits, launch, log, stop, torchrun
+from cce_dist.tools.pretrain import exits, launch, log, torchrun
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc"),
@@ -111,11 +111,11 @@ def test_a_second_signal_ends_at_once(tmp_path, run: list[str]) -> None:
 
 
 def test_a_second_signal_ends_a_rank_without_an_agent(monkeypatch) -> None:
-    monkeypatch.setattr(stop, "SAME_SECONDS", 0.2)
+    monkeypatch.setattr(exits, "SAME_SECONDS", 0.2)
 
     def rank() -> None:
         heard: list[int] = []
-        with stop.signal_handlers(stop.SIGNALS, heard.append):
+        with exits.signal_handlers(exits.SIGNALS, heard.append):
             for pause in (0.0, 0.0, 0.4):
                 time.sleep(pause)
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -129,8 +129,8 @@ def test_a_signal_that_was_heard_inside_is_ignored_outside() -> None:
 
     def rank() -> None:
         with (
-            stop.signal_handlers(stop.SIGNALS, stop.exit_before_training),
-            stop.signal_handlers(stop.SIGNALS, lambda number: None),
+            exits.signal_handlers(exits.SIGNALS, exits.exit_before_training),
+            exits.signal_handlers(exits.SIGNALS, lambda number: None),
         ):
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -196,7 +196,7 @@ def test_ranks_start_with_signals_blocked(monkeypatch) -> None:
 
     monkeypatch.setattr(torchrun.LocalElasticAgent, "_start_workers", start_workers)
     agent = object.__new__(torchrun._Agent)
-    assert set(stop.SIGNALS) <= agent._start_workers(None)  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+    assert set(exits.SIGNALS) <= agent._start_workers(None)  # pyright: ignore[reportArgumentType, reportOperatorIssue]
     tracker._stop()  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -25,10 +25,9 @@ import torch.distributed as dist
 from cce_dist import GradFilter
 from cce_dist.tools.pretrain import data, exits
 from cce_dist.tools.pretrain.engine import Engine
-from cce_dist.tools.pretrain.exits import AGAIN, HOPELESS, LOST, CheckpointError, Stopped, UsageError
+from cce_dist.tools.pretrain.exits import AGAIN, HOPELESS, LOST, SIGNALS, CheckpointError, Stopped, UsageError
 from cce_dist.tools.pretrain.ranks import Ranks, check_gpus, join
 from cce_dist.tools.pretrain.recipe import Recipe
-from cce_dist.tools.pretrain.stop import SIGNALS, exit_before_training, signal_handlers
 from cce_dist.tools.pretrain.train import make_deterministic, train
 from cce_dist.tools.ranks import in_torchrun
 
@@ -109,7 +108,7 @@ def _rank_process(recipe: Recipe, agent: int) -> None:
 def run_rank(recipe: Recipe) -> int:
     """Set this rank up, train, and return its exit code, one of ``exits``."""
     _end_with_agent()
-    with contextlib.nullcontext() if in_torchrun() else signal_handlers(SIGNALS, exit_before_training):
+    with contextlib.nullcontext() if in_torchrun() else exits.signal_handlers(SIGNALS, exits.exit_before_training):
         try:
             ranks = join(recipe)
             train_on(recipe, ranks, _prepare(recipe, ranks))

@@ -1,13 +1,16 @@
-"""This process's place among the ranks of a run: device, mesh, and the part of a batch that is its own."""
+"""This process's place among the ranks of a run: device, mesh, its part of a batch; how all stop after the same step."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import logging
 import os
 import resource
+import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +20,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cce_dist.tools import ranks
-from cce_dist.tools.pretrain.exits import CheckpointError, UsageError
+from cce_dist.tools.pretrain.exits import CheckpointError, UsageError, writing
 from cce_dist.tools.pretrain.recipe import Recipe
+
+FAILED = 1000  # no signal's number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +92,53 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return peak.item()
+
+
+class Agreement:
+    """Has all ranks stop after the same step.
+
+    Each step begins with an all-reduce of a number: the signal that a rank has heard, or 0. Its result is read one step later,
+    so that no host waits for the step that its GPU has under way.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._asked = ranks, 0
+        self._failure: CheckpointError | None = None
+        self._flag: Tensor | None = None
+
+    def remember(self, number: int) -> None:
+        """Note a signal that asks this rank to stop."""
+        self._asked = number
+
+    @contextlib.contextmanager
+    def noting(self, path: Path) -> Iterator[None]:
+        """Note what goes wrong on the first rank while it writes to ``path``: all ranks stop a little later."""
+        try:
+            with writing(path):
+                yield
+        except CheckpointError as error:
+            self._failure = self._failure or error
+
+    def before_step(self) -> str | None:
+        """Return None if all ranks take the next step, else the name of the signal that asks them to stop.
+
+        Every rank calls it, and raises what was noted on the first one.
+        """
+        wish = self._asked if self._failure is None else FAILED
+        if self._ranks.world_size > 1:
+            flag = torch.full((), wish, dtype=torch.int32, device=self._ranks.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            flag, self._flag = self._flag, flag
+            wish = 0 if flag is None else int(flag)
+        if wish == FAILED:
+            self.settle()
+        return signal.Signals(wish).name if wish else None
+
+    def settle(self) -> None:
+        """Raise, on every rank, what was noted on the first one. Every rank calls it."""
+        failure = self._ranks.gather(self._failure)[0]
+        if failure is not None:
+            raise failure
 
 
 def _to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -1,6 +1,6 @@
 """This node's ranks under torchrun's own agent, ``LocalElasticAgent``, for a command that is started without torchrun.
 
-The agent starts the ranks, watches them and starts them again. Two things are added. The signals of ``stop`` end the ranks in
+The agent starts the ranks, watches them and starts them again. Two things are added. The signals of ``exits`` end the ranks in
 order, and a second one ends them at once. On one machine the rendezvous listens on the loopback interface alone.
 """
 
@@ -31,8 +31,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from cce_dist.tools.pretrain.exits import AGAIN, HOPELESS, NO_RESTART, say
-from cce_dist.tools.pretrain.stop import OUTSIDE, SIGNALS, signal_handlers
+from cce_dist.tools.pretrain.exits import AGAIN, HOPELESS, NO_RESTART, OUTSIDE, SIGNALS, say, signal_handlers
 
 START_METHOD = "spawn"  # of the rank processes
 PATIENCE = 300  # seconds that the ranks may take for their last checkpoint; older versions of torch give them 30

@@ -21,10 +21,10 @@ from torch import Tensor
 from cce_dist.tools.pretrain import checkpoint, folder, plot
 from cce_dist.tools.pretrain.data import Batches, Corpus
 from cce_dist.tools.pretrain.engine import Engine, Step
-from cce_dist.tools.pretrain.exits import Stopped, UsageError
+from cce_dist.tools.pretrain.exits import SIGNALS, Stopped, UsageError, signal_handlers
 from cce_dist.tools.pretrain.log import Log
+from cce_dist.tools.pretrain.ranks import Agreement
 from cce_dist.tools.pretrain.recipe import Recipe, Shape
-from cce_dist.tools.pretrain.stop import SIGNALS, Agreement, signal_handlers
 
 # Dense bf16 TFLOP/s by part of the device's name, from NVIDIA's data sheets; the SXM modules.
 PEAKS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
