@@ -28,7 +28,7 @@ from toy_runs import (
     records,
 )
 
-from cce_dist.tools.pretrain import corpus, data
+from cce_dist.tools.pretrain import data
 from cce_dist.tools.pretrain.engine import clip_gradients
 from cce_dist.tools.pretrain.launch import train_on
 from cce_dist.tools.pretrain.ranks import Ranks, make_mesh
@@ -142,8 +142,8 @@ def test_an_epoch_holds_every_sequence_once_in_an_order_of_its_own() -> None:
 
 def test_a_corpus_is_tokenized_once_however_many_ask(tmp_path, monkeypatch) -> None:
     calls = []
-    tokenize = corpus._tokenize
-    monkeypatch.setattr(corpus, "_tokenize", lambda *args: (calls.append(args), tokenize(*args)))
+    tokenize = data._tokenize
+    monkeypatch.setattr(data, "_tokenize", lambda *args: (calls.append(args), tokenize(*args)))
     with ThreadPoolExecutor(4) as pool:
         folders = list(pool.map(lambda _: data.prepare(CORPUS, "*.py", 300, tmp_path), range(4)))
     assert len(calls) == 1 and len(set(folders)) == 1
@@ -156,10 +156,10 @@ def test_a_corpus_is_tokenized_once_however_many_ask(tmp_path, monkeypatch) -> N
 def test_a_corpus_is_cut_to_whole_files_of_a_size(tmp_path) -> None:
     for name in "abcdef":
         (tmp_path / f"{name}.txt").write_text("x" * (400 << 10))
-    names = list(corpus._find(tmp_path, "*.txt", None))
-    assert list(corpus._find(tmp_path, "*.txt", 1)) == names[:2]  # two of 400 KiB are less than a MiB, three are more
+    names = list(data._find(tmp_path, "*.txt", None))
+    assert list(data._find(tmp_path, "*.txt", 1)) == names[:2]  # two of 400 KiB are less than a MiB, three are more
     (tmp_path / names[0]).write_text("x" * (2 << 20))
-    assert list(corpus._find(tmp_path, "*.txt", 1)) == names[:1]  # one file there is in any case
+    assert list(data._find(tmp_path, "*.txt", 1)) == names[:1]  # one file there is in any case
 
 
 def test_clipping_is_torchs() -> None:

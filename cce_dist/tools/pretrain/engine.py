@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from cce_dist import VocabParallelHead
-from cce_dist.tools.pretrain import checkpoint
 from cce_dist.tools.pretrain.data import Batches, num_valid
 from cce_dist.tools.pretrain.model import GPT, DenseHead, shard_model
 from cce_dist.tools.pretrain.ranks import Ranks
@@ -73,14 +74,21 @@ class Engine:
         Raises:
             torch.distributed.checkpoint.CheckpointException, OSError: Some rank could not write; on every rank, at the end.
         """
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        checkpoint.write_tensors(folder, {"model": model, "optimizer": optimizer})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the warning only says that one process saves alone
+            dcp.save(self._tensors(), storage_writer=dcp.FileSystemWriter(folder, overwrite=False))
 
     def load_tensors(self, folder: Path) -> None:
         """Read it again, on any number of ranks."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        checkpoint.read_tensors(folder, {"model": model, "optimizer": optimizer})
+        tensors = self._tensors()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
+        model, optimizer = tensors.values()
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def _tensors(self) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer), strict=True))
 
     def _accumulate_gradients(self, ids: np.ndarray, labels: np.ndarray) -> Tensor:
         """Add up the gradient of the batch's mean loss, and return that loss.

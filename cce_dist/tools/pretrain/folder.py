@@ -1,10 +1,11 @@
-"""The folder of a run, which one run at a time holds."""
+"""The folder of a run, which one run at a time holds; files that are there whole or not at all, and their checksums."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -89,3 +90,21 @@ def _holder(lock: TextIO) -> dict[str, Any]:
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file by one with this text, whole or not at all: the text is flushed to disk before it gets the name."""
+    scratch = path.with_name(path.name + ".tmp")
+    with open(scratch, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from cce_dist.tools.arguments import MOST
-from cce_dist.tools.pretrain import durable
+from cce_dist.tools.pretrain.folder import write_whole
 from cce_dist.tools.pretrain.recipe import Recipe
 
 # The default lock holds a named semaphore, which would leak when a rank leaves by os._exit.
@@ -36,7 +36,7 @@ class Log:
     def __init__(self, recipe: Recipe, step: int) -> None:
         path = recipe.out / "metrics.jsonl"
         kept = [record for record in read(path) if record["step"] <= step] if path.exists() and step else []
-        durable.write(path, "".join(json.dumps(record) + "\n" for record in kept))
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
         # The file has no buffer: a record is on disk or its write raised, and nothing is left to fail at exit.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
         self._board: Any = _tensorboard(recipe.out, step) if recipe.tensorboard else None
