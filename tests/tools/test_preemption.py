@@ -276,8 +276,8 @@ def test_a_killed_node_that_comes_back_costs_no_bit(tmp_path, run: list[str], wh
 
 def test_a_node_leaves_with_its_last_sign_of_life() -> None:
     """Catches a thread that waits for the store of another node when the interpreter ends, which aborts the agent."""
-    meeting = torchrun.Meeting(1, f"127.0.0.1:{free_port()}", "id", {"keep_alive_interval": "1"})
-    sending, handler = threading.Event(), torchrun._rendezvous(meeting)
+    where = torchrun.RendezvousParameters("c10d", f"127.0.0.1:{free_port()}", "id", 1, 1, keep_alive_interval="1")
+    sending, handler = threading.Event(), torchrun.get_rendezvous_handler(where)
     handler.next_rendezvous()
     handler._op_executor.run = lambda *_: (sending.set(), time.sleep(1))  # pyright: ignore[reportAttributeAccessIssue]
     assert sending.wait(10)

@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 import traceback
-import uuid
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -82,10 +81,7 @@ def _start_ranks(recipe: Recipe, num_local: int) -> int:
     if recipe.nodes == 1 and "lo" in dict(socket.if_nameindex()).values():
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    settings = dict(each.split("=", 1) for each in (recipe.meet_conf or "").split(",") if "=" in each)
-    run_id = recipe.run_id if recipe.nodes > 1 else uuid.uuid4().hex
-    meeting = torchrun.Meeting(recipe.nodes, recipe.meet if recipe.nodes > 1 else None, run_id, settings)
-    return torchrun.run(_rank_process, (recipe, os.getpid()), num_local, recipe.max_restarts, meeting)
+    return torchrun.run(_rank_process, recipe, num_local)
 
 
 def _rank_process(recipe: Recipe, agent: int) -> None:

@@ -12,9 +12,10 @@ import multiprocessing
 import os
 import signal
 import socket
+import uuid
 from collections.abc import Callable
 from multiprocessing import resource_tracker
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
@@ -32,22 +33,17 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from cce_dist.tools.pretrain.exits import AGAIN, HOPELESS, NO_RESTART, OUTSIDE, SIGNALS, say, signal_handlers
+from cce_dist.tools.pretrain.recipe import Recipe
 
 START_METHOD = "spawn"  # of the rank processes
 PATIENCE = 300  # seconds that the ranks may take for their last checkpoint; older versions of torch give them 30
 
 
-class Meeting(NamedTuple):
-    """Where the nodes of a run meet: ``place`` is a host and a port, and None for one machine."""
+def run(body: Callable[[Recipe, int], None], recipe: Recipe, num_local: int) -> int:
+    """Run ``body`` on this node's ranks, which end with the codes of ``exits``; return the command's exit code.
 
-    num_nodes: int
-    place: str | None
-    run_id: str
-    settings: dict[str, str]
-
-
-def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_restarts: int, meeting: Meeting) -> int:
-    """Run ``body(*args)`` on this node's ranks, which end with the codes of ``exits``; return the command's exit code."""
+    ``body`` takes the recipe and the process id of the agent.
+    """
     # The agent logs a report of a failed rank; the rank itself has said what happened.
     for name in logging.root.manager.loggerDict:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
@@ -65,14 +61,14 @@ def run(body: Callable[..., None], args: tuple[Any, ...], num_local: int, max_re
 
     try:
         with signal_handlers((*SIGNALS, NO_RESTART), stop):
-            handler = _rendezvous(meeting)
+            handler = _rendezvous(recipe)
             spec = WorkerSpec(
                 role="default",
                 local_world_size=num_local,
                 entrypoint=body,
-                args=args,
+                args=(recipe, os.getpid()),
                 rdzv_handler=handler,
-                max_restarts=max_restarts,
+                max_restarts=recipe.max_restarts,
                 monitor_interval=0.1,
             )
             result: Any = _Agent(spec, DefaultLogsSpecs(), START_METHOD, **patience).run()
@@ -108,13 +104,12 @@ class _Agent(LocalElasticAgent):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def _rendezvous(meeting: Meeting) -> RendezvousHandler:
-    if meeting.place is None:
-        return _Loopback("127.0.0.1", 0, 0, 1, meeting.run_id, 600)
-    parameters = RendezvousParameters(
-        "c10d", meeting.place, meeting.run_id, meeting.num_nodes, meeting.num_nodes, **meeting.settings
-    )
-    return get_rendezvous_handler(parameters)
+def _rendezvous(recipe: Recipe) -> RendezvousHandler:
+    if recipe.nodes == 1:
+        return _Loopback("127.0.0.1", 0, 0, 1, uuid.uuid4().hex, 600)
+    settings = dict(each.split("=", 1) for each in (recipe.meet_conf or "").split(",") if "=" in each)
+    nodes, place = recipe.nodes, recipe.meet or ""
+    return get_rendezvous_handler(RendezvousParameters("c10d", place, recipe.run_id, nodes, nodes, **settings))
 
 
 def _leave(handler: RendezvousHandler | None) -> None:
