@@ -27,8 +27,8 @@ from toy_runs import ALONE, go_back, losses, newest, one_line, options, prepared
 from cce_dist.tools.pretrain import checkpoint, exits, launch, log
 from cce_dist.tools.pretrain.engine import Engine, Step
 from cce_dist.tools.pretrain.exits import CheckpointError, UsageError
-from cce_dist.tools.pretrain.launch import train_on
 from cce_dist.tools.pretrain.ranks import make_mesh
+from cce_dist.tools.pretrain.train import train
 
 pytestmark = pytest.mark.xdist_group("damage")
 
@@ -36,7 +36,7 @@ EIGHT = "step-00000008"
 
 
 def go_on(cache: Path, out: Path, *more: str) -> None:
-    train_on(options(cache, out, *more), ALONE, prepared(cache))
+    train(options(cache, out, *more), ALONE, prepared(cache))
 
 
 def step_that(
@@ -82,20 +82,20 @@ def no_file_beyond(num_bytes: int) -> Iterator[None]:
 def _lose_nothing(cache: Path, out: Path) -> None:
     ranks = make_mesh(torch.device("cpu"), tp=2, dp=1, timeout=timedelta(seconds=120))
 
-    def train(folder: str, *more: str) -> Path:
+    def trained(folder: str, *more: str) -> Path:
         recipe = options(cache, out / folder, "--log-every", "100", *more)
         try:
-            train_on(recipe, ranks, prepared(cache))
+            train(recipe, ranks, prepared(cache))
         finally:
             torch.use_deterministic_algorithms(False)
         return out / folder
 
-    whole = train("whole", "--log-every", "1")
+    whole = trained("whole", "--log-every", "1")
 
     # Not a number in the sixth step, between two records and two checkpoints.
     message = r"not finite at step 6.*newest checkpoint is of step 4"
     with step_that(6, after=not_finite), pytest.raises(UsageError, match=message):
-        train("nan", "--eval-every", "100")
+        trained("nan", "--eval-every", "100")
     assert newest(out / "nan") == 4 and not (out / "nan" / "checkpoints" / EIGHT).exists()
 
     # The newest checkpoint is damaged.
@@ -104,12 +104,12 @@ def _lose_nothing(cache: Path, out: Path) -> None:
         _flip(max((whole / "checkpoints" / EIGHT).rglob("*"), key=lambda path: path.stat().st_size))
     dist.barrier()
     before = losses(whole)
-    assert losses(train("whole", "--log-every", "1")) == before
+    assert losses(trained("whole", "--log-every", "1")) == before
 
     # One rank's disk is full.
     full = full_disk() if ranks.rank == 1 else contextlib.nullcontext()
     with full, pytest.raises(CheckpointError, match="No space left on device"):
-        train("full")
+        trained("full")
     dist.barrier()
     assert not list((out / "full" / "checkpoints").glob("step-*"))
 

@@ -30,9 +30,9 @@ from toy_runs import (
 
 from cce_dist.tools.pretrain import data
 from cce_dist.tools.pretrain.engine import clip_gradients
-from cce_dist.tools.pretrain.launch import train_on
 from cce_dist.tools.pretrain.ranks import Ranks, make_mesh
 from cce_dist.tools.pretrain.recipe import PRESETS
+from cce_dist.tools.pretrain.train import train
 
 pytestmark = pytest.mark.xdist_group("pretrain")
 
@@ -54,19 +54,19 @@ def test_a_run_leaves_falling_losses_a_figure_and_a_checkpoint(trained) -> None:
 )
 def test_losses_that_are_exact_differ_in_rounding_alone(cache, tmp_path, trained, loss: str, exact: bool) -> None:
     """All logits, and a filter that drops nothing. Catches a filter that is lost on its way to the head."""
-    train_on(options(cache, tmp_path, "--checkpoint-every", "0", "--loss", *loss.split()), ALONE, prepared(cache))
+    train(options(cache, tmp_path, "--checkpoint-every", "0", "--loss", *loss.split()), ALONE, prepared(cache))
     assert (largest_difference(trained, tmp_path) < 1e-5) == exact
 
 
 def test_a_resumed_run_repeats_the_bits(cache, tmp_path, trained) -> None:
     recipe = options(cache, tmp_path)
-    train_on(recipe, ALONE, prepared(cache))
+    train(recipe, ALONE, prepared(cache))
     # As if the run had been cut after step 6: two steps past a checkpoint, and a record half written.
     go_back(tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "spl')
     torch.manual_seed(1)
-    train_on(recipe, ALONE, prepared(cache))
+    train(recipe, ALONE, prepared(cache))
     assert [record["step"] for record in records(tmp_path)] == list(range(1, 9))
     assert losses(tmp_path) == losses(trained)
 
@@ -94,7 +94,7 @@ def _place(tp: int, dp: int) -> Ranks:
 
 
 def _train_on_two_ranks(tp: int, cache: Path, out: Path, *more: str) -> None:
-    train_on(options(cache, out, *more), _place(tp, 2 // tp), prepared(cache))
+    train(options(cache, out, *more), _place(tp, 2 // tp), prepared(cache))
     torch.use_deterministic_algorithms(False)
 
 

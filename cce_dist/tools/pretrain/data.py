@@ -267,10 +267,6 @@ class Batches:
         labels[ids == EOS] = IGNORED
         return ids, labels
 
-    def first(self, num_batches: int, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the first batches of ``count`` sequences each, as ``at`` has them."""
-        return [self.at(index * count, count) for index in range(num_batches)]
-
     def _sequence(self, index: int) -> np.ndarray:
         epoch, place = divmod(index, self.num_sequences)
         if epoch != self._epoch:

@@ -59,7 +59,8 @@ class Engine:
     @torch.no_grad()
     def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
         """Return the mean loss of the first batches, ``eval_batches`` unless said, the same ones every time; on every rank."""
-        batches = held_out.first(num_batches or self.recipe.eval_batches, self.recipe.batch_size)
+        size = self.recipe.batch_size
+        batches = [held_out.at(index * size, size) for index in range(num_batches or self.recipe.eval_batches)]
         num_tokens = num_valid(*(labels for _, labels in batches))
         total = torch.zeros((), device=self.ranks.device)
         for ids, labels in batches:

@@ -23,11 +23,10 @@ import torch.distributed as dist
 
 from cce_dist import GradFilter
 from cce_dist.tools.pretrain import data, exits
-from cce_dist.tools.pretrain.engine import Engine
 from cce_dist.tools.pretrain.exits import AGAIN, HOPELESS, LOST, SIGNALS, CheckpointError, Stopped, UsageError
 from cce_dist.tools.pretrain.ranks import Ranks, check_gpus, join
 from cce_dist.tools.pretrain.recipe import Recipe
-from cce_dist.tools.pretrain.train import make_deterministic, train
+from cce_dist.tools.pretrain.train import train
 from cce_dist.tools.ranks import in_torchrun
 
 
@@ -107,7 +106,7 @@ def run_rank(recipe: Recipe) -> int:
     with contextlib.nullcontext() if in_torchrun() else exits.signal_handlers(SIGNALS, exits.exit_before_training):
         try:
             ranks = join(recipe)
-            train_on(recipe, ranks, _prepare(recipe, ranks))
+            train(recipe, ranks, _prepare(recipe, ranks))
         except Exception as error:
             return _end_early(error)
     if dist.is_initialized():
@@ -185,16 +184,6 @@ def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
     if len({each.name for each in folders if each is not None}) > 1:
         raise UsageError("the nodes have corpora that differ in names or content")
     return folders[nodes[node]]
-
-
-def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> None:
-    """Train on the corpus in ``folder``; see ``train``."""
-    corpus = data.Corpus(folder)
-    batches, held_out = (
-        data.Batches(ids, recipe.shape.seq_len, recipe.seed) for ids in (corpus.train, corpus.held_out)
-    )
-    make_deterministic(recipe.seed)
-    train(Engine(recipe, ranks), corpus, batches, held_out)
 
 
 def check_flags(recipe: Recipe) -> None:

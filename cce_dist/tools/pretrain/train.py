@@ -13,6 +13,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -23,35 +24,35 @@ from cce_dist.tools.pretrain.data import Batches, Corpus
 from cce_dist.tools.pretrain.engine import Engine, Step
 from cce_dist.tools.pretrain.exits import SIGNALS, Stopped, UsageError, signal_handlers
 from cce_dist.tools.pretrain.log import Log
-from cce_dist.tools.pretrain.ranks import Agreement
+from cce_dist.tools.pretrain.ranks import Agreement, Ranks
 from cce_dist.tools.pretrain.recipe import Recipe, Shape
 
 # Dense bf16 TFLOP/s by part of the device's name, from NVIDIA's data sheets; the SXM modules.
 PEAKS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
 
 
-def train(engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches) -> None:
-    """Train as the engine's recipe says. Both batches are from ``corpus``.
+def train(recipe: Recipe, ranks: Ranks, tokens: Path) -> None:
+    """Train as the recipe says, on the corpus in the folder ``tokens``.
 
     Raises:
         UsageError: A folder or a checkpoint of another run, or a loss that is not finite; on every rank.
         CheckpointError: Checkpoint or metrics could not be written; on every rank.
         Stopped: After a checkpoint, because a signal asked for it; on every rank.
     """
-    with folder.hold(engine.recipe.out, engine.ranks) as restarted:
+    corpus = Corpus(tokens)
+    batches, held_out = (Batches(ids, recipe.shape.seq_len, recipe.seed) for ids in (corpus.train, corpus.held_out))
+    # Keep torch to algorithms that repeat their bits.
+    torch.manual_seed(recipe.seed)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    engine = Engine(recipe, ranks)
+    with folder.hold(recipe.out, ranks) as restarted:
         run = _Run(engine, corpus, held_out, restarted)
         with signal_handlers(SIGNALS, run.agreement.remember):
             try:
                 run.train(batches)
             finally:
                 run.close()
-
-
-def make_deterministic(seed: int) -> None:
-    """Seed torch and keep it to algorithms that repeat their bits."""
-    torch.manual_seed(seed)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Run:
