@@ -2,7 +2,7 @@
 
 Reading order: ``cases`` (the tables), ``check`` (one case of any function against the dense reference), ``loss``, ``log_probs``
 and ``divergence`` (how each function's cases are drawn, called and compared), ``matrix`` (a table on all layouts of the ranks),
-``ahead`` (compiles kernels early), ``fuzz`` (random cases), ``oracle`` (the loss and its gradients, derived by hand).
+``fuzz`` (random cases), ``oracle`` (the loss and its gradients, derived by hand).
 """
 
 from __future__ import annotations

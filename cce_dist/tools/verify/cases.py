@@ -146,7 +146,7 @@ class Case:
     bias: torch.dtype | None = None  # dtype of the bias; None: ``dtype``
     ids: torch.dtype = torch.int64  # dtype of the labels
     shape: tuple[int, ...] | None = None  # leading dimensions of input and labels; None: [N]
-    layouts: dict[str, str] = field(default_factory=dict)  # of arguments and upstream gradients, see ``views``
+    layouts: dict[str, str] = field(default_factory=dict)  # of arguments and upstream gradients, see ``check.view_of``
     padding: float = 3.0  # what padding rows hold
     wanted: tuple[bool, ...] = (True, True, True)  # whether hidden states, weight and bias need a gradient
     upstream: tuple[str, ...] = ()  # the outputs that are differentiated

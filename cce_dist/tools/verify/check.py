@@ -19,11 +19,13 @@ from torch import Tensor
 
 from cce_dist.shard import VocabShard
 from cce_dist.tools.verify.cases import BF16, FP16, FP32, Bounds, Case, Drawn, Problem, Truth
-from cce_dist.tools.verify.views import constant, view_of
 
 # Rounding that a sum in another order may add, relative to the largest value: a few units in the last place.
 EPS = {FP32: 2e-6, BF16: 2.0**-8, FP16: 2.0**-10}
 GRADIENTS = ("dE", "dC", "dbias", "dscale")
+LAYOUTS = ("contiguous", "strided", "transposed", "sliced", "unaligned", "expanded")
+WRITABLE = ("contiguous", "unaligned")  # layouts of a buffer that the loss may write to
+POISON_ID = -77_777
 Part = Callable[[Tensor], Tensor]  # whole output or gradient -> this rank's part
 
 
@@ -282,3 +284,40 @@ def same_bits(
 def bits(x: Tensor) -> Tensor:
     """Return the bytes of a tensor, which can be compared where NaN is."""
     return x.detach().flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def constant(values: Tensor) -> Tensor:
+    """Replace every entry of dim 0 by the first one: an expanded view can hold the result."""
+    return values[:1].expand_as(values).clone() if values.dim() and values.shape[0] else values
+
+
+def view_of(values: Tensor, layout: str) -> Tensor:
+    """Return a view that holds ``values`` in another memory layout, without autograd history.
+
+    The memory around the numbers holds NaN, or an id that no vocabulary has: a kernel that takes strides for granted reads it.
+
+    "strided" takes every second element of the last dim, "transposed" has the first dim innermost, "sliced" is a window of a
+    larger buffer, "unaligned" begins one element behind an aligned address, "expanded" has stride 0 on dim 0: see ``constant``.
+    A vector or a number that would be transposed is strided.
+    """
+    values, shape = values.detach(), tuple(values.shape)
+    if layout == "contiguous":
+        return values.clone()
+    if layout == "unaligned":
+        return _poison((values.numel() + 1,), values)[1:].view(shape).copy_(values)
+    if not shape:
+        return _poison((3,), values)[1].copy_(values)
+    if layout == "expanded" and shape[0]:
+        return values[:1].clone().expand(shape)
+    if layout == "sliced":
+        window = _poison(tuple(size + 5 for size in shape), values)
+        for dim, size in enumerate(shape):
+            window = window.narrow(dim, 2, size)
+        return window.copy_(values)
+    if layout == "transposed" and len(shape) > 1:
+        return values.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
+    return _poison((*shape[:-1], 2 * values.shape[-1]), values)[..., ::2].copy_(values)
+
+
+def _poison(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return like.new_full(shape, torch.nan if like.is_floating_point() else POISON_ID)

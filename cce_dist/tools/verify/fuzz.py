@@ -23,11 +23,10 @@ from cce_dist.kernels.divergence.heads import KINDS
 from cce_dist.kernels.memory import MOST_GROUPS
 from cce_dist.tools.verify import cases
 from cce_dist.tools.verify.cases import BF16, FP16, FP32, PER_TOKEN, Bounds, Case, Recipe, Split
-from cce_dist.tools.verify.check import Error, Function, run_case
+from cce_dist.tools.verify.check import LAYOUTS, WRITABLE, Error, Function, run_case
 from cce_dist.tools.verify.divergence import DIVERGENCE
 from cce_dist.tools.verify.log_probs import LOG_PROBS
 from cce_dist.tools.verify.loss import RANDOM_LOSS, TOKEN_LOSSES
-from cce_dist.tools.verify.views import LAYOUTS, WRITABLE
 
 ROUNDED = 1e-15  # float64's error in a gradient that is 1 minus a probability
 LUCK = 4  # widens bounds: they follow the baseline's error, which with one or two tokens is nearly 0 by chance

@@ -16,8 +16,7 @@ from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
 from cce_dist.tools.verify import check, oracle
 from cce_dist.tools.verify.cases import FP32, PER_TOKEN, Bounds, Drawn, Gaussian, LossCase, Problem, Truth
-from cce_dist.tools.verify.check import EPS, GRADIENTS, Error, Function, Part, compare, found
-from cce_dist.tools.verify.views import view_of
+from cce_dist.tools.verify.check import EPS, GRADIENTS, Error, Function, Part, compare, found, view_of
 
 TOKEN_LOSSES = {"dft": objectives.dft(), "policy": objectives.clipped_policy(entropy_coef=0.1)}
 UNSAFE = 1000.0  # a dense fp32 baseline with an error of this many eps is itself wrong
