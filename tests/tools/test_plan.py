@@ -29,8 +29,7 @@ from cce_dist.tools.plan.cut import (
 )
 from cce_dist.tools.plan.devices import DENSE, DEVICES, Device
 from cce_dist.tools.plan.head import Cost, Head, cost, listed_seconds
-from cce_dist.tools.plan.planning import LOSSES
-from cce_dist.tools.plan.scale import grow
+from cce_dist.tools.plan.planning import LOSSES, grow
 from cce_dist.tools.plan.sizes import MODELS, padded, read_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,7 +2,7 @@
 
 Reading order: ``sizes`` (models, and the reader of a config.json), ``devices`` (constants, with their provenance),
 ``head`` (bytes and seconds of a loss), ``layers`` (bytes and seconds of a layer), ``cut`` (layers of each stage, and how
-frameworks are told), ``planning`` (all of it for a layout), ``scale`` (more GPUs), ``picture``, ``command``.
+frameworks are told), ``planning`` (all of it for a layout, and more GPUs), ``command`` (tables, JSON and the picture).
 """
 
 from __future__ import annotations

@@ -13,12 +13,24 @@ from typing import Any
 from cce_dist.tools.arguments import figure, whole, wholes
 from cce_dist.tools.plan.devices import DEVICES, Device, measure
 from cce_dist.tools.plan.layers import RANKS, RECOMPUTE, Layout
-from cce_dist.tools.plan.picture import COLORS, draw
-from cce_dist.tools.plan.planning import LOSSES, METHODS, MIB, VOCAB_MULTIPLE, Plan, named, plan
-from cce_dist.tools.plan.scale import GLOBAL_TOKENS, Step, grow
-from cce_dist.tools.plan.sizes import MODELS, Model, read_config
-from cce_dist.tools.report import table
+from cce_dist.tools.plan.planning import GLOBAL_TOKENS, LOSSES, METHODS, MIB, VOCAB_MULTIPLE, Plan, Step, grow, plan
+from cce_dist.tools.plan.sizes import MODELS, Model, named, read_config
+from cce_dist.tools.report import OURS_COLOR, picture, table
 
+# By item: weights and optimizer in greys, activations in browns, the head in blues.
+COLORS = {
+    "weights": "#c9ced6",
+    "main_grad": "#aab2bd",
+    "gradients": "#aab2bd",
+    "optimizer": "#8b95a3",
+    "activations": "#d9b382",
+    "hidden states": "#c98f52",
+    "head's gradient": "#9ec5e8",
+    "statistics": "#6ba7db",
+    "lists": "#3f86c6",
+    "workspace": OURS_COLOR,
+}
+HEAD_COLOR, LAYER_COLOR = OURS_COLOR, "#d9b382"
 BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")  # sizes without a default
 
 
@@ -232,3 +244,69 @@ def _scaled(step: Step) -> dict[str, str]:
         "step ms": f"{step.step_ms:,.0f}",
         "tokens/s": f"{step.tokens_per_second:,.0f}",
     }
+
+
+def draw(path: Path, found: Plan, title: str) -> None:
+    """Write the picture; needs matplotlib."""
+    layout = found.layout
+    cut_rows = len(found.losses) + 1 if layout.pp > 1 else 0
+    height = 1.2 + 0.42 * len(found.losses) + (0.8 + 0.42 * cut_rows if cut_rows else 0)
+    heading = (
+        f"{title}, {layout.num_tokens:,} tokens, tp {layout.tp}, pp {layout.pp}, dp {layout.dp}; {found.device.name}"
+    )
+    with picture(path, heading, (9.5, height)) as figure:
+        if not cut_rows:
+            _bars(figure.subplots(), found)
+            return
+        above, below = figure.subplots(2, 1, height_ratios=[len(found.losses), cut_rows])
+        _bars(above, found)
+        _stages(below, found)
+
+
+def _bars(axis: Any, found: Plan) -> None:
+    losses = found.losses
+    names = [each.loss for each in losses]
+    left = [0.0] * len(losses)
+    for item, color in COLORS.items():
+        widths = [each.last_stage.get(item, 0) / MIB / 1024 for each in losses]
+        if any(widths):
+            axis.barh(names, widths, left=left, color=color, height=0.7, label=item)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    for position, total in enumerate(left):
+        axis.text(total * 1.01, position, f"{total:.1f}", va="center", fontsize=7)
+    axis.set_xlim(0, max(left) * 1.08)
+    axis.invert_yaxis()
+    axis.set_xlabel("last stage at its peak, GiB", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _stages(axis: Any, found: Plan) -> None:
+    """Draw a row for each cut, with the stages' times from left to right."""
+    fused = next(each for each in found.losses if each.loss == "fused")
+    rows = [("fused, even cut", fused, fused.default_cut)]
+    rows += [(f"{each.loss}, best cut", each, each.cut) for each in found.losses]
+    slot = 1.04 * max(max(cut.seconds) for _, _, cut in rows)
+    pp = found.layout.pp
+    for position, (_, each, cut) in enumerate(rows):
+        for rank, seconds in enumerate(cut.seconds):
+            layers = sum(cut.layers[rank::pp])
+            head = each.cost.seconds if rank == pp - 1 else 0.0
+            start, body = rank * slot, seconds - head
+            axis.barh(position, body, left=start, color=LAYER_COLOR, edgecolor="white", height=0.7)
+            axis.text(start + body / 2, position, str(layers or ""), ha="center", va="center", fontsize=7)
+            if head:
+                axis.barh(position, head, left=start + body, color=HEAD_COLOR, edgecolor="white", height=0.7)
+        # A line in each slot shows the slowest stage, for which all others wait.
+        for rank in range(pp):
+            end = rank * slot + max(cut.seconds)
+            axis.plot([end, end], [position - 0.4, position + 0.4], color="black", linewidth=0.8)
+        axis.text(pp * slot, position, f" mean + {cut.imbalance:.0%}", va="center", fontsize=7)
+    axis.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axis.set_xticks([(rank + 0.5) * slot for rank in range(pp)], [f"stage {rank + 1}" for rank in range(pp)])
+    axis.set_xlim(0, (pp + 0.35) * slot)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=8, length=0)
+    axis.set_xlabel("time of a microbatch: layers (their number), then the head; lines: the slowest stage", fontsize=8)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)

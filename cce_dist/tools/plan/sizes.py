@@ -6,12 +6,14 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from cce_dist.kernels.waves import cdiv
+
+T = TypeVar("T")
 
 # The largest size, and the largest number of layers or experts. No model comes near, and more would take hours to plan.
 MOST_SIZE, MOST_PARTS = 1 << 28, 1 << 12
@@ -181,6 +183,16 @@ MODELS = {
     "gpt-neo-1.3b": Model(2048, 50_257, 24, 16, 8192, is_gated=False, is_tied=True),
     "gpt-neo-2.7b": Model(2560, 50_257, 32, 20, 10240, is_gated=False, is_tied=True),
 }
+
+
+def named(table: dict[str, T], value: T | str, kind: str) -> T:
+    """Look up a name; return any other value as it is. Raises ValueError for an unknown name."""
+    if not isinstance(value, str):
+        return value
+    if value not in table:
+        more = ", or pass a config.json by --config" if kind == "model" else ""
+        raise ValueError(f"unknown {kind} {value}; choose from {', '.join(table)}{more}")
+    return table[value]
 
 
 # Sizes in a config.json, by the names that most model types have for them.
