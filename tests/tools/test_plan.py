@@ -297,10 +297,11 @@ def test_the_largest_microbatch_fits_and_one_step_more_does_not() -> None:
 def test_scale() -> None:
     """More GPUs: fewer microbatches, a longer bubble; tensor parallelism over nodes takes the network."""
     steps = grow(MODELS["llama-3-70b"], Layout(tp=8, pp=4), DEVICES["h200"], [8, 64, 512, 1024], 256 << 20)
-    ours = [step for step in steps if step.loss == "filtered"]
-    assert [step.dp for step in ours] == [1, 2, 16, 32] and ours[0].pp == 1
-    assert ours[0].bubble == 0 < ours[1].bubble < ours[2].bubble < ours[3].bubble < 1
-    assert all(step.microbatches * step.dp * 8192 == 4 << 20 for step in ours)
+    ours = [step for step in steps if step["loss"] == "filtered"]
+    assert [step["dp"] for step in ours] == [1, 2, 16, 32] and ours[0]["pp"] == 1
+    alone, *bubbles = (step["bubble"] for step in ours)
+    assert alone == 0 < bubbles[0] < bubbles[1] < bubbles[2] < 1
+    assert all(step["microbatches"] * step["dp"] * 8192 == 4 << 20 for step in ours)
     far = plan("llama-3-8b", Layout(tp=16)).losses[0].cost.collectives
     near = plan("llama-3-8b", Layout(tp=8)).losses[0].cost.collectives
     assert far[1].seconds > 4 * near[1].seconds
@@ -466,7 +467,7 @@ def test_megatron_pads_the_vocabulary(tmp_path: Path, capsys) -> None:
     built = read_config(tmp_path)
     assert padded(built, 128) == dataclasses.replace(built, vocab_size=128, params=built.params + 2 * 29 * 512)
     (step,) = grow(MODELS["gpt-2"], Layout(tp=4), DEVICES["h200"], [1])[:1]
-    assert step.head_ms == 1e3 * one.losses[0].cost.seconds  # one GPU has no tp of 4
+    assert step["head_ms"] == 1e3 * one.losses[0].cost.seconds  # one GPU has no tp of 4
     argv = ["--model", "gpt-2", "--tp", "4"]
     assert "a vocabulary of 50,257, which Megatron pads to 50,688" in printed(argv, capsys)
     assert "pads" not in printed([*argv, "--framework", "deepspeed"], capsys)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic import rendezvous
 
 pytest.importorskip("tokenizers")
 
@@ -276,8 +277,8 @@ def test_a_killed_node_that_comes_back_costs_no_bit(tmp_path, run: list[str], wh
 
 def test_a_node_leaves_with_its_last_sign_of_life() -> None:
     """Catches a thread that waits for the store of another node when the interpreter ends, which aborts the agent."""
-    where = torchrun.RendezvousParameters("c10d", f"127.0.0.1:{free_port()}", "id", 1, 1, keep_alive_interval="1")
-    sending, handler = threading.Event(), torchrun.get_rendezvous_handler(where)
+    where = rendezvous.RendezvousParameters("c10d", f"127.0.0.1:{free_port()}", "id", 1, 1, keep_alive_interval="1")
+    sending, handler = threading.Event(), rendezvous.rendezvous_handler_registry.create_handler(where)
     handler.next_rendezvous()
     handler._op_executor.run = lambda *_: (sending.set(), time.sleep(1))  # pyright: ignore[reportAttributeAccessIssue]
     assert sending.wait(10)

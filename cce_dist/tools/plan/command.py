@@ -13,7 +13,7 @@ from typing import Any
 from cce_dist.tools.arguments import figure, whole, wholes
 from cce_dist.tools.plan.devices import DEVICES, Device, measure
 from cce_dist.tools.plan.layers import RANKS, RECOMPUTE, Layout
-from cce_dist.tools.plan.planning import GLOBAL_TOKENS, LOSSES, METHODS, MIB, VOCAB_MULTIPLE, Plan, Step, grow, plan
+from cce_dist.tools.plan.planning import GLOBAL_TOKENS, LOSSES, METHODS, MIB, VOCAB_MULTIPLE, Plan, grow, plan
 from cce_dist.tools.plan.sizes import MODELS, Model, named, read_config
 from cce_dist.tools.report import OURS_COLOR, picture, table
 
@@ -84,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
         model, layout = _model_and_layout(args)
         found = plan(model, layout, device, workspace)
         steps = grow(model, layout, device, args.scale, workspace, args.global_tokens)
-        steps = [step for step in steps if args.loss in (None, step.loss)]
+        steps = [step for step in steps if args.loss in (None, step["loss"])]
         title = args.model or (args.config and args.config.name) or "sizes by hand"
         if args.json:
-            print(json.dumps(found.record() | {"scale": [dataclasses.asdict(step) for step in steps]}, indent=1))
+            print(json.dumps(found.record() | {"scale": steps}, indent=1))
         else:
             print("\n\n".join(_text(found, title, args.workspace, steps)))
         if args.picture:
@@ -147,7 +147,7 @@ def _batches(args: argparse.Namespace, name: str, device: Device, workspace: int
     return row
 
 
-def _text(found: Plan, title: str, workspace: int | None, steps: list[Step]) -> list[str]:
+def _text(found: Plan, title: str, workspace: int | None, steps: list[dict[str, Any]]) -> list[str]:
     """Return the plan as paragraphs."""
     layout, layer = found.layout, found.layer
     splits = ", ".join(f"{name} {getattr(layout, name)}" for name in RANKS)
@@ -215,7 +215,7 @@ def _memory(found: Plan) -> list[dict[str, str]]:
 def _cuts(found: Plan) -> list[str]:
     lines = []
     for each in found.losses:
-        advice = each.advice(found.layout)
+        advice = each.cut.advice(found.layout)
         last = advice["decoder_last_pipeline_num_layers"]
         lines.append(f"  {each.loss}: {', '.join(map(str, each.cut.layers))} layers")
         lines.append(f"    Megatron    --pipeline-model-parallel-layout '{advice['pipeline_model_parallel_layout']}'")
@@ -230,19 +230,19 @@ def _cuts(found: Plan) -> list[str]:
     return lines
 
 
-def _scaled(step: Step) -> dict[str, str]:
+def _scaled(step: dict[str, Any]) -> dict[str, str]:
     return {
-        "GPUs": f"{step.gpus:,}",
-        "tp x pp x dp": f"{step.tp} x {step.pp} x {step.dp}",
-        "microbatches": str(step.microbatches),
-        "loss": step.loss,
-        "head ms": f"{step.head_ms:.2f}",
-        "head exposed": f"{step.head_exposed_ms:.2f}",
-        "layers exposed": f"{step.layers_exposed_ms:.2f}",
-        "gradients exposed": f"{step.gradients_exposed_ms:.1f}",
-        "bubble": f"{step.bubble:.1%}",
-        "step ms": f"{step.step_ms:,.0f}",
-        "tokens/s": f"{step.tokens_per_second:,.0f}",
+        "GPUs": f"{step['gpus']:,}",
+        "tp x pp x dp": f"{step['tp']} x {step['pp']} x {step['dp']}",
+        "microbatches": str(step["microbatches"]),
+        "loss": step["loss"],
+        "head ms": f"{step['head_ms']:.2f}",
+        "head exposed": f"{step['head_exposed_ms']:.2f}",
+        "layers exposed": f"{step['layers_exposed_ms']:.2f}",
+        "gradients exposed": f"{step['gradients_exposed_ms']:.1f}",
+        "bubble": f"{step['bubble']:.1%}",
+        "step ms": f"{step['step_ms']:,.0f}",
+        "tokens/s": f"{step['tokens_per_second']:,.0f}",
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import groupby
+from typing import Any
 
 from cce_dist.tools.plan.layers import Layout
 
@@ -20,6 +21,15 @@ class Cut:
     def imbalance(self) -> float:
         """The slowest rank's time over the mean, less 1: how much longer a step takes than with balanced stages."""
         return max(self.seconds) / (sum(self.seconds) / len(self.seconds)) - 1
+
+    def advice(self, layout: Layout) -> dict[str, Any]:
+        """Return each framework's options for the cut, by their names."""
+        told: dict[str, Any] = {"pipeline_model_parallel_layout": megatron_layout(self.layers)}
+        told["decoder_last_pipeline_num_layers"] = last_stage_layers(self.layers) if layout.vpp == 1 else None
+        if layout.vpp == 1:
+            told["deepspeed_weights"] = deepspeed_weights(self.layers)
+        less = {"first": 0, "last": torchtitan_less_layers(self.layers)}
+        return told | {f"pipeline_parallel_{place}_stage_less_layers": count for place, count in less.items()}
 
 
 def best_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:

@@ -6,15 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from cce_dist.tools.plan.cut import (
-    Cut,
-    best_cut,
-    deepspeed_weights,
-    even_cut,
-    last_stage_layers,
-    megatron_layout,
-    torchtitan_less_layers,
-)
+from cce_dist.tools.plan.cut import Cut, best_cut, even_cut
 from cce_dist.tools.plan.devices import DEVICES, GPUS_PER_NODE, Device
 from cce_dist.tools.plan.head import Cost, Head, collective_seconds, cost
 from cce_dist.tools.plan.layers import RANKS, RECOMPUTE, LayerTime, Layout, layer_time, stage_activations, state_bytes
@@ -49,16 +41,6 @@ class LossPlan:
     first_stage: dict[str, int]
     largest_tokens: int  # of the largest microbatch with which both stages fit, at most ``MOST_TOKENS``; 0: none fits
 
-    def advice(self, layout: Layout) -> dict[str, Any]:
-        """Return each framework's options for the best cut, by their names."""
-        layers = self.cut.layers
-        told: dict[str, Any] = {"pipeline_model_parallel_layout": megatron_layout(layers)}
-        told["decoder_last_pipeline_num_layers"] = last_stage_layers(layers) if layout.vpp == 1 else None
-        if layout.vpp == 1:
-            told["deepspeed_weights"] = deepspeed_weights(layers)
-        less = {"first": 0, "last": torchtitan_less_layers(layers)}
-        return told | {f"pipeline_parallel_{place}_stage_less_layers": count for place, count in less.items()}
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -91,7 +73,7 @@ class Plan:
 
     def record(self) -> dict[str, Any]:
         """Return the plan as JSON values: the fields in bytes and seconds, ``head``, and each loss's advice."""
-        losses = [dataclasses.asdict(each) | {"advice": each.advice(self.layout)} for each in self.losses]
+        losses = [dataclasses.asdict(each) | {"advice": each.cut.advice(self.layout)} for each in self.losses]
         return dataclasses.asdict(self) | {"head": self.head, "losses": losses}
 
 
@@ -223,25 +205,6 @@ def stage_bytes(model: Model, layout: Layout, cut: Cut, head: Cost, rank: int) -
     return items | parts | {"workspace": max(0, head.workspace - sum(parts.values()))}
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A step with one loss. "Exposed" communication is what no computation overlaps."""
-
-    gpus: int
-    tp: int
-    pp: int
-    dp: int
-    microbatches: int  # of each pipeline
-    loss: str
-    head_ms: float  # of one microbatch, exposed collectives included
-    head_exposed_ms: float  # of one microbatch
-    layers_exposed_ms: float  # of one microbatch, in the slowest stage
-    gradients_exposed_ms: float  # of the sum of gradients over data-parallel ranks
-    bubble: float  # share of the step in which a stage waits for the pipeline to fill and drain
-    step_ms: float
-    tokens_per_second: float  # over all GPUs
-
-
 def grow(
     model: Model,
     layout: Layout,
@@ -249,8 +212,8 @@ def grow(
     counts: Sequence[int],
     workspace_bytes: int | None = None,
     global_tokens: int = GLOBAL_TOKENS,
-) -> list[Step]:
-    """Predict a step on each number of GPUs. Where there are too few GPUs, tensor- and pipeline-parallel sizes shrink.
+) -> list[dict[str, Any]]:
+    """Predict a step with each loss on each number of GPUs. Where there are too few, tp and pp shrink.
 
     A microbatch takes as long as the slowest stage. Filling and draining the pipeline takes (pp - 1) / vpp microbatches more.
     Gradients are summed over data-parallel ranks behind the last microbatch's backward.
@@ -275,7 +238,8 @@ def grow(
     return steps
 
 
-def _step(found: Plan, each: LossPlan, microbatches: int) -> Step:
+def _step(found: Plan, each: LossPlan, microbatches: int) -> dict[str, Any]:
+    """Return numbers of a step by name. "Exposed" communication is what no computation overlaps."""
     layout, device = found.layout, found.device
     slowest = max(each.cut.seconds)
     rank = each.cut.seconds.index(slowest)
@@ -290,21 +254,21 @@ def _step(found: Plan, each: LossPlan, microbatches: int) -> Step:
     total = microbatches * slowest + fill + gradients
     tokens = microbatches * layout.num_tokens * layout.dp * layout.cp
     exposed = sum(one.exposed for one in each.cost.collectives)
-    return Step(
-        layout.num_gpus,
-        layout.tp,
-        layout.pp,
-        layout.dp,
-        microbatches,
-        each.loss,
-        each.cost.seconds * 1e3,
-        exposed * 1e3,
-        layers * found.layer.collectives * 1e3,
-        gradients * 1e3,
-        fill / total,
-        total * 1e3,
-        tokens / total,
-    )
+    return {
+        "gpus": layout.num_gpus,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "dp": layout.dp,
+        "microbatches": microbatches,  # of each pipeline
+        "loss": each.loss,
+        "head_ms": each.cost.seconds * 1e3,  # of one microbatch, exposed collectives included
+        "head_exposed_ms": exposed * 1e3,  # of one microbatch
+        "layers_exposed_ms": layers * found.layer.collectives * 1e3,  # of one microbatch, in the slowest stage
+        "gradients_exposed_ms": gradients * 1e3,  # of the sum of gradients over data-parallel ranks
+        "bubble": fill / total,  # share of the step in which a stage waits for the pipeline to fill and drain
+        "step_ms": total * 1e3,
+        "tokens_per_second": tokens / total,  # over all GPUs
+    }
 
 
 def _gradients_exposed(found: Plan, microbatch: float) -> float:

@@ -18,18 +18,12 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-)
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from cce_dist.tools.pretrain.exits import AGAIN, HOPELESS, NO_RESTART, OUTSIDE, SIGNALS, say, signal_handlers
@@ -79,7 +73,7 @@ def run(body: Callable[[Recipe, int], None], recipe: Recipe, num_local: int) -> 
         if AGAIN not in codes:
             say(OUTSIDE.format(error.sigval.name))
         return AGAIN
-    except (RendezvousError, dist.DistError) as error:
+    except (rendezvous.RendezvousError, dist.DistError) as error:
         say(f"the nodes did not meet: {error}")
         return AGAIN
     finally:
@@ -104,15 +98,16 @@ class _Agent(LocalElasticAgent):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def _rendezvous(recipe: Recipe) -> RendezvousHandler:
+def _rendezvous(recipe: Recipe) -> rendezvous.RendezvousHandler:
     if recipe.nodes == 1:
         return _Loopback("127.0.0.1", 0, 0, 1, uuid.uuid4().hex, 600)
     settings = dict(each.split("=", 1) for each in (recipe.meet_conf or "").split(",") if "=" in each)
     nodes, place = recipe.nodes, recipe.meet or ""
-    return get_rendezvous_handler(RendezvousParameters("c10d", place, recipe.run_id, nodes, nodes, **settings))
+    where = rendezvous.RendezvousParameters("c10d", place, recipe.run_id, nodes, nodes, **settings)
+    return rendezvous.rendezvous_handler_registry.create_handler(where)
 
 
-def _leave(handler: RendezvousHandler | None) -> None:
+def _leave(handler: rendezvous.RendezvousHandler | None) -> None:
     """Leave the meeting, which stays open for nodes that come back.
 
     A thread of the handler says every few seconds that this node is alive. It must have ended before the interpreter does:
@@ -125,7 +120,7 @@ def _leave(handler: RendezvousHandler | None) -> None:
 class _Loopback(StaticTCPRendezvous):
     """The meeting of one node with itself, at a store that listens on 127.0.0.1; torch's would listen on every address."""
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         if self._store is None:
             listener = socket.create_server((self.master_addr, 0))
             self.master_port = listener.getsockname()[1]
@@ -136,4 +131,4 @@ class _Loopback(StaticTCPRendezvous):
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
+        return rendezvous.RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
