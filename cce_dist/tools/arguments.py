@@ -52,7 +52,6 @@ def number(least: float = 0.0, below: float = math.inf, *, positive: bool = Fals
 
 
 def text(value: str) -> str:
-    """Read text that is not empty."""
     if not value.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return value

@@ -35,7 +35,6 @@ BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")  
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``cce-dist plan``."""
     model = parser.add_argument_group("model: a name, a config.json, or sizes, which override those of a name")
     which = model.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
@@ -148,7 +147,6 @@ def _batches(args: argparse.Namespace, name: str, device: Device, workspace: int
 
 
 def _text(found: Plan, title: str, workspace: int | None, steps: list[dict[str, Any]]) -> list[str]:
-    """Return the plan as paragraphs."""
     layout, layer = found.layout, found.layer
     splits = ", ".join(f"{name} {getattr(layout, name)}" for name in RANKS)
     vocabulary = f"a vocabulary of {found.given_vocab_size:,}"

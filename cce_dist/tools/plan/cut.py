@@ -65,7 +65,6 @@ def even_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
 
 
 def timed(layers: list[int], layer: float, head: float, layout: Layout) -> Cut:
-    """Return a cut with the seconds of each rank."""
     seconds = [sum(layers[rank :: layout.pp]) * layer for rank in range(layout.pp)]
     seconds[-1] += head
     return Cut(layers, seconds)

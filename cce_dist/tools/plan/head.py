@@ -47,7 +47,6 @@ class Head:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether a row of logits is a multiple of 16 bytes."""
         return self.sizes.num_columns * ITEMSIZE % VECTOR_BYTES == 0
 
     @property
@@ -61,7 +60,6 @@ class Head:
         return decide(self.sizes, self.spec(loss, workspace_bytes or 0), where)
 
     def spec(self, loss: str, workspace_bytes: int) -> Spec:
-        """Return the specification of one of ``OURS``, as kernels take it."""
         filtered = Filter(DEFAULT_EPS, always=True) if loss == "filtered" else Filter()
         columns = self.sizes.num_columns
         logits = ShardLogits(0, columns)
@@ -197,7 +195,6 @@ def slowest(num_ranks: int) -> float:
 
 
 def _our_seconds(head: Head, loss: str, device: Device, way: Way) -> tuple[float, float, list[Collective]]:
-    """Return seconds of forward and backward, and the collectives."""
     product, workspace_bytes, groups = head.product / device.flops, way.workspace_bytes, way.groups
     if loss == "filtered":
         forward, backward = _filter_seconds(head, device, workspace_bytes)
@@ -281,7 +278,6 @@ def listed_seconds(head: Head, num_columns: float) -> float:
 
 
 def _dense_seconds(head: Head, loss: str, device: Device) -> tuple[float, float, list[Collective]]:
-    """Return the seconds of forward and backward, and the collectives, of a loss that holds logits."""
     how = DENSE[loss]
     # The plain products read rows of logits, which the library is slow with where they are not a whole number of vectors.
     slow = not head.is_aligned and how.padded is None

@@ -162,7 +162,6 @@ def check(model: Model, layout: Layout) -> None:
 
 
 def head_cost(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> Cost:
-    """Predict the cost of the head with a loss of ``LOSSES``."""
     head = Head(
         layout.num_tokens,
         model.hidden_size,

@@ -28,7 +28,6 @@ def check_size(name: str, value: object, most: int = MOST_SIZE) -> None:
 
 
 def _check_shared(num_heads: int, num_kv_heads: int | None) -> None:
-    """Raise ValueError unless every head of keys and values serves equally many heads."""
     if num_heads % (num_kv_heads or num_heads):
         raise ValueError(f"{num_heads} heads cannot share {num_kv_heads} heads of keys and values")
 
@@ -64,7 +63,6 @@ class Model:
 
     @property
     def query_size(self) -> int:
-        """Width of all queries together."""
         return self.num_heads * self.size_of_head
 
     @property
@@ -292,7 +290,6 @@ def _count(model: Any, config: Any, head: Tensor, is_tied: bool) -> Counted:
 
 
 def _setting(config: Any, *names: str) -> int:
-    """Return the first of these settings that the config has, or 0."""
     return next((found for name in names if (found := getattr(config, name, None))), 0)
 
 

@@ -17,7 +17,6 @@ from cce_dist.tools.pretrain.recipe import add_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``cce-dist pretrain``."""
     parser.description = (
         "Pre-train a GPT on a folder of text files. Under torchrun every process is a rank; "
         "started alone it starts tp x dp ranks on this machine."
@@ -35,7 +34,6 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``cce-dist pretrain`` and return its exit code."""
     from cce_dist.tools.pretrain.launch import launch
 
     return launch(args)

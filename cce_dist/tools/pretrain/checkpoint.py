@@ -92,7 +92,6 @@ def clear(folder: Path) -> None:
 
 
 def checksum(path: Path) -> list[Any]:
-    """Return a file's size and SHA-256."""
     return [path.stat().st_size, sha256(path)]
 
 

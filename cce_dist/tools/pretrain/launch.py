@@ -72,7 +72,6 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
 
 
 def _start_ranks(recipe: Recipe, num_local: int) -> int:
-    """Start this node's ranks, under torchrun's agent."""
     from cce_dist.tools.pretrain import torchrun
 
     # Torchrun sets this to 1; here the ranks share all cores.
@@ -204,7 +203,6 @@ def check_flags(recipe: Recipe) -> None:
 
 
 def _report(error: BaseException) -> int:
-    """Print one line about ``error`` and return the exit code."""
     rank, text = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else "", str(error)
     if _is_lost_peer(error):
         text = f"{'time-out' if 'Timed out' in text else 'lost a peer'} in a collective: {text.split('. ')[0]}"

@@ -46,7 +46,6 @@ class Log:
         self._step, self._steps, self._loss, self._told = step, recipe.steps, "", time.monotonic()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
         line = (json.dumps(record) + "\n").encode()
         if self._file.write(line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file.name))

@@ -46,7 +46,6 @@ class Error(NamedTuple):
         return not self.ok, self.error / self.bound if self.bound else self.error
 
     def plus(self, bound: float) -> Error:
-        """Return the error with a wider bound."""
         return self._replace(bound=self.bound + bound)
 
 

@@ -34,7 +34,6 @@ def draw(case: DivergenceCase, generator: torch.Generator) -> Drawn:
 
 
 def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Return the divergence and the student's gradients by the dense reference."""
     _, options, upstream = drawn.on(device)
     leaves = check.leaves_of(drawn.case, drawn.problem, dtype, device)
     hidden, weight, bias = leaves.values()
@@ -48,7 +47,6 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
 
 
 def call(drawn: Drawn, shard: VocabShard, backend: Any, device: str) -> dict[str, Tensor]:
-    """Make the call on this rank's shard; return the divergence and the student's gradients."""
     case, teacher = drawn.case, drawn.teacher
     assert teacher is not None
     _, options, upstream = drawn.on(device)

@@ -260,7 +260,6 @@ def _draw_token_loss(apart: random.Random, call: SimpleNamespace, setting: Setti
 
 
 def draw_log_probs(setting: Setting, number: int) -> cases.LogProbCase:
-    """Draw a call of ``linear_log_probs``."""
     kind, r = _randoms(setting, number)
     options, problem, dtype, shards = _common(kind, r, setting)
     num_ids = kind.choice((0, 1, 2, 5, 64))
@@ -288,7 +287,6 @@ def draw_kept(setting: Setting, number: int) -> cases.LogProbCase:
 
 
 def draw_divergence(setting: Setting, number: int) -> cases.DivergenceCase:
-    """Draw a call of ``linear_kl_divergence``."""
     kind, r = _randoms(setting, number)
     options, problem, dtype, shards = _common(kind, r, setting)
     options["kind"] = kind.choice(KINDS)

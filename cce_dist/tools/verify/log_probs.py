@@ -72,7 +72,6 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
 
 
 def call(drawn: Drawn, shard: VocabShard, backend: Any, device: str) -> dict[str, Tensor]:
-    """Make the call on this rank's shard; return its outputs and gradients."""
     ids, options, upstream = drawn.on(device)
     leaves = check.local_leaves(drawn.case, drawn.problem, device, shard)
     hidden, weight, bias = leaves.values()

@@ -108,7 +108,6 @@ def _run(
 
 
 def _call(function: Function, case: Case, group: Any, device: str, backend: str, salt: int) -> Callable[[], Any]:
-    """Return the call of a case."""
     drawn = draw(function, case, salt)
     return partial(function.call, drawn, shard_of(drawn, group)[1], backend, device)
 
