@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 
 from cce_dist.tools.pretrain.recipe import Shape
@@ -135,23 +135,6 @@ class DenseHead(nn.Module):
         return loss / num_tokens
 
 
-class Replicated(tp.ParallelStyle):
-    """A module that every rank runs on the same input; its parameters become replicated DTensors.
-
-    Without it the norms' parameters would be plain tensors beside DTensors, which gradient clipping cannot add up.
-    Source: ``NoParallel`` of torchtitan.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: nn.Module, inputs: tuple, mesh: DeviceMesh) -> Any:
-            return tuple(DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in inputs)
-
-        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-            return output.to_local()
-
-        return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)
-
-
 def shard_model(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     """Shard everything but the head, which is born sharded, over the tensor-parallel ``mesh``.
 
@@ -161,18 +144,17 @@ def shard_model(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     Communication: per block and direction two all-reduces of [s, b, D], or two all-gathers and two reduce-scatters.
     """
     between = Shard(0) if sequence_parallel else Replicate()
-    norm = tp.SequenceParallel(sequence_dim=0, use_local_output=True) if sequence_parallel else Replicated()
     column = tp.ColwiseParallel(input_layouts=between)
     row = tp.RowwiseParallel(output_layouts=between)
     plan: dict[str, tp.ParallelStyle] = {
         "embedding": tp.ColwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "blocks.*.attention_norm": norm,
         "blocks.*.attention.qkv": column,
         "blocks.*.attention.out": row,
-        "blocks.*.mlp_norm": norm,
         "blocks.*.mlp.gate_up": column,
         "blocks.*.mlp.down": row,
-        "norm": norm,
     }
+    if sequence_parallel:
+        norm = tp.SequenceParallel(sequence_dim=0, use_local_output=True)
+        plan |= dict.fromkeys(("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm"), norm)
     # Every rank drew the same whole weights, so each keeps its part.
     tp.parallelize_module(model, mesh, plan, src_data_rank=None)
