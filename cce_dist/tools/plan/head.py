@@ -197,7 +197,11 @@ def slowest(num_ranks: int) -> float:
 def _our_seconds(head: Head, loss: str, device: Device, way: Way) -> tuple[float, float, list[Collective]]:
     product, workspace_bytes, groups = head.product / device.flops, way.workspace_bytes, way.groups
     if loss == "filtered":
-        forward, backward = _filter_seconds(head, device, workspace_bytes)
+        # With ``FEW_LISTED`` columns.
+        frequent = memory.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
+        rates = Rates(device.flops, device.bandwidth)
+        forward, backward = costs.filter_seconds(head.sizes, workspace_bytes, rates, frequent)
+        backward += listed_seconds(head, FEW_LISTED)
         return product + forward, backward, _our_collectives(head, device, 0.0, 2)
     forward = product + _exponentials(head, device) + _small_kernels(head, device)
     if way.passes == "one":
@@ -262,14 +266,6 @@ def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
     tile = _tiles(device).dlogits
     wave = device.multiprocessors * 2.0 * tile.rows * tile.cols * (head.hidden_size + rows) / device.flops
     return wave / 2 + 2 * rows * head.sizes.sum_bytes / device.bandwidth + COSTS.chunk * COSTS.launch
-
-
-def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
-    """Return the seconds that a filter adds to the product of forward, and of its backward with ``FEW_LISTED`` columns."""
-    frequent = memory.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
-    rates = Rates(device.flops, device.bandwidth)
-    forward, backward = costs.filter_seconds(head.sizes, workspace_bytes, rates, frequent)
-    return forward, backward + listed_seconds(head, FEW_LISTED)
 
 
 def listed_seconds(head: Head, num_columns: float) -> float:

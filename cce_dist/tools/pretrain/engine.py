@@ -24,15 +24,10 @@ from cce_dist.tools.pretrain.recipe import Recipe
 
 
 class Step(NamedTuple):
-    """The results of an optimizer step, on the device: nothing has waited for them.
+    """The results of an optimizer step, 0-d, on the device: nothing has waited for them."""
 
-    Attributes:
-        loss: 0-d, mean over those tokens of the whole batch that are not ignored.
-        grad_norm: 0-d, of the whole gradient, before clipping.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
+    loss: Tensor  # mean over those tokens of the whole batch that are not ignored
+    grad_norm: Tensor  # of the whole gradient, before clipping
 
 
 class Engine:

@@ -115,22 +115,14 @@ def run_rank(recipe: Recipe) -> int:
 
 
 def _end_early(error: Exception) -> int:
-    """Say what ended this rank's training, and return its exit code; a bug is raised."""
-    if isinstance(error, Stopped):
-        if exits.is_reporting_rank():
-            exits.say(str(error))
-        return _leave(AGAIN, everywhere=True)
-    if not (isinstance(error, (UsageError, CheckpointError, data.CorpusError, OSError)) or _is_lost_peer(error)):
+    """Say what ended this rank's training, and return its exit code, or leave with it; a bug is raised."""
+    is_lost = _is_lost_peer(error)
+    everywhere = isinstance(error, (Stopped, UsageError, CheckpointError))  # all ranks raise it
+    if not (everywhere or is_lost or isinstance(error, (data.CorpusError, OSError))):
         raise error
-    everywhere = isinstance(error, (UsageError, CheckpointError))
-    code = LOST if _is_lost_peer(error) else HOPELESS
+    code = AGAIN if isinstance(error, Stopped) else LOST if is_lost else HOPELESS
     if not everywhere or exits.is_reporting_rank():
         _report(error)
-    return _leave(code, everywhere)
-
-
-def _leave(code: int, everywhere: bool) -> int:
-    """End this rank early; ``everywhere`` says that all ranks do."""
     if dist.is_initialized():
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -203,10 +195,12 @@ def check_flags(recipe: Recipe) -> None:
 
 
 def _report(error: BaseException) -> int:
-    rank, text = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else "", str(error)
+    text = str(error)
     if _is_lost_peer(error):
         text = f"{'time-out' if 'Timed out' in text else 'lost a peer'} in a collective: {text.split('. ')[0]}"
-    exits.say(rank + text)
+    if "RANK" in os.environ and not isinstance(error, Stopped):
+        text = f"rank {os.environ['RANK']}: {text}"
+    exits.say(text)
     if os.environ.get("CCE_DIST_DEBUG") == "1":
         traceback.print_exception(error)
     return HOPELESS

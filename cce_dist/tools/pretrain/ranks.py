@@ -28,21 +28,14 @@ FAILED = 1000  # no signal's number
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """This process's place among the ranks.
-
-    Attributes:
-        device: Where it computes.
-        rank, world_size: Place and number of all ranks.
-        tp, dp: Tensor-parallel and data-parallel size; ``tp * dp == world_size``, and tensor-parallel ranks are neighbours.
-        mesh: [dp, tp] device mesh, or None where there is one rank only.
-    """
+    """This process's place among the ranks."""
 
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    tp: int = 1
-    dp: int = 1
-    mesh: DeviceMesh | None = None
+    tp: int = 1  # tensor-parallel size; these ranks are neighbours
+    dp: int = 1  # data-parallel size
+    mesh: DeviceMesh | None = None  # [dp, tp]; None where there is one rank only
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:

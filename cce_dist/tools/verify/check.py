@@ -45,9 +45,6 @@ class Error(NamedTuple):
         """A key that sorts the worst error last."""
         return not self.ok, self.error / self.bound if self.bound else self.error
 
-    def plus(self, bound: float) -> Error:
-        return self._replace(bound=self.bound + bound)
-
 
 class Function(NamedTuple):
     """How a public function is checked."""
@@ -221,14 +218,16 @@ def of_rank(name: str, ours: Tensor, options: dict[str, Any], shard: VocabShard)
     return [], ours, lambda whole: whole
 
 
-def compare(quantity: str, ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> Error:
-    """Compare max|ours - truth| with ``bound_of``. Both must be non-finite at the same places."""
+def compare(
+    quantity: str, ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype, more: float = 0.0
+) -> Error:
+    """Compare max|ours - truth| with ``bound_of`` and ``more``. Both must be non-finite at the same places."""
     ours, truth = (x.detach().double().cpu() for x in (ours, truth))
     if ours.shape != truth.shape:
         raise AssertionError(f"{quantity} has shape {tuple(ours.shape)}, expected {tuple(truth.shape)}")
     if not torch.equal(ours.isfinite(), truth.isfinite()):
         return Error(quantity, float("inf"), 0.0)
-    return Error(quantity, largest(ours - truth), bound_of(baseline, truth, dtype))
+    return Error(quantity, largest(ours - truth), bound_of(baseline, truth, dtype) + more)
 
 
 def bound_of(baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> float:

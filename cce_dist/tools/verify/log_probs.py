@@ -101,7 +101,7 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
     if name == "kept_mass":  # exp of a difference of two log-sum-exps
         more += EPS[FP32] * largest(values["lse"])
     dtype = drawn.case.dtype if name in GRADIENTS else FP32
-    error = compare(name, ours, part(baseline[name]), part(values[name]), dtype).plus(more)
+    error = compare(name, ours, part(baseline[name]), part(values[name]), dtype, more)
     least = _noise_of_sum(drawn, part) if name == "dbias" else 0.0
     return [error._replace(bound=max(error.bound, least))]
 

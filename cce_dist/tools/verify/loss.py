@@ -179,7 +179,7 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
         errors.append(compare(f"{name} as defined", ours, dense, exact, dtype))
     if name in truth.plain and "grad_filter" in case.options:
         return errors + _filter_errors(case, name, (ours, rough, right, plain), floor)
-    return [*errors, compare(name, ours, rough, right, dtype).plus(floor)]
+    return [*errors, compare(name, ours, rough, right, dtype, floor)]
 
 
 def _floor(case: LossCase, name: str, right: Tensor, truth: Truth) -> float:
