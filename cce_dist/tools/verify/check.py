@@ -1,9 +1,4 @@
-"""The check that all functions share: one case on one group of ranks, compared with dense PyTorch.
-
-``run_case`` draws the tensors of a case, computes what is expected, makes the call on this rank's shard, and compares every
-output and gradient. The error from the float64 truth may be twice the error of dense PyTorch in the tested dtype, plus a few
-units in the last place.
-"""
+"""The check that all functions share: one case on one group of ranks, compared with dense PyTorch."""
 
 from __future__ import annotations
 
@@ -64,10 +59,7 @@ class Function(NamedTuple):
 def run_case(
     function: Function, case: Case, group: dist.ProcessGroup | None, device: str, backend: str = "auto", salt: int = 0
 ) -> list[Error]:
-    """Run a case on the ranks of ``group`` (None: this process alone). Every rank calls this; ``salt`` varies the data.
-
-    Compares outputs and gradients, then the bits of a second backward, of further runs, and of all ranks.
-    """
+    """Run a case on the ranks of ``group`` (None: this process alone); ``salt`` varies the data."""
     backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
     drawn = draw(function, case, salt)
     bounds, shard = shard_of(drawn, group)
@@ -108,19 +100,18 @@ AGAIN = " of a second backward"
 
 
 def found(
-    out: Any, upstream: dict[str, Tensor], leaves: dict[str, Any], case: Case | None = None, elsewhere: str = ""
+    out: dict[str, Any],
+    upstream: dict[str, Tensor],
+    leaves: dict[str, Any],
+    case: Case | None = None,
+    elsewhere: str = "",
 ) -> dict[str, Tensor]:
     """Return the outputs of a call that are not None, and the gradients of ``leaves`` by the leaves' names.
 
-    Args:
-        out: A record of outputs.
-        upstream: Gradients of outputs.
-        leaves: The tensors to differentiate by, where they require a gradient.
-        case: Says how upstream gradients lie in memory, and whether to call backward a second time; the names of its gradients
-            end in ``AGAIN``. None: this is a reference.
-        elsewhere: The leaf whose gradient the call adds to a buffer.
+    ``case`` is None for a reference. Names of a second backward's gradients end in ``AGAIN``; the gradient of the leaf
+    ``elsewhere`` is added to a buffer.
     """
-    outputs = {name: x for name, x in out._asdict().items() if isinstance(x, Tensor)}
+    outputs = {name: x for name, x in out.items() if isinstance(x, Tensor)}
     values = {name: x.detach() for name, x in outputs.items()}
     inputs = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
     roots, above = [outputs[name] for name in upstream], []
@@ -178,10 +169,7 @@ def leaves_of(case: Case, problem: Problem, dtype: torch.dtype, device: str) -> 
 def local_leaves(
     case: Case, problem: Problem, device: str, shard: VocabShard, rows: VocabShard | None = None
 ) -> dict[str, Any]:
-    """Return this rank's part of hidden states, weight and bias, in the layouts of the case.
-
-    ``rows`` are the weight's, if they are not the shard's.
-    """
+    """Return this rank's part of the leaves, with these rows or the shard's, in the layouts of the case."""
     hidden, rows = problem.hidden, rows or shard
     hidden = hidden if case.shape is None else hidden.view(*case.shape, hidden.shape[1])
     if case.options.get("sequence_parallel") and shard.group is not None:
@@ -203,7 +191,7 @@ def local_leaves(
 
 
 def of_rank(name: str, ours: Tensor, options: dict[str, Any], shard: VocabShard) -> tuple[list[Error], Tensor, Part]:
-    """Return the error of padding rows (their gradient is 0), the value without them, and how to cut out this rank's part."""
+    """Return the error of padding rows, the value without them, and how to cut out this rank's part."""
     if name in ("dC", "dbias"):
         rows = slice(shard.start, shard.start + shard.num_valid)
         padding = Error(f"{name} of padding", ours[shard.num_valid :].abs().sum().item(), 0.0)
@@ -231,7 +219,7 @@ def compare(
 
 
 def bound_of(baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """Return 2 max|baseline - truth| + eps max|truth| over finite values. Source: the tests of flash-attention and QuACK."""
+    """Return 2 max|baseline - truth| + eps max|truth|. Source: tests of flash-attention and QuACK."""
     baseline, truth = (x.detach().double().cpu() for x in (baseline, truth))
     return 2 * largest(baseline - truth) + EPS[dtype] * largest(truth)
 
@@ -252,7 +240,7 @@ def logit_sizes(problem: Problem) -> Tensor:
 def assert_no_worse(
     ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype | None = None, quantity: str = "value"
 ) -> None:
-    """Raise AssertionError if the error exceeds its bound. ``dtype`` chooses eps; the default is the dtype of ``ours``."""
+    """Raise AssertionError if the error exceeds its bound. ``dtype`` chooses eps."""
     result = compare(quantity, ours, baseline, truth, dtype or ours.dtype)
     assert result.ok, f"{result.quantity}: error {result.error:.3g} > bound {result.bound:.3g}"
 
@@ -260,7 +248,7 @@ def assert_no_worse(
 def same_bits(
     first: dict[str, Tensor], again: dict[str, Tensor] | None, shared: Iterable[str], group: dist.ProcessGroup | None
 ) -> list[Error]:
-    """Count tensors whose bits differ: in a second backward, in a second run and, for those in ``shared``, between ranks."""
+    """Count tensors whose bits differ: in a second backward or run or, if ``shared``, between ranks."""
 
     def error(what: str, pairs: list[tuple[Tensor, Tensor]]) -> Error:
         return Error(f"bits {what}", float(sum(not torch.equal(bits(a), bits(b)) for a, b in pairs)), 0.0)

@@ -66,7 +66,7 @@ class Setting(NamedTuple):
 
 
 def draw_loss(setting: Setting, number: int) -> cases.LossCase:
-    """Draw a call of the loss, the same on every rank and machine. ``kind`` draws what kernels are compiled for."""
+    """Draw a call of the loss. ``kind`` draws what kernels are compiled for."""
     where = f"{setting.interpreted}/{setting.device}/{setting.ranks}"
     rng = random.Random(f"{setting.seed}/{number}/{where}")
     kind = random.Random(f"{setting.seed}/{number // setting.alike} of {setting.alike}/{where}")
@@ -352,7 +352,7 @@ def run_one(setting: Setting, number: int) -> list[Error]:
 
 
 def run_many(setting: Setting, first: int, count: int, report: Callable[[str], None]) -> list[str]:
-    """Run cases ``first`` to ``first + count - 1``; every rank of the group calls this. Returns a text for each failure."""
+    """Run ``count`` cases; every rank of the group calls this. Returns a text for each failure."""
     failures: list[str] = []
     started = said = time.monotonic()
     for done, number in enumerate(range(first, first + count), 1):

@@ -38,7 +38,7 @@ def draw(case: LogProbCase, generator: torch.Generator) -> Drawn:
 
 
 def _lists(case: LogProbCase, ids: Tensor, vocab_size: int, generator: torch.Generator) -> KeptIds:
-    """Return lists of 0 to ``case.kept`` ids, a third of them with the token's own; the first is as long as it can be."""
+    """Return lists of 0 to ``case.kept`` ids, a third of them with the token's own."""
     lists: list[Tensor | None] = []
     longest = case.kept
     for number, own in enumerate(ids.flatten().tolist()):
@@ -63,7 +63,7 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
     how: dict[str, Any] = {name: options[name] for name in known if name in options}
     how |= {name: value.to(wide) for name, value in how.items() if isinstance(value, Tensor)}
     out = reference.linear_log_probs(hidden, weight, ids, linear_bias=bias, top_k=TOP, **how)
-    values = found(out, upstream, leaves)
+    values = found(out._asdict(), upstream, leaves)
     if "kept" not in how:
         all_ids = torch.arange(len(weight), device=device).expand(len(hidden), -1)
         log_p = reference.linear_log_probs(hidden, weight, all_ids, linear_bias=bias, **how).log_probs
@@ -80,7 +80,7 @@ def call(drawn: Drawn, shard: VocabShard, backend: Any, device: str) -> dict[str
     else:
         options |= {"sum_p_squared": True, "argmax": True, "top_k": TOP}
     out = linear_log_probs(hidden, weight, ids, linear_bias=bias, shard=shard, backend=backend, entropy=True, **options)
-    return found(out, upstream, leaves, drawn.case)
+    return found(out._asdict(), upstream, leaves, drawn.case)
 
 
 def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str, Tensor], truth: Truth) -> list[Error]:
@@ -128,7 +128,7 @@ def _noise_of_sum(drawn: Drawn, part: Part) -> float:
 
 
 def _slope_noise(drawn: Drawn) -> float:
-    """Bound a gradient's error under a softcap: near it the slope 1 - (z / softcap)^2 has twice the error of z / softcap."""
+    """Bound a gradient's error under a softcap: the slope has twice the error of z / softcap."""
     options, problem = drawn.options, drawn.problem
     if "softcap" not in options:
         return 0.0

@@ -58,7 +58,7 @@ def layouts(world: int) -> list[tuple[int, list[list[int]]]]:
 
 
 def run_matrix(lines: Sequence[Line], device: str, backend: str = "auto", report: bool = True) -> list[str]:
-    """Run cases on every layout of the default process group, or alone. Returns a line for each failure, on every rank."""
+    """Run cases on every layout of the ranks. Returns a line for each failure, on every rank."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
     say: Say = partial(print, flush=True) if rank == 0 and report else lambda line: None
@@ -144,7 +144,7 @@ class Ahead(contextlib.ExitStack):
         self.mode = triton.AsyncCompileMode(self.threads, ignore_errors=True)
 
     def begin(self, call: Callable[[], Any]) -> Kernels:
-        """Make a call without its launches, and begin to compile its kernels. An error here will come again at a launch."""
+        """Begin to compile a call's kernels. An error here will come again at a launch."""
         kernels: Kernels = {}
         try:
             contextvars.copy_context().run(self._without_launches, call, kernels)
