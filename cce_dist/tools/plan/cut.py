@@ -1,4 +1,4 @@
-"""The cut of a pipeline: the layers of each stage, so that the slowest stage is fastest, and each framework's option for it."""
+"""The cut of a pipeline into stages, so that the slowest is fastest, and each framework's option for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Cut:
 
     @property
     def imbalance(self) -> float:
-        """The slowest rank's time over the mean, less 1: how much longer a step takes than with balanced stages."""
+        """How much longer a step takes than with balanced stages: the slowest over the mean, less 1."""
         return max(self.seconds) / (sum(self.seconds) / len(self.seconds)) - 1
 
     def advice(self, layout: Layout) -> dict[str, Any]:
@@ -36,8 +36,7 @@ def best_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
     """Return the cut whose slowest rank takes least time. ``layer`` and ``head`` are seconds for one microbatch.
 
     The embedding takes no time: its backward is a sum of rows. Of equally fast cuts this returns the one with most layers in
-    the last stage, because the first stage holds most activations. Where layers cannot be split evenly, later stages get one
-    more. ``planning.check`` makes sure that there are enough layers.
+    the last stage, because the first stage holds most activations. For the rest of a division, later stages get one more.
     """
     pp, vpp = layout.pp, layout.vpp
     if pp == 1:
@@ -60,7 +59,7 @@ def best_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
 
 
 def even_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
-    """Return the cut that frameworks make by default: equal numbers of layers, one more in later stages for the rest."""
+    """Return the cut that frameworks make by default, into equal numbers of layers."""
     return timed(_spread(num_layers, layout.pp * layout.vpp), layer, head, layout)
 
 

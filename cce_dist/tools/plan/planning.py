@@ -1,9 +1,10 @@
-"""A plan: each loss's cost, best cut, memory of the first and last stage, largest microbatch; and a step on more GPUs."""
+"""A plan: each loss's cost, cut, memory and largest microbatch; and a step on more GPUs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from bisect import bisect
+from collections.abc import Sequence
 from typing import Any, cast
 
 from cce_dist.tools.plan.cut import Cut, best_cut, even_cut
@@ -55,12 +56,12 @@ class Plan:
 
     @property
     def body(self) -> float:
-        """Seconds of all layers for one microbatch, without the head, on the ranks of one tensor-parallel group."""
+        """Seconds of all layers for one microbatch, without the head."""
         return self.model.num_layers * self.layer.seconds
 
     @property
     def head(self) -> list[dict[str, Any]]:
-        """A row for each loss: the memory besides inputs and gradients, the time, and the time in units of a layer's."""
+        """A row for each loss: memory besides inputs and gradients, time, and time over a layer's."""
         return [
             {
                 "loss": each.loss,
@@ -108,7 +109,7 @@ def plan(
 
 
 def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> LossPlan:
-    """Return the plan of one loss. Sizes of microbatches to try are multiples of 128 tokens per tensor-parallel rank."""
+    """Return the plan of one loss. Microbatches to try are multiples of 128 tokens per rank."""
 
     def at(num_tokens: int) -> LossPlan:
         there = dataclasses.replace(layout, num_tokens=num_tokens)
@@ -123,19 +124,8 @@ def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspac
         return max(sum(there.first_stage.values()), sum(there.last_stage.values())) <= USABLE * device.memory
 
     step = 128 * layout.tp
-    return dataclasses.replace(at(layout.num_tokens), largest_tokens=largest(fits, MOST_TOKENS // step) * step)
-
-
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to ``most`` that fits, by bisection: all smaller ones must fit. 0 if 1 does not fit."""
-    fitting, above = 0, 1
-    while above <= most and fits(above):
-        fitting, above = above, 2 * above
-    above = min(above, most + 1)
-    while above - fitting > 1:
-        middle = (fitting + above) // 2
-        fitting, above = (middle, above) if fits(middle) else (fitting, middle)
-    return fitting
+    most = bisect(range(1, MOST_TOKENS // step + 1), False, key=lambda steps: not fits(steps))
+    return dataclasses.replace(at(layout.num_tokens), largest_tokens=most * step)
 
 
 def check(model: Model, layout: Layout) -> None:
@@ -214,8 +204,7 @@ def grow(
 ) -> list[dict[str, Any]]:
     """Predict a step with each loss on each number of GPUs. Where there are too few, tp and pp shrink.
 
-    A microbatch takes as long as the slowest stage. Filling and draining the pipeline takes (pp - 1) / vpp microbatches more.
-    Gradients are summed over data-parallel ranks behind the last microbatch's backward.
+    A microbatch takes as long as the slowest stage, and filling and draining the pipeline (pp - 1) / vpp more.
 
     Raises:
         ValueError: The layout does not divide a number of GPUs, or the batch has less than a microbatch for each.
@@ -243,8 +232,7 @@ def _step(found: Plan, each: LossPlan, microbatches: int) -> dict[str, Any]:
     slowest = max(each.cut.seconds)
     rank = each.cut.seconds.index(slowest)
     layers = sum(each.cut.layers[rank :: layout.pp])
-    # Stages are on different nodes if a pipeline does not fit into one. Forward sends hidden states, backward their gradient;
-    # while the pipeline fills and drains nothing overlaps them.
+    # Stages are on different nodes if a pipeline does not fit into one. While it fills and drains nothing overlaps a send.
     num_bytes = 2 * layout.num_tokens * found.model.width // layout.num_slices
     ranks = GPUS_PER_NODE + 1 if layout.tp * layout.pp > GPUS_PER_NODE else 2
     send = collective_seconds("send", num_bytes, ranks, device)
@@ -271,9 +259,9 @@ def _step(found: Plan, each: LossPlan, microbatches: int) -> dict[str, Any]:
 
 
 def _gradients_exposed(found: Plan, microbatch: float) -> float:
-    """Return the seconds by which gradients' reduce-scatter and weights' all-gather exceed the microbatch that overlaps them.
+    """Return the seconds of data parallelism's collectives that the last microbatch does not overlap.
 
-    The reduce-scatter runs behind backward, two thirds of a microbatch, and the all-gather behind forward, one third.
+    Gradients' reduce-scatter runs behind backward, two thirds of it, and weights' all-gather behind forward.
     """
     layout, model = found.layout, found.model
     ways = layout.dp * layout.cp

@@ -20,7 +20,7 @@ MOST_SIZE, MOST_PARTS = 1 << 28, 1 << 12
 
 
 def check_size(name: str, value: object, most: int = MOST_SIZE) -> None:
-    """Raise ValueError unless the value is a whole number that a model can have. A dense model has 0 experts."""
+    """Raise ValueError unless the value is a size that a model can have."""
     is_expert = "expert" in name
     least, most = int(not is_expert), MOST_PARTS if is_expert or "layer" in name else most
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -114,7 +114,7 @@ class Model:
 
     @property
     def embedding_params(self) -> int:
-        """Parameters before the first layer: all that are neither in a layer, nor in the last norm, nor in an untied head."""
+        """Parameters before the first layer: those of no layer, not the last norm's or an untied head's."""
         after = self.hidden_size + (0 if self.is_tied else self.head_params)
         return self.params - self.num_layers * self.layer_params - after
 
@@ -234,7 +234,7 @@ def read_config(path: Path) -> Counted:
 
 
 def _check_file(path: Path, kinds: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a config.json has possible sizes: transformers builds some models of impossible ones.
+    """Raise ValueError unless sizes are possible: transformers builds some models of impossible ones.
 
     ``kinds`` has each model type's class of configurations. A class may have other names for sizes, and its own defaults,
     such as a ``head_dim`` of 0, are right.
@@ -261,7 +261,7 @@ def _check_file(path: Path, kinds: Mapping[str, Any]) -> None:
 
 
 def _count(model: Any, config: Any, head: Tensor, is_tied: bool) -> Counted:
-    """Count the parameters of a model of transformers. ``config`` describes its text decoder, ``head`` is its head's weight."""
+    """Count a model's parameters. ``config`` describes its text decoder, ``head`` is its head's weight."""
     config.allow_global_per_layer_attribute_access = True
     width = _setting(config, "hidden_size") or head.shape[1]
     num_layers, layers = _layers(model, _setting(config, "num_hidden_layers"))
