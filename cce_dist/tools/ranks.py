@@ -15,7 +15,7 @@ def in_torchrun() -> bool:
 
 
 def own_device(kind: str) -> torch.device:
-    """Return where this rank computes: the CPU, or the GPU with its local rank's number, which becomes the current one."""
+    """Return the CPU, or the GPU with the local rank's number, which becomes the current one."""
     if kind != "cuda":
         return torch.device(kind)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

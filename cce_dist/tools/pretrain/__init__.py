@@ -1,8 +1,6 @@
 """The main job, ``cce-dist pretrain``: a GPT of our own, tensor-parallel, with a ``VocabParallelHead`` as its last layer.
 
-Reading order: ``recipe`` (what a run is), ``launch`` (from a command line to ranks; what a failure says), ``train`` (the
-loop), ``engine`` and ``model`` (what the loop drives), ``data`` (a folder of text files to packed batches), ``ranks`` (device,
-mesh, microbatches), ``checkpoint``, ``log`` (metrics and progress bar), ``plot`` (the figure).
+Reading order: recipe, launch, train, engine, model, data, ranks, checkpoint, log, plot.
 """
 
 from __future__ import annotations

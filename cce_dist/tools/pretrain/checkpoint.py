@@ -36,12 +36,9 @@ NAME = re.compile(r"step-\d{8,}")
 
 
 def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: dict[str, Any], ranks: Ranks) -> None:
-    """Write model, optimizer and ``state`` (plain values; ``state["step"]`` names the checkpoint); keep the ``keep`` newest.
+    """Write model, optimizer and ``state``, whose "step" names the checkpoint; keep the ``keep`` newest.
 
-    Every rank writes the shards that it holds, by ``save_tensors``. Ranks share the reading of all files for the manifest.
-
-    Raises:
-        CheckpointError: On every rank, where any could not write. Older checkpoints are untouched.
+    Ranks share the reading of all files for the manifest. All raise ``CheckpointError`` where any could not write.
     """
     final = folder / f"step-{state['step']:08d}"
     scratch = final.with_suffix(".tmp")
@@ -64,7 +61,7 @@ def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: d
 def load(
     folder: Path, load_tensors: Callable[[Path], None], same: dict[str, Any], ranks: Ranks
 ) -> dict[str, Any] | None:
-    """Restore model and optimizer from the newest whole checkpoint; return its state, or None where there is none.
+    """Restore model and optimizer from the newest whole checkpoint; return its state, or None.
 
     ``same`` is what a run and its resumption must have in common.
 
@@ -125,10 +122,7 @@ def _load(path: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints to try, the newest first.
-
-    These are the checkpoints up to the one that the file ``latest`` names, or all of them if that one does not exist.
-    """
+    """Return the checkpoints up to the one that ``latest`` names, or all if it is gone, the newest first."""
     found = _ours(folder)[::-1]
     try:
         newest = (folder / LATEST).read_text(errors="replace").strip()

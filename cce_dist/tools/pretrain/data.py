@@ -1,4 +1,4 @@
-"""A folder of text files becomes a file of token ids, once, in a cache that many may share; and the ids become batches.
+"""A folder of text files becomes token ids, once, in a cache that many may share; ids become batches.
 
 The ids are those of a byte-level BPE. The last twentieth of them is held out for validation. A sequence is any run of
 ``seq_len`` ids; the label of an EOS would be the first id of a document that has nothing to do with it, so it is ignored.
@@ -40,7 +40,7 @@ LINE_END = re.compile(r"(?<=\S)\n")  # the tokenizer's pattern has no word of a 
 
 
 class CorpusError(Exception):
-    """The corpus cannot be prepared; the message names the file and the reason. The rank that prepares it raises it."""
+    """The corpus cannot be prepared, says the rank that prepares it, by file and reason."""
 
 
 class Source(NamedTuple):
@@ -199,7 +199,7 @@ def _batches(files: list[Source], bar: tqdm) -> Iterator[list[str | None]]:
 
 
 def _pieces(source: Source, bar: tqdm) -> Iterator[str]:
-    """Yield a file's text in pieces that end before a newline; text without one is cut after ``PIECE`` characters."""
+    """Yield a file's text in pieces that end before a newline, or after ``PIECE`` characters."""
     rest = ""
     try:
         with open(source.path, encoding="utf-8") as file:
@@ -229,12 +229,7 @@ def _bar(doing: str, files: list[Source]) -> tqdm:
 
 
 class Corpus:
-    """Token ids of a prepared corpus, memory-mapped.
-
-    Attributes:
-        train, held_out: 1-D uint16 or uint32 arrays.
-        key: Names files and vocabulary; equal keys mean equal ids.
-    """
+    """Token ids of a prepared corpus, memory-mapped, in uint16 or uint32. Equal keys mean equal ids."""
 
     def __init__(self, folder: Path) -> None:
         dtype = json.loads((folder / "meta.json").read_text())["dtype"]
@@ -245,13 +240,7 @@ class Corpus:
 
 
 class Batches:
-    """Packed sequences in an order that is a function of seed and position alone, whatever the ranks.
-
-    Args:
-        ids: 1-D array of token ids.
-        seq_len: Tokens of a sequence.
-        seed: Of the order, which is drawn anew for each pass over the data.
-    """
+    """Packed sequences in an order that is a function of seed and position alone, another for each pass."""
 
     def __init__(self, ids: np.ndarray, seq_len: int, seed: int) -> None:
         self.ids, self.seq_len, self.seed = ids, seq_len, seed

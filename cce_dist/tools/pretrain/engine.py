@@ -1,4 +1,4 @@
-"""The engine: a model and its optimizer, tensor-parallel by DTensor and data-parallel by FSDP2, and how they are driven."""
+"""The engine: a model and its optimizer, tensor-parallel by DTensor and data-parallel by FSDP2."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Engine:
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95))
 
     def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> Step:
-        """Take optimizer step number ``step``, counted from 1, on a whole batch: ids and labels, [batch size, s] int64."""
+        """Take step number ``step``, counted from 1, on a whole batch: ids and labels, [batch size, s]."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate(step)
         loss = self._accumulate_gradients(ids, labels)
@@ -53,7 +53,7 @@ class Engine:
 
     @torch.no_grad()
     def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
-        """Return the mean loss of the first batches, ``eval_batches`` unless said, the same ones every time; on every rank."""
+        """Return the mean loss of the first batches, ``eval_batches`` unless said, on every rank."""
         size = self.recipe.batch_size
         batches = [held_out.at(index * size, size) for index in range(num_batches or self.recipe.eval_batches)]
         num_tokens = num_valid(*(labels for _, labels in batches))

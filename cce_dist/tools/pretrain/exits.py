@@ -1,4 +1,4 @@
-"""How a run ends: exit codes that say whether to start it again, the errors behind them, and signals that ask it to stop.
+"""How a run ends: exit codes, the errors behind them, and the signals that ask it to stop.
 
 | code | of the command | of a rank under an agent |
 |---|---|---|
@@ -22,7 +22,7 @@ from typing import NoReturn
 
 AGENT = "CCE_DIST_AGENT"  # the process id of the agent, where this package has started it
 HOPELESS, AGAIN, LOST = 1, 75, 76  # the last two as BSD's sysexits.h has them
-NO_RESTART = signal.SIGUSR2  # tells an agent of this package that its ranks leave, and are not to be started again
+NO_RESTART = signal.SIGUSR2  # tells our agent that its ranks leave, and are not to be started again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_SECONDS = 2.0  # a terminal, a scheduler and an agent may each pass one wish on
 OUTSIDE = "stopped by {} before the first step or after the last"
@@ -42,7 +42,7 @@ class Stopped(Exception):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise the system's refusal to write as a ``CheckpointError``; ``path`` names the file where the error does not."""
+    """Raise the system's refusal to write as a ``CheckpointError``."""
     try:
         yield
     except OSError as error:
@@ -71,7 +71,7 @@ def tell_torchrun(code: int) -> None:
 
 @contextlib.contextmanager
 def signal_handlers(numbers: Sequence[signal.Signals], once: Callable[[int], None]) -> Iterator[None]:
-    """Have the first of some signals call ``once``; one of ``SIGNALS`` that comes ``SAME_SECONDS`` later ends the process.
+    """Have the first of some signals call ``once``; one that comes ``SAME_SECONDS`` later ends the process.
 
     A SIGHUP that ``nohup`` keeps from the process is left alone.
     """

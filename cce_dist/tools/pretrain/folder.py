@@ -1,4 +1,4 @@
-"""The folder of a run, which one run at a time holds; files that are there whole or not at all, and their checksums."""
+"""The folder of a run, which one run at a time holds; files that are whole or not there; checksums."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ def hold(out: Path, ranks: Ranks) -> Iterator[bool]:
     Yields:
         Whether this run had the folder last: it was started again, by its agent or its scheduler.
 
-    Communication: a few small objects over the default group.
-
     Raises:
         UsageError: Another run holds it; on every rank.
         CheckpointError: It cannot be written; on every rank.
@@ -47,7 +45,7 @@ def hold(out: Path, ranks: Ranks) -> Iterator[bool]:
 
 
 def job() -> str | None:
-    """Return what names this run for its scheduler, the same when it is started again; None where nothing does."""
+    """Return this run's name for its scheduler, the same when it is started again, or None."""
     return os.environ.get("RUN_ID") or os.environ.get("SLURM_JOB_ID")
 
 
@@ -101,7 +99,7 @@ def sha256(path: Path) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file by one with this text, whole or not at all: the text is flushed to disk before it gets the name."""
+    """Replace a file, whole or not at all: the text is flushed to disk before it gets the name."""
     scratch = path.with_name(path.name + ".tmp")
     with open(scratch, "w", encoding="utf-8") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""From a command line to ranks: under torchrun this process is one, alone it starts them; and what a failure says.
+"""From a command line to ranks: under torchrun this process is one, alone it starts them.
 
 A user's mistake, a full disk or a lost rank is one line on stderr; ``exits`` has the codes, and CCE_DIST_DEBUG=1 adds the
 traceback. Anything else is a bug and keeps its traceback.
@@ -52,7 +52,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def read_recipe(args: argparse.Namespace) -> Recipe:
-    """Return the recipe of a command line, in which the flags that fit themselves to the machine are decided."""
+    """Return the recipe of a command line, in which the machine has decided what flags leave open."""
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,7 +84,7 @@ def _start_ranks(recipe: Recipe, num_local: int) -> int:
 
 def _rank_process(recipe: Recipe, agent: int) -> None:
     os.environ[exits.AGENT] = str(agent)
-    # Outside of the training loop a signal ends a rank as the system has it, even while it waits for another rank.
+    # Outside of the training loop a signal ends a rank as the system has it.
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -134,7 +134,7 @@ def _end_early(error: Exception) -> int:
 
 
 def _end_with_agent() -> None:
-    """Have this process end when its agent or torchrun does, so that it writes nothing into a run that goes on without it."""
+    """Have this process end when its agent does: it must not write into a run that goes on without it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return
     parent, set_signal_of_parents_death = os.getppid(), 1
@@ -144,11 +144,7 @@ def _end_with_agent() -> None:
 
 
 def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
-    """Have one rank of each node tokenize the corpus, and return its folder.
-
-    Raises:
-        UsageError: It failed on some node, or nodes have corpora that differ; on every rank.
-    """
+    """Have one rank of each node tokenize the corpus, and return its folder. All fail if one does."""
     if ranks.world_size == 1:
         return data.prepare(*recipe.text)
     node = os.environ.get("GROUP_RANK", socket.gethostname())

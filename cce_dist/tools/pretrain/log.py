@@ -1,4 +1,4 @@
-"""The first rank's records of a run: metrics.jsonl, a progress bar, and TensorBoard and Weights & Biases where asked for."""
+"""The first rank's records: metrics.jsonl, a progress bar, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Log:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file. A line that is none, such as one that a crash cut short, is left out."""
+    """Return the records of a metrics file, without lines that a crash cut short."""
     records = []
     for line in path.read_bytes().splitlines():
         try:

@@ -27,11 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw(metrics: list[Path], out: Path) -> None:
-    """Write the loss curves of some metrics files, or run folders, to ``out``.
-
-    Raises:
-        ValueError: A file holds no record.
-    """
+    """Write the loss curves of metrics files, or run folders, to ``out``."""
     from cce_dist.tools.pretrain.log import read
 
     files = [path / "metrics.jsonl" if path.is_dir() else path for path in metrics]

@@ -1,4 +1,4 @@
-"""This process's place among the ranks of a run: device, mesh, its part of a batch; how all stop after the same step."""
+"""This process's place among the ranks: device, mesh, part of a batch; and how all stop together."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Ranks:
         return self.together(lambda: act() if self.rank == 0 else None)[0]
 
     def peak_mb(self) -> float:
-        """Return the ranks' largest memory so far: of a GPU's tensors, or of a process without a GPU. Every rank calls it."""
+        """Return the ranks' largest memory so far: of a GPU's tensors, or of a process."""
         on_gpu = self.device.type == "cuda"
         own = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         peak = torch.tensor(own / 2**20, device=self.device)
@@ -142,12 +142,7 @@ def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def join(recipe: Recipe) -> Ranks:
-    """Join the process group, where there is one.
-
-    Raises:
-        UsageError: Ranks and GPUs, or ranks and the sizes asked for, do not fit together, or ranks were started with
-            different arguments.
-    """
+    """Join the process group, where there is one, and see that ranks, GPUs and arguments fit together."""
     # cuBLAS is deterministic with this workspace alone, and reads it when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     check_gpus(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -34,10 +34,7 @@ PATIENCE = 300  # seconds that the ranks may take for their last checkpoint; old
 
 
 def run(body: Callable[[Recipe, int], None], recipe: Recipe, num_local: int) -> int:
-    """Run ``body`` on this node's ranks, which end with the codes of ``exits``; return the command's exit code.
-
-    ``body`` takes the recipe and the process id of the agent.
-    """
+    """Run ``body`` on this node's ranks, which end with the codes of ``exits``; return the command's exit code."""
     # The agent logs a report of a failed rank; the rank itself has said what happened.
     for name in logging.root.manager.loggerDict:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
@@ -118,7 +115,7 @@ def _leave(handler: rendezvous.RendezvousHandler | None) -> None:
 
 
 class _Loopback(StaticTCPRendezvous):
-    """The meeting of one node with itself, at a store that listens on 127.0.0.1; torch's would listen on every address."""
+    """One node's meeting with itself, at 127.0.0.1; torch's store would listen on every address."""
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         if self._store is None:

@@ -52,7 +52,8 @@ def train(recipe: Recipe, ranks: Ranks, tokens: Path) -> None:
             try:
                 run.train(batches)
             finally:
-                run.close()
+                if run.log is not None:
+                    run.log.close()
 
 
 class _Run:
@@ -105,15 +106,10 @@ class _Run:
         self.agreement.settle()
         self._finish(val_loss)
 
-    def close(self) -> None:
-        """Close the log, however the run has ended."""
-        if self.log is not None:
-            self.log.close()
-
     def _resume(self, corpus: Corpus, restarted: bool) -> dict[str, Any]:
         """Return the state to go on from: of the newest checkpoint, or of a run that begins."""
         recipe, engine, ranks = self.recipe, self.engine, self.ranks
-        # A run and its resumption must have all of these in common. Checkpoints of earlier versions may be of other engines.
+        # Checkpoints of earlier versions may be of other engines.
         same = dataclasses.asdict(recipe.shape) | {"corpus": corpus.key, "seed": recipe.seed, "engine": "torch"}
         path = recipe.out / "checkpoints"
         if ranks.rank == 0 and not recipe.resume and not restarted:
@@ -160,7 +156,7 @@ class _Run:
         self.unseen.clear()
 
     def _judge(self, num_batches: int | None = None) -> float:
-        """Return the loss of the weights on held-out text; raise ``UsageError``, on every rank, if it is not finite."""
+        """Return the loss on held-out text; raise ``UsageError``, on every rank, if it is not finite."""
         loss = self.engine.validate(self.held_out, num_batches)
         if not math.isfinite(loss):
             raise UsageError(
