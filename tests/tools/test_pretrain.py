@@ -19,7 +19,6 @@ from toy_runs import (
     CORPUS,
     go_back,
     largest_difference,
-    losses,
     newest,
     one_line,
     options,
@@ -56,19 +55,6 @@ def test_losses_that_are_exact_differ_in_rounding_alone(cache, tmp_path, trained
     """All logits, and a filter that drops nothing. Catches a filter that is lost on its way to the head."""
     train(options(cache, tmp_path, "--checkpoint-every", "0", "--loss", *loss.split()), ALONE, prepared(cache))
     assert (largest_difference(trained, tmp_path) < 1e-5) == exact
-
-
-def test_a_resumed_run_repeats_the_bits(cache, tmp_path, trained) -> None:
-    recipe = options(cache, tmp_path)
-    train(recipe, ALONE, prepared(cache))
-    # As if the run had been cut after step 6: two steps past a checkpoint, and a record half written.
-    go_back(tmp_path)
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 9, "spl')
-    torch.manual_seed(1)
-    train(recipe, ALONE, prepared(cache))
-    assert [record["step"] for record in records(tmp_path)] == list(range(1, 9))
-    assert losses(tmp_path) == losses(trained)
 
 
 def test_a_longer_run_says_what_its_learning_rate_does(cache, run, capsys) -> None:
