@@ -122,9 +122,10 @@ def test_a_touch_changes_no_key_and_a_change_does(tmp_path, texts: Path) -> None
 )
 def test_a_damaged_cache_is_made_anew(tmp_path, texts: Path, capsys, spoil: Callable[[Path], None]) -> None:
     folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
-    before = ids(folder)
+    before, left = ids(folder), folder.with_name(f"{folder.name}.123")
+    left.mkdir()  # by a process that was killed
     spoil(folder / "ids.bin")
-    assert prepare(texts, "*.txt", 300, tmp_path / "cache") == folder and ids(folder) == before
+    assert prepare(texts, "*.txt", 300, tmp_path / "cache") == folder and ids(folder) == before and not left.exists()
     assert "is damaged, and made anew" in capsys.readouterr().err
 
 
@@ -198,11 +199,3 @@ def test_a_file_that_changes_is_told(tmp_path, texts: Path, monkeypatch, change:
     monkeypatch.setattr(data, "_find", lambda *_: found)
     with pytest.raises(CorpusError, match=r"a\.txt changed while it was read"):
         prepare(texts, "*.txt", 300, tmp_path / "cache")
-
-
-def test_scratch_folders_of_a_killed_process_go(tmp_path, texts: Path) -> None:
-    folder = prepare(texts, "*.txt", 300, tmp_path / "elsewhere")
-    left = tmp_path / "cache" / f"{folder.name}.123"
-    left.mkdir(parents=True)
-    prepare(texts, "*.txt", 300, tmp_path / "cache")
-    assert not left.exists()

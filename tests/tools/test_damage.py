@@ -110,25 +110,28 @@ def test_two_ranks_lose_nothing(ranks2, tmp_path, cache) -> None:
     ranks2(_lose_nothing, cache, tmp_path)
 
 
-def test_no_checkpoint_of_weights_that_are_not_finite(cache, tmp_path) -> None:
-    """Loss and gradient of the fourth step are finite; its update is not."""
+def spoiled(engine: Engine, done: Step) -> Step:
+    with torch.no_grad():
+        engine.model.embedding.weight.mul_(math.nan)
+    return done
 
-    def spoil(engine: Any, done: Step) -> Step:
-        with torch.no_grad():
-            engine.model.embedding.weight.mul_(math.nan)
-        return done
 
-    asked = pytest.raises(UsageError, match=r"weights after step 4 give a loss of nan.*there is no checkpoint")
-    with step_that(4, after=spoil), asked:
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        # Loss and gradient of the fourth step are finite; its update is not.
+        (step_that(4, after=spoiled), r"weights after step 4 give a loss of nan.*there is no checkpoint"),
+        # The third step is not finite, and a signal asks to stop before anybody has looked.
+        (
+            step_that(3, lambda: os.kill(os.getpid(), signal.SIGTERM), not_finite),
+            r"not finite at step 3: .*no checkpoint",
+        ),
+    ],
+    ids=["weights", "before-a-stop"],
+)
+def test_nothing_that_is_not_finite_is_stored(cache, tmp_path, step: Any, says: str) -> None:
+    with step, pytest.raises(UsageError, match=says):
         go_on(cache, tmp_path, "--log-every", "100", "--eval-every", "100", "--keep", "9")
-    assert not list((tmp_path / "checkpoints").glob("step-*"))
-
-
-def test_a_stop_stores_no_step_that_was_not_finite(cache, tmp_path) -> None:
-    """The third step is not finite, and a signal asks to stop before anybody has looked."""
-    spoiled = step_that(3, lambda: os.kill(os.getpid(), signal.SIGTERM), not_finite)
-    with spoiled, pytest.raises(UsageError, match=r"not finite at step 3: .*no checkpoint"):
-        go_on(cache, tmp_path, "--log-every", "100", "--checkpoint-every", "100")
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
@@ -266,7 +269,6 @@ def test_writers_that_are_missing_are_said(cache, tmp_path, capsys, monkeypatch,
 
 
 def test_weights_and_biases_get_every_record(cache, tmp_path, monkeypatch) -> None:
-    """A stand-in for the package, which notes what it is given."""
     board = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=lambda **said: board, Error=OSError))
     go_on(cache, tmp_path, "--wandb", "project", "--steps", "2")

@@ -23,7 +23,7 @@ from torch.distributed.elastic import rendezvous
 pytest.importorskip("tokenizers")
 
 import lose_a_rank
-from commands import Command, Program, descendants, free_port, has_taken, is_running, kill
+from commands import Command, Program, descendants, environments_of, free_port, has_taken, is_running, kill
 from toy_runs import TEXT, history, newest
 
 from cce_dist.tools import cli
@@ -49,7 +49,6 @@ def run(cache: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, run: list[str]) -> list[tuple]:
-    """The records of a run that nothing happens to."""
     out = tmp_path_factory.mktemp("whole")
     go_on(run, out)
     return history(out)
@@ -207,7 +206,6 @@ def test_progress_bars_leak_no_semaphore() -> None:
 
 
 def in_child(act: Callable[[], None]) -> int:
-    """Do something in a forked process, and return its exit code."""
     child = os.fork()
     if child == 0:
         try:
@@ -330,13 +328,12 @@ def test_ranks_die_with_their_agent(tmp_path, run: list[str]) -> None:
 
 def test_ranks_that_were_started_unlike_say_how(tmp_path, run: list[str]) -> None:
     """Two ranks of a launcher of another make; no step is taken."""
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    others = ["--lr", "0.5"], ["--lr", "0.25", "--seed", "3"]
     with ExitStack() as stack:
         commands = []
-        for rank, more in enumerate((["--lr", "0.5"], ["--lr", "0.25", "--seed", "3"])):
+        for more, environment in zip(others, environments_of(2), strict=True):
             argv = [*run, "--out", f"{tmp_path}/out", *more]
-            environment = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = Command(argv, tmp_path / f"log{rank}", environment=environment)
+            command = Command(argv, tmp_path / f"log{environment['RANK']}", environment=environment)
             commands.append(stack.enter_context(command))
         for command in commands:
             assert command.wait() == HOPELESS, command.text
