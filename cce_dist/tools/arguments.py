@@ -35,7 +35,7 @@ def wholes(text: str) -> list[int]:
 
 
 def number(least: float = 0.0, below: float = math.inf, *, positive: bool = False) -> Callable[[str], float]:
-    """Return a type that reads a number in [least, below); ``positive`` leaves ``least`` itself out. NaN is never in."""
+    """Return a type that reads a number in [least, below); ``positive`` leaves ``least`` out."""
 
     def read(text: str) -> float:
         try:

@@ -147,14 +147,17 @@ def _batches(args: argparse.Namespace, name: str, device: Device, workspace: int
 
 
 def _text(found: Plan, title: str, workspace: int | None, steps: list[dict[str, Any]]) -> list[str]:
-    layout, layer = found.layout, found.layer
+    layout, layer, device = found.layout, found.layer, found.device
     splits = ", ".join(f"{name} {getattr(layout, name)}" for name in RANKS)
     vocabulary = f"a vocabulary of {found.given_vocab_size:,}"
     if found.model.vocab_size > found.given_vocab_size:
         vocabulary += f", which Megatron pads to {found.model.vocab_size:,}, a multiple of {VOCAB_MULTIPLE} x tp"
     parts = [
         f"{title}: {found.model.params / 1e9:.2f} B parameters; {layout.num_tokens:,} tokens a microbatch; {splits}; ZeRO "
-        f"{layout.zero_stage}; {layout.num_gpus} GPUs\n{vocabulary}\n{_device(found.device)}\n"
+        f"{layout.zero_stage}; {layout.num_gpus} GPUs\n{vocabulary}\n"
+        f"{device.name}: {device.flops / 1e12:.0f} Tflop/s, {device.bandwidth / 1e12:.1f} TB/s, "
+        f"{device.memory / 2**30:.0f} GiB; {device.bus / 1e9:.0f} GB/s in a node, {device.network / 1e9:.0f} GB/s "
+        f"between nodes ({device.provenance})\n"
         f"a layer: {found.model.layer_params / 1e6:.1f} M parameters, {layer.seconds * 1e3:.2f} ms, "
         f"{layer.collectives * 1e3:.2f} of them collectives; the body: {found.body * 1e3:.1f} ms",
         "\n".join(table([_row(found, each, workspace) for each in found.losses])),
@@ -167,14 +170,6 @@ def _text(found: Plan, title: str, workspace: int | None, steps: list[dict[str, 
         parts.append("\n".join([what, *table([_scaled(step) for step in steps])]))
     peaks = {each.loss: f"{sum(each.last_stage.values()) / MIB / 1024:,.1f} GiB" for each in found.losses}
     return [*parts, f"a step of {layout.num_tokens:,} tokens: stock {peaks['dense']}, this {peaks['budget']}"]
-
-
-def _device(device: Device) -> str:
-    return (
-        f"{device.name}: {device.flops / 1e12:.0f} Tflop/s, {device.bandwidth / 1e12:.1f} TB/s, "
-        f"{device.memory / 2**30:.0f} GiB; {device.bus / 1e9:.0f} GB/s in a node, {device.network / 1e9:.0f} GB/s between "
-        f"nodes ({device.provenance})"
-    )
 
 
 def _row(found: Plan, each: Any, workspace: int | None) -> dict[str, str]:

@@ -94,19 +94,16 @@ def last_stage_layers(layers: list[int]) -> int | None:
 
 
 def torchtitan_less_layers(layers: list[int]) -> int:
-    """Return ``pipeline_parallel_last_stage_less_layers`` with which torchtitan's last stage has as many layers as the cut's.
+    """Return ``pipeline_parallel_last_stage_less_layers``, for a last stage as long as the cut's.
 
-    torchtitan adds the option's number to the last stage's layers, gives every stage the same count, and the remaining layers
-    to the first stages. The first stage's option is 0.
+    torchtitan adds the number to the last stage's layers, and gives what an even split leaves to the first stages.
     """
     total, stages = sum(layers), len(layers)
     return min(range(total + 1), key=lambda less: abs((total + less) // stages - less - layers[-1]))
 
 
 def deepspeed_weights(layers: list[int], before: int = 1, after: int = 1) -> list[int]:
-    """Return weights of a PipelineModule's layers with which DeepSpeed's balanced partition is this cut.
-
-    DeepSpeed makes the sums of the stages' weights as equal as it can. These weights have the same sum in each stage.
+    """Return weights of a PipelineModule's layers with which DeepSpeed's partition, of equal sums, is this cut.
 
     Args:
         layers: Of each stage.

@@ -1,7 +1,4 @@
-"""The constants of a plan, each with its provenance: GPUs, the links between them, and the costs of the head's kernels.
-
-Rates are those reached in practice, at the power limit. ``measure`` takes the rates of the GPU that is here.
-"""
+"""The constants of a plan, each with its provenance. Rates are those reached in practice, at the power limit."""
 
 from __future__ import annotations
 
@@ -95,11 +92,7 @@ DENSE = {
 
 
 def measure() -> Device:
-    """Measure this machine's GPU: bf16 products of a side of 8,192 at the power limit, and a copy of 1 GiB.
-
-    Raises:
-        ValueError: There is no GPU, or too little of its memory is free.
-    """
+    """Measure this machine's GPU: bf16 products at the power limit, and a copy of 1 GiB."""
     import torch
 
     if not torch.cuda.is_available():

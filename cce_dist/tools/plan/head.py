@@ -114,7 +114,7 @@ class Cost:
 
 
 def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = None) -> Cost:
-    """Predict the cost of one of ``OURS`` or ``DENSE``, within a budget or, for None, within the budget that the loss chooses.
+    """Predict the cost of one of ``OURS`` or ``DENSE``, within a budget; None: what the loss chooses.
 
     "kept" keeps all exponentials whatever the budget, "budget" is exact, "filtered" filters; the other losses hold logits.
     """

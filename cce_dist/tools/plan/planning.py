@@ -205,9 +205,6 @@ def grow(
     """Predict a step with each loss on each number of GPUs. Where there are too few, tp and pp shrink.
 
     A microbatch takes as long as the slowest stage, and filling and draining the pipeline (pp - 1) / vpp more.
-
-    Raises:
-        ValueError: The layout does not divide a number of GPUs, or the batch has less than a microbatch for each.
     """
     steps = []
     for count in counts:

@@ -236,8 +236,7 @@ def read_config(path: Path) -> Counted:
 def _check_file(path: Path, kinds: Mapping[str, Any]) -> None:
     """Raise ValueError unless sizes are possible: transformers builds some models of impossible ones.
 
-    ``kinds`` has each model type's class of configurations. A class may have other names for sizes, and its own defaults,
-    such as a ``head_dim`` of 0, are right.
+    A class of configurations (``kinds``) may have other names for sizes, and its own defaults are right.
     """
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -296,8 +295,8 @@ def _setting(config: Any, *names: str) -> int:
 def _layers(model: nn.Module, expected: int) -> tuple[int, list[Tensor]]:
     """Return the number of layers, and all their parameters.
 
-    The layers are the ``nn.ModuleList`` with ``expected`` members, or the one with most parameters if there are several or
-    none. Equally long lists of one parent (attentions in one, feed-forward networks in another) count as one list.
+    The layers are the ``nn.ModuleList`` with ``expected`` members, or else with most parameters. Equally long lists of one
+    parent (attentions in one, feed-forward networks in another) count as one.
     """
     stacks = []
     for module in model.modules():

@@ -1,14 +1,11 @@
 """Checkpoints whose damage is found, whether a crash, a full disk or a power failure has caused it.
 
 A checkpoint is written to ``step-00000100.tmp`` with a manifest of sizes and checksums, renamed to ``step-00000100``, and
-only then named in the file ``latest``. Loading verifies the manifest and passes a damaged checkpoint over. Tensors are stored
-by their global shape (``torch.distributed.checkpoint``), so a run goes on with any number of ranks.
+only then named in the file ``latest``. Loading passes a damaged one over. Tensors are stored by their global shape, so a run
+goes on with any number of ranks. The file ``stored`` beside the folder names the newest one, too: a run whose checkpoints are
+gone does not begin at step 0, and keeps its records.
 
-The file ``stored`` beside the folder of checkpoints names the newest one, too. A run whose checkpoints are gone thus does not
-begin at step 0 as if there had been none, and keeps its records.
-
-A manifest finds damage; it is no signature. Torch reads the metadata of tensors as a pickle: go on from folders alone that you
-trust.
+A manifest is no signature. Torch reads the metadata of tensors as a pickle: go on from folders alone that you trust.
 """
 
 from __future__ import annotations

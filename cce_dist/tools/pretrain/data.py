@@ -1,10 +1,8 @@
 """A folder of text files becomes token ids, once, in a cache that many may share; ids become batches.
 
-The ids are those of a byte-level BPE. The last twentieth of them is held out for validation. A sequence is any run of
-``seq_len`` ids; the label of an EOS would be the first id of a document that has nothing to do with it, so it is ignored.
-
-Documents stand one after another, each closed by the id EOS, in an order drawn from their names. The cache keys a corpus by
-names and content. What is in the cache is verified before it is used.
+The ids are those of a byte-level BPE. The last twentieth of them is held out for validation. Documents stand one after
+another, each closed by the id EOS, whose own label is ignored, in an order drawn from their names. The cache keys a corpus by
+names and content, and is verified before it is used.
 
 Text is read and encoded in pieces, so that memory does not grow with a file. A piece ends where the tokenizer's own pattern
 ends a word, so the ids are those of the whole text. (Text without such a place for ``PIECE`` characters is cut anyway.)

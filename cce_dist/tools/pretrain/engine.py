@@ -65,11 +65,7 @@ class Engine:
         return self._sum_over_dp(total).item()
 
     def save_tensors(self, folder: Path) -> None:
-        """Write this rank's part of model and optimizer to a folder that all ranks share and that is not there yet.
-
-        Raises:
-            torch.distributed.checkpoint.CheckpointException, OSError: Some rank could not write; on every rank, at the end.
-        """
+        """Write this rank's part of model and optimizer to a folder that all ranks share and that is not there yet."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the warning only says that one process saves alone
             dcp.save(self._tensors(), storage_writer=dcp.FileSystemWriter(folder, overwrite=False))
@@ -138,8 +134,8 @@ def build_model(recipe: Recipe, ranks: Ranks) -> GPT:
 def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks) -> Tensor:
     """Scale all gradients so that their norm is ``max_norm`` at most, and return the norm that they had.
 
-    Communication: one all-reduce of a number, so that every rank scales by the same bits (``clip_grad_norm_`` sums a mesh's
-        dimensions one after the other); and one per norm under sequence parallelism, whose gradients are not summed yet.
+    Communication: one all-reduce of a number, so that every rank scales by the same bits; and one per norm under sequence
+        parallelism, whose gradients are not summed yet.
     """
     square = torch.zeros((), device=ranks.device)
     gradients = []

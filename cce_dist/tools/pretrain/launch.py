@@ -1,7 +1,6 @@
 """From a command line to ranks: under torchrun this process is one, alone it starts them.
 
-A user's mistake, a full disk or a lost rank is one line on stderr; ``exits`` has the codes, and CCE_DIST_DEBUG=1 adds the
-traceback. Anything else is a bug and keeps its traceback.
+A user's mistake, a full disk or a lost rank is one line on stderr, with its traceback under CCE_DIST_DEBUG=1.
 """
 
 from __future__ import annotations

@@ -27,10 +27,8 @@ SILENCE = 10  # seconds without a line, at most, where output goes to a file or 
 class Log:
     """Metrics of one run as one clean history, however often it was resumed.
 
-    Records are JSON objects, one a line: ``step`` counts finished optimizer steps; ``split`` is "train" or "val"; ``loss`` is
-    in nats per token. Records past ``step``, from which the run goes on, are dropped.
-
-    Methods raise ``OSError`` where the file could not be written whole, or where Weights & Biases refused the run.
+    Records are JSON objects, one a line: ``split`` is "train" or "val", ``loss`` is in nats per token. Records past ``step``,
+    from which the run goes on, are dropped. Methods raise ``OSError`` where the file could not be written whole.
     """
 
     def __init__(self, recipe: Recipe, step: int) -> None:

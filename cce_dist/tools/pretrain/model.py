@@ -1,11 +1,9 @@
 """A GPT in plain torch: RMSNorm, rotary positions, SwiGLU; sharded by ``parallelize_module``, topped by our head.
 
-Activations are [s, b, D], sequence first, so that under sequence parallelism each rank holds a slice of dimension 0, which
-is what ``VocabParallelHead`` takes. Letters: s sequence, b sequences of this rank, D hidden size, H heads of this rank,
-d size of a head.
+Activations are [s, b, D], sequence first: under sequence parallelism each rank holds a slice of dimension 0. Letters: s
+sequence, b sequences of this rank, D hidden size, H heads of this rank, d size of a head.
 
-Source of the architecture: Llama (Touvron et al.); of the sharding: Megatron-LM (Shoeybi et al.; Korthikanti et al. for the
-sequence-parallel form).
+Sources: Llama (Touvron et al.); for the sharding Megatron-LM (Shoeybi et al.; Korthikanti et al.).
 """
 
 from __future__ import annotations
@@ -23,11 +21,7 @@ from cce_dist.tools.pretrain.recipe import Shape
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer whose last layer is the loss.
-
-    ``head`` takes hidden states [s, b, D], labels [s, b] and ``num_tokens``, and holds its weight as ``weight``: a
-    ``VocabParallelHead``, or another, such as ``DenseHead``, that returns the loss alone.
-    """
+    """Decoder-only transformer whose last layer is the loss, a ``VocabParallelHead`` or a ``DenseHead``."""
 
     def __init__(self, shape: Shape, head: nn.Module) -> None:
         super().__init__()
@@ -113,8 +107,8 @@ class SwiGLU(nn.Module):
 class DenseHead(nn.Module):
     """The loss with all logits in memory, in fp32: what every fused loss is compared with.
 
-    Sharding: wraps a ``VocabParallelHead`` and uses its weight, gathered; every rank then computes the same whole loss, and
-        the gradients of weight and hidden states are this rank's slices of it. No sum over ranks is needed or made.
+    Sharding: uses the weight of a ``VocabParallelHead``, gathered; every rank computes the same whole loss, so that gradients
+        are slices of it, and no sum over ranks is needed.
     Communication: one all-gather of the weight, and one of the hidden states under sequence parallelism.
     """
 

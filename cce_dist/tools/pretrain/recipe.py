@@ -64,10 +64,9 @@ def flag(group: str, value: Any, help: str | None = None, **how: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything that defines one run: a field for every flag of ``cce-dist pretrain``.
+    """A field for every flag of ``cce-dist pretrain``, in which the machine has decided ``device`` and ``tp``.
 
-    Three fields differ from their flags: ``shape`` is the preset with the sizes that other flags change, ``device`` is "cpu"
-    or "cuda" and never "auto", and ``tp`` is always a number.
+    ``shape`` is the preset with the sizes that other flags change.
     """
 
     out: Path = flag("run", Path("runs/pretrain"), "folder of metrics, figure, checkpoints", type=folder)

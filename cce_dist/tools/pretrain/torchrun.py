@@ -1,7 +1,7 @@
 """This node's ranks under torchrun's own agent, ``LocalElasticAgent``, for a command that is started without torchrun.
 
-The agent starts the ranks, watches them and starts them again. Two things are added. The signals of ``exits`` end the ranks in
-order, and a second one ends them at once. On one machine the rendezvous listens on the loopback interface alone.
+Two things are added: the signals of ``exits`` end the ranks in order, and a second one ends them at once; on one machine the
+rendezvous listens on the loopback interface alone.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Agent(LocalElasticAgent):
     """Starts ranks with signals blocked until it knows whom to end."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        resource_tracker.ensure_running()  # it unblocks SIGINT as it starts: Ctrl-C would interrupt the imports of ranks
+        resource_tracker.ensure_running()  # it unblocks SIGINT as it starts
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
@@ -107,8 +107,8 @@ def _rendezvous(recipe: Recipe) -> rendezvous.RendezvousHandler:
 def _leave(handler: rendezvous.RendezvousHandler | None) -> None:
     """Leave the meeting, which stays open for nodes that come back.
 
-    A thread of the handler says every few seconds that this node is alive. It must have ended before the interpreter does:
-    when the node with the store has left first, its receive fails in a C++ frame that cannot be unwound, which aborts.
+    A thread of the handler says every few seconds that this node is alive. It must end before the interpreter does: if the node
+    with the store has left first, its receive fails in a C++ frame that cannot be unwound.
     """
     if isinstance(handler, DynamicRendezvousHandler):
         handler._stop_heartbeats()  # torch's shutdown() stops them too, but also closes the meeting for good

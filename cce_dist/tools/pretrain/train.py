@@ -1,10 +1,9 @@
 """The training loop: one batch, one loss over all ranks, one step; now and then a validation and a checkpoint.
 
-Weights, data order and schedule are functions of seed and step alone. So runs that differ in ``--loss`` differ in nothing
-else, the number of ranks changes rounding alone, and a resumed run repeats the bits of one that never stopped.
+Weights, data order and schedule are functions of seed and step alone: the number of ranks changes rounding alone, and a
+resumed run repeats the bits of one that never stopped.
 
-Nothing that is not finite is stored. Losses and gradient norms of all steps are looked at before a record or a checkpoint is
-written, and the very weights of a checkpoint have given a finite loss on held-out text.
+Nothing that is not finite is stored: neither a loss nor a gradient norm, nor weights that give no finite held-out loss.
 """
 
 from __future__ import annotations
@@ -225,8 +224,8 @@ class _Run:
 def flops_per_token(shape: Shape) -> float:
     """Return the FLOPs of a token's forward and backward pass, recomputation not counted.
 
-    A matrix takes two FLOPs a weight forward and four backward; the embedding is no product. Causal attention multiplies with
-    half of the sequence on average, twice. The count is PaLM's (Chowdhery et al., 2022, appendix B), but for the half.
+    A matrix takes two FLOPs a weight forward and four backward. Causal attention multiplies with half of the sequence on
+    average, twice. Source, but for the half: PaLM (Chowdhery et al., 2022, appendix B).
     """
     hidden = shape.hidden_size
     layer = 4 * hidden * hidden + 3 * hidden * shape.num_ffn

@@ -236,10 +236,9 @@ class Truth:
         values: Outputs and gradients by name, float64: "dE" [N, D], "dC" [V, D], "dbias" [V], "dscale" (of logit_scale).
         plain: Gradients under the plain filter of single elements, where the case has a filter.
         defined: Gradients as the filter is defined, in the tested dtype and in float64.
-        noise: For each value, how large the terms of its sum are: fp32 rounds every term, in any order of operations.
-            Gradients have the root of the sum of squares; "dE unbent" and so on leave out the softcap's slope, which is
-            itself a difference of two near numbers; "dC alike" and so on add sizes, because equal terms round in the same
-            direction, and so does a sequential sum of them. Empty: not known.
+        noise: How large the terms of each value's sum are, which fp32 rounds in any order: for gradients the root of the sum
+            of squares. "dE unbent" and so on leave out the softcap's slope, a difference of two near numbers; "dC alike" and
+            so on add sizes, because equal terms round in the same direction. Empty: not known.
         logit_noise: The same for a logit, the largest of all.
     """
 

@@ -280,7 +280,7 @@ def constant(values: Tensor) -> Tensor:
 def view_of(values: Tensor, layout: str) -> Tensor:
     """Return a view that holds ``values`` in another memory layout, without autograd history.
 
-    The memory around the numbers holds NaN, or an id that no vocabulary has: a kernel that takes strides for granted reads it.
+    The memory around the numbers holds NaN, or an id that no vocabulary has.
 
     "strided" takes every second element of the last dim, "transposed" has the first dim innermost, "sliced" is a window of a
     larger buffer, "unaligned" begins one element behind an aligned address, "expanded" has stride 0 on dim 0: see ``constant``.

@@ -1,7 +1,7 @@
 """``cce-dist verify --fuzz 10000``: random calls of every function, on any backend and any number of ranks.
 
-A case follows from the seed, its number and the setting, so each failure is printed with the command that repeats it. The loss
-is compared with ``oracle``, the other functions with ``reference.py``.
+A case follows from seed, number and setting: each failure is printed with the command that repeats it. The loss is compared
+with ``oracle``, the other functions with ``reference.py``.
 """
 
 from __future__ import annotations

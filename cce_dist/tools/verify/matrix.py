@@ -94,7 +94,7 @@ def _run(
     for number, (function, case) in enumerate(lines):
         worst = None
         if where is not None:
-            # The first case waits for no kernels but its own. The order is the same on all ranks, as calls have collectives.
+            # The first case waits for no kernels but its own. The order is the same on all ranks.
             while ahead is not None and len(begun) < min(len(lines), 1 + 3 * number):
                 begun.append(ahead.begin(_call(*lines[len(begun)], *where)))
             if ahead is not None:
@@ -129,9 +129,8 @@ def _line(size: int, case: Case, worst: Error) -> str:
 class Ahead(contextlib.ExitStack):
     """Compiles what calls launch, in a thread for each core of this rank.
 
-    Each call is made once without its launches: the host code runs on tensors of zeros where kernels would have written, and a
-    launch only asks Triton for its kernel. This finds all kernels, because what a call launches follows from sizes and options,
-    never from values.
+    Each call is made once without its launches, on tensors of zeros: a launch only asks Triton for its kernel. This finds all
+    kernels, because what a call launches never follows from values.
     """
 
     def __init__(self) -> None:

@@ -46,12 +46,9 @@ def truth(
     eps: float = 0.0,
     bounds: Sequence[tuple[int, int]] = (),
 ) -> Truth:
-    """Compute what ``linear_cross_entropy(..., **options)`` has to return.
+    """Compute what ``linear_cross_entropy(..., **options)`` has to return, under upstream gradients that are 0 where absent.
 
-    Args:
-        upstream: Gradient of "loss" (0-d, or [N] for reduction "none") and of any of PER_TOKEN, [N]; absent: 0.
-        eps: Threshold of the plain filter.
-        bounds: Rows of each shard. Each shard's part of dE is rounded before the sum, in which the parts may cancel.
+    ``eps`` is the threshold of the plain filter. Each shard's part of dE (``bounds``) is rounded before the sum over shards.
     """
     tokens = _forward(problem, options)
     smoothing, z_weight = options.get("label_smoothing", 0.0), options.get("z_loss_weight", 0.0)
