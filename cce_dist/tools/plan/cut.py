@@ -88,7 +88,7 @@ def megatron_layout(layers: list[int]) -> str:
 
 
 def last_stage_layers(layers: list[int]) -> int | None:
-    """Return ``--decoder-last-pipeline-num-layers`` if this number describes the whole cut, else None."""
+    """Return ``--decoder-last-pipeline-num-layers`` if it describes the whole cut, else None."""
     *others, last = layers
     return last if others and last > 0 and len(set(others)) == 1 else None
 

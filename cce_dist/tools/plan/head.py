@@ -53,7 +53,7 @@ class Head:
         return self.tp > 1
 
     def way(self, loss: str, workspace_bytes: int | None) -> Way:
-        """Return how one of ``OURS`` is computed within a budget; None: within the budget that it chooses."""
+        """Return how one of ``OURS`` is computed within a budget; None: its own choice."""
         upstream = "unknown" if loss != "budget" else "number" if self.one_number else "tokens"
         where = Where("triton", "torch.bfloat16", self.is_split, upstream, self.main_grad)
         return decide(self.sizes, self.spec(loss, workspace_bytes or 0), where)
@@ -225,7 +225,7 @@ def _small_kernels(head: Head, device: Device) -> float:
 
 
 def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
-    """Return the seconds of the exact backward, and of its last product, which covers the sum of d_hidden."""
+    """Return the seconds of the exact backward, and of the product that covers the sum of d_hidden."""
     product = head.product / device.flops
     products = _gradient_products(head, device)
     kept = memory.saved_columns(head.sizes, workspace_bytes)
@@ -243,7 +243,7 @@ def _gradient_products(head: Head, device: Device) -> float:
 
 
 def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tuple[int, int]:
-    """Return the number of recomputed chunks of columns, over all groups of tokens, and the tokens of each."""
+    """Return the number of recomputed chunks of columns, and the tokens of each."""
     sizes = head.sizes
     left = max(0, sizes.num_columns - kept)
     if left == 0:

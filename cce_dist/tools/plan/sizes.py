@@ -15,7 +15,7 @@ from cce_dist.kernels.waves import cdiv
 
 T = TypeVar("T")
 
-# The largest size, and the largest number of layers or experts. No model comes near, and more would take hours to plan.
+# The largest size, and the largest number of layers or experts. More would take hours to plan.
 MOST_SIZE, MOST_PARTS = 1 << 28, 1 << 12
 
 
@@ -114,7 +114,7 @@ class Model:
 
     @property
     def embedding_params(self) -> int:
-        """Parameters before the first layer: those of no layer, not the last norm's or an untied head's."""
+        """Parameters before the first layer."""
         after = self.hidden_size + (0 if self.is_tied else self.head_params)
         return self.params - self.num_layers * self.layer_params - after
 

@@ -1,4 +1,4 @@
-"""The main job, ``cce-dist pretrain``: a GPT of our own, tensor-parallel, with a ``VocabParallelHead`` as its last layer.
+"""The main job, ``cce-dist pretrain``: a tensor-parallel GPT with a ``VocabParallelHead``.
 
 Reading order: recipe, launch, train, engine, model, data, ranks, checkpoint, log, plot.
 """

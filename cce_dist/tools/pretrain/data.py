@@ -76,7 +76,7 @@ def prepare(
 
 
 def _make(folder: Path, files: list[Source], vocab_size: int) -> None:
-    """Tokenize the files into a folder, which is there whole or not at all. The caller holds its lock."""
+    """Tokenize the files into a folder, whose lock the caller holds, whole or not at all."""
     if folder.exists():
         say(f"the tokenized corpus {folder} is damaged, and made anew")
     for left in folder.parent.glob(folder.name + "*"):
@@ -263,5 +263,5 @@ class Batches:
 
 
 def num_valid(*labels: np.ndarray) -> int:
-    """Return how many labels are not ignored, but 1 at least: it is what a sum of losses is divided by."""
+    """Return how many labels are not ignored, but 1 at least, to divide by."""
     return max(1, sum(int((each != IGNORED).sum()) for each in labels))

@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Engine:
-    """A model, its optimizer and how they are driven. Every rank calls every method, and all communicate."""
+    """A model, its optimizer and how they are driven. Every rank calls every method."""
 
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
         self.recipe, self.ranks = recipe, ranks
@@ -65,7 +65,7 @@ class Engine:
         return self._sum_over_dp(total).item()
 
     def save_tensors(self, folder: Path) -> None:
-        """Write this rank's part of model and optimizer to a folder that all ranks share and that is not there yet."""
+        """Write this rank's part of model and optimizer to a folder that is not there yet."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the warning only says that one process saves alone
             dcp.save(self._tensors(), storage_writer=dcp.FileSystemWriter(folder, overwrite=False))

@@ -50,7 +50,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def is_reporting_rank() -> bool:
-    """Whether this process is the one that tells what all ranks know: rank 0, or a process that is no rank."""
+    """Whether this process tells what all ranks know: rank 0, or a process that is no rank."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -90,7 +90,7 @@ def signal_handlers(numbers: Sequence[signal.Signals], once: Callable[[int], Non
         yield
     finally:
         for number, handler in former.items():
-            # Who passes a signal on may do so again, while the process says what happened. A block inside may have heard it.
+            # Who passes a signal on may do so again. A block inside may have heard it.
             is_heard = first or signal.getsignal(number) is signal.SIG_IGN
             signal.signal(number, signal.SIG_IGN if is_heard else handler)
 

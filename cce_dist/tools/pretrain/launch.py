@@ -173,7 +173,7 @@ def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
 
 
 def check_flags(recipe: Recipe) -> None:
-    """Raise ``UsageError`` where flags do not go together, or one asks for a package that is not here."""
+    """Raise ``UsageError`` where flags do not go together, or a package is missing."""
     uneven = recipe.num_ranks % recipe.nodes != 0 and recipe.ranks_per_node is None
     problems = {
         f"--filter-eps and --filter-always need a --loss that filters, not {recipe.loss}": recipe.grad_filter is None

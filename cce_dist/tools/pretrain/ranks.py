@@ -61,7 +61,7 @@ class Ranks:
         return values
 
     def together(self, act: Callable[[], Any]) -> list[Any]:
-        """Have every rank act; return each one's result, or raise on every rank what the first to fail met."""
+        """Have every rank act; return their results, or raise on every rank what the first to fail met."""
         result = failure = None
         try:
             result = act()
@@ -105,7 +105,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def noting(self, path: Path) -> Iterator[None]:
-        """Note what goes wrong on the first rank while it writes to ``path``: all ranks stop a little later."""
+        """Note that the first rank could not write to ``path``: all ranks stop a little later."""
         try:
             with writing(path):
                 yield

@@ -1,4 +1,4 @@
-"""The tables of named traps: each case is a small problem with the options that spring the trap, and says what it catches."""
+"""The tables of named traps: each case has a small problem and options, and says what it catches."""
 
 from __future__ import annotations
 

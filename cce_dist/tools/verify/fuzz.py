@@ -215,7 +215,7 @@ def _draw_data(rng: random.Random, kind: random.Random, call: SimpleNamespace) -
 
 
 def _draw_filter(rng: random.Random, kind: random.Random, call: SimpleNamespace) -> None:
-    """Add a filter, on logits of which it can drop some, with an upstream gradient of the loss alone."""
+    """Add a filter, on logits of which it can drop some; only the loss has an upstream gradient."""
     call.options["grad_filter"] = GradFilter(
         eps=rng.choice([2.0**-12, 2.0**-12, 1e-3, 1e-30, 0.0]),
         compensate=kind.random() < 0.6,

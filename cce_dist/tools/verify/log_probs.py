@@ -55,7 +55,7 @@ def _lists(case: LogProbCase, ids: Tensor, vocab_size: int, generator: torch.Gen
 
 
 def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Return outputs and gradients of the dense reference; without lists also all log-probabilities, as "log_p"."""
+    """Return dense outputs and gradients; without lists also all log-probabilities, as "log_p"."""
     ids, options, upstream = drawn.on(device)
     leaves = check.leaves_of(drawn.case, drawn.problem, dtype, device)
     hidden, weight, bias = leaves.values()
@@ -93,9 +93,7 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
         more += largest(options.get("softcap", 0.0) / options.get("temperature", 1.0)) * EPS[FP32] / 16
     if name in (*OF_LOGITS, "entropy"):
         more += EPS[FP32] / 8  # twice the rounding of a sum of exponentials, which is at least 1
-        if (
-            drawn.case.kept
-        ):  # a logit's terms may cancel; a short list may hold no other, and the baseline be right by luck
+        if drawn.case.kept:  # a logit's terms may cancel, and the baseline be right by luck
             sizes_N = (drawn.problem.hidden.abs() @ drawn.problem.weight.abs().t()).amax(1)
             more += EPS[FP32] / 64 * largest(_in_logits(drawn, sizes_N))
     if name == "kept_mass":  # exp of a difference of two log-sum-exps

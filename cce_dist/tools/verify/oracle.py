@@ -46,7 +46,7 @@ def truth(
     eps: float = 0.0,
     bounds: Sequence[tuple[int, int]] = (),
 ) -> Truth:
-    """Compute what ``linear_cross_entropy(..., **options)`` has to return, under upstream gradients that are 0 where absent.
+    """Compute what ``linear_cross_entropy`` has to return; upstream gradients that are absent are 0.
 
     ``eps`` is the threshold of the plain filter. Each shard's part of dE (``bounds``) is rounded before the sum over shards.
     """
