@@ -399,7 +399,6 @@ LLAMA = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 64, "nu
         (LLAMA | {"vocab_size": None}, "vocab_size"),
         ({"model_type": "gpt2", "n_layer": 10**20}, "n_layer must be a whole number from 1 to 4,096"),
         ({"model_type": "gemma3", "text_config": {"head_dim": 0}}, "head_dim must be"),
-        (LLAMA | {"num_hidden_layers": -1}, "num_hidden_layers must be"),
         (LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 3}, "cannot share 3 heads"),
         (LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 16}, "cannot share 16 heads"),
         ({"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 0}, "has no elements"),

@@ -14,18 +14,7 @@ from torch import nn
 
 pytest.importorskip("tokenizers")
 
-from toy_runs import (
-    ALONE,
-    CORPUS,
-    go_back,
-    largest_difference,
-    newest,
-    one_line,
-    options,
-    prepared,
-    pretrain,
-    records,
-)
+from toy_runs import ALONE, CORPUS, go_back, largest_difference, newest, one_line, options, prepared, pretrain, records
 
 from cce_dist.tools.pretrain import data
 from cce_dist.tools.pretrain.engine import clip_gradients

@@ -1,4 +1,4 @@
-"""This node's ranks under torchrun's own agent, ``LocalElasticAgent``, for a command that is started without torchrun.
+"""This node's ranks under torchrun's own agent, for a command that is started without torchrun.
 
 Two things are added: the signals of ``exits`` end the ranks in order, and a second one ends them at once; on one machine the
 rendezvous listens on the loopback interface alone.

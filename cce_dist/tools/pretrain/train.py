@@ -1,4 +1,4 @@
-"""The training loop: one batch, one loss over all ranks, one step; now and then a validation and a checkpoint.
+"""The training loop: a batch, a loss over all ranks, a step; now and then a validation and a checkpoint.
 
 Weights, data order and schedule are functions of seed and step alone: the number of ranks changes rounding alone, and a
 resumed run repeats the bits of one that never stopped.
