@@ -60,7 +60,6 @@ class Program:
         return self.text.splitlines()
 
     def wait_until(self, happened: Callable[[], bool], seconds: float = 60) -> None:
-        """Wait for something that the program does."""
         deadline = time.monotonic() + seconds
         while not happened():
             assert is_running(self.pid) and time.monotonic() < deadline, self.text
@@ -114,7 +113,6 @@ class Command(Program):
         return self.process.exitcode
 
     def ranks(self) -> list[int]:
-        """Return the processes of the ranks."""
         found = []
         for child in descendants(self.pid):
             with contextlib.suppress(OSError):
@@ -129,6 +127,12 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def environments_of(num_ranks: int) -> list[dict[str, str]]:
+    """Return the environment of each of torchrun's ranks."""
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
+    return [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
 def outputs_of(
     main: Callable[[list[str]], int], argv: list[str], folder: Path, num_ranks: int | None = None
 ) -> list[str]:
@@ -137,10 +141,7 @@ def outputs_of(
     Args:
         folder: Takes a file of output for each process.
     """
-    environments: list[dict[str, str]] = [{}]
-    if num_ranks is not None:
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
-        environments = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    environments = [{}] if num_ranks is None else environments_of(num_ranks)
     how: dict[str, Any] = {"start": ranks.START_METHOD, "main": main}
     with contextlib.ExitStack() as stack:
         commands = []

@@ -25,9 +25,9 @@ import triton
 from cce_dist import GradFilter, linear_cross_entropy, linear_log_probs
 from cce_dist.kernels import dry_run
 from cce_dist.tools.verify import check
-from cce_dist.tools.verify.ahead import Ahead
 from cce_dist.tools.verify.cases import CASES
 from cce_dist.tools.verify.loss import LOSS
+from cce_dist.tools.verify.matrix import Ahead
 
 AHEAD, *BROKEN = pretend_gpu.fork(sys.argv[1:]).split(",")
 os.environ["CCE_DIST_COMPILE_AHEAD"] = AHEAD

@@ -64,7 +64,6 @@ def newest(out: Path) -> int:
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line that was said of an error."""
     [line] = capsys.readouterr().err.splitlines()
     return line
 

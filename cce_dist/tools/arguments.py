@@ -35,7 +35,7 @@ def wholes(text: str) -> list[int]:
 
 
 def number(least: float = 0.0, below: float = math.inf, *, positive: bool = False) -> Callable[[str], float]:
-    """Return a type that reads a number in [least, below); ``positive`` leaves ``least`` itself out. NaN is never in."""
+    """Return a type that reads a number in [least, below); ``positive`` leaves ``least`` out."""
 
     def read(text: str) -> float:
         try:
@@ -52,7 +52,6 @@ def number(least: float = 0.0, below: float = math.inf, *, positive: bool = Fals
 
 
 def text(value: str) -> str:
-    """Read text that is not empty."""
     if not value.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return value

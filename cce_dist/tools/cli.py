@@ -105,7 +105,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the examples, and adds a default where there is one and the text does not name it."""
+    """Keeps line breaks, and adds a default where the text does not name it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         unset = action.default is None or action.default is False or action.default in ("", ())
@@ -126,7 +126,7 @@ class _Version(argparse.Action):
 
 
 def _commit() -> str:
-    """Return the commit of the checkout that runs, or the one that pip installed from a repository, for a version; else ""."""
+    """Return the commit of the checkout that runs, or that pip installed from a repository, or ""."""
     checkout = Path(cce_dist.__file__).resolve().parents[1]
     with contextlib.suppress(OSError, subprocess.CalledProcessError, importlib.metadata.PackageNotFoundError, KeyError):
         if (checkout / ".git").exists():

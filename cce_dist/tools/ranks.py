@@ -15,7 +15,7 @@ def in_torchrun() -> bool:
 
 
 def own_device(kind: str) -> torch.device:
-    """Return where this rank computes: the CPU, or the GPU with its local rank's number, which becomes the current one."""
+    """Return the CPU, or the GPU with the local rank's number, which becomes the current one."""
     if kind != "cuda":
         return torch.device(kind)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -37,23 +37,6 @@ def join(device: torch.device, timeout_seconds: float, *, bind: bool = False) ->
         # A restarted group is given its predecessor's store: keep out of the old addresses. (A group with a store of its own
         # must not do this: a node that joins late counts fewer restarts than the others.)
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    _start_group(device, store, rank, world_size, timeout, bind)
-
-
-def join_alone(device: torch.device) -> None:
-    """Make a group of this process alone where there is none: for frameworks that work on nothing less."""
-    if not dist.is_initialized():
-        _start_group(device, dist.HashStore(), 0, 1)
-
-
-def _start_group(
-    device: torch.device,
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    timeout: datetime.timedelta | None = None,
-    bind: bool = False,
-) -> None:
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -63,3 +46,10 @@ def _start_group(
         timeout=timeout,
         device_id=device if on_gpu and bind else None,
     )
+
+
+def join_alone(device: torch.device) -> None:
+    """Make a group of this process alone where there is none: for frameworks that work on nothing less."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

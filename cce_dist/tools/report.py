@@ -11,7 +11,7 @@ OURS_COLOR = "#1f6fb4"
 
 
 def table(rows: Sequence[dict[str, str]]) -> list[str]:
-    """Return the lines of a Markdown table. Each row is a dict from column to text; the first column is aligned left."""
+    """Return the lines of a Markdown table. A row is a dict from column to text."""
     if not rows:
         return []
     widths = [max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]]

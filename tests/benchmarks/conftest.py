@@ -11,7 +11,6 @@ from models import CONFIGS
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the models toy sizes."""
     for name in CONFIGS:
         is_tied = sizes.MODELS[name].is_tied
         monkeypatch.setitem(sizes.MODELS, name, Model(16, 400, 2, 4, 32, 2, 4, is_tied=is_tied))

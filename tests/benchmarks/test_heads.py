@@ -309,13 +309,17 @@ def test_ranks_split_the_vocabulary_and_say_what_they_send(tmp_path, capsys):
     assert output.startswith(capsys.readouterr().out.rstrip())
 
 
-def test_a_row_is_what_its_worst_rank_says():
+def test_a_row_is_what_its_worst_rank_says_and_a_collective_what_the_rank_that_waits_least():
     """Catches an error that only rank 0 looks for."""
     right = Row("x", False, errors=Errors(1e-3, 2e-3, 3e-3, 4e-3), peak_bytes=10)
     wrong = Row("x", False, problem="wrong gradient", errors=Errors(1e-3, 0.5, 1e-4, 4e-3), peak_bytes=20)
     row = worst([right, wrong])
     assert row.problem == "wrong gradient" and row.peak_bytes == 20
     assert row.errors == Errors(1e-3, 0.5, 3e-3, 4e-3)
+    ranks = [[Collective("all_reduce", 8, 1, seconds, seconds / 2)] for seconds in (3e-3, 1e-3, 2e-3)]
+    other = Collective("all_reduce", 4, 1)
+    ranks = [[*ranks[0], other], [other, *ranks[1]], [*ranks[2], other]]
+    assert least_waiting(ranks) == [Collective("all_reduce", 8, 1, 1e-3, 5e-4), other]
 
 
 def test_exposed_is_what_no_computation_covers():
@@ -325,13 +329,6 @@ def test_exposed_is_what_no_computation_covers():
     assert seconds is not None and exposed is not None
     assert seconds == pytest.approx(47e-9) and exposed == pytest.approx((5 + 20) * 1e-9)
     assert _times([(5, 25), None], computing) == (None, None)
-
-
-def test_a_collective_takes_what_it_takes_the_rank_that_waits_least():
-    ranks = [[Collective("all_reduce", 8, 1, seconds, seconds / 2)] for seconds in (3e-3, 1e-3, 2e-3)]
-    other = Collective("all_reduce", 4, 1)
-    ranks = [[*ranks[0], other], [other, *ranks[1]], [*ranks[2], other]]
-    assert least_waiting(ranks) == [Collective("all_reduce", 8, 1, 1e-3, 5e-4), other]
 
 
 N, D, V = 24, 16, 70

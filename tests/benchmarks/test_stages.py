@@ -24,7 +24,7 @@ OURS = ["cce-dist", "cce-dist-cached", "cce-dist-filtered"]
 
 
 @pytest.mark.slow
-def test_one_rank(tmp_path, capsys):
+def test_one_rank(tmp_path):
     theirs = ["deepspeed", "deepspeed-linear"]
     options = ["--shapes", "toy", "--tokens", "32", "--repeats", "1", "--device", "cpu", "--out", str(tmp_path)]
     [output] = outputs_of(heads.main, ["--stage", "deepspeed", *options, "--methods", *theirs, *OURS], tmp_path)
@@ -34,9 +34,6 @@ def test_one_rank(tmp_path, capsys):
     assert [row["name"] for row in case["rows"]] == theirs + OURS
     for row in case["rows"]:
         assert not row["problem"] and len(row["total"]["seconds"]) == 1, row
-
-    assert heads.main(["--show", str(tmp_path / "bench.json")]) == 0
-    assert output.startswith(capsys.readouterr().out.rstrip())
 
 
 def _two_ranks():

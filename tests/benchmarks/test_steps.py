@@ -184,7 +184,6 @@ def test_ids_are_spread_over_all_rows(corpus) -> None:
 
 
 def steps_of_a_toy(argv: list[str]) -> int:
-    """Run the script on a model of toy sizes."""
     toy = Model(16, 402, 2, 4, 32, 2, 4, is_tied=True)
     eager = partial(torch.compile, backend="eager")
     with mock.patch.dict(sizes.MODELS, {"gemma-3-270m": toy}), mock.patch.object(torch, "compile", eager):

@@ -18,7 +18,7 @@ pytest.importorskip("tokenizers")
 from commands import Command, kill
 from toy_runs import one_line, pretrain
 
-from cce_dist.tools.pretrain import corpus, data
+from cce_dist.tools.pretrain import data
 from cce_dist.tools.pretrain.data import Corpus, CorpusError, prepare
 
 ODD_NAME = os.fsdecode(b"odd\xff.txt")
@@ -59,16 +59,16 @@ def test_a_line_without_spaces_takes_linear_time(tmp_path, texts: Path) -> None:
     assert line.decode() in decode(folder, ids(folder))
     # The time for one word grows faster than its length.
     words = tokenizer_of(folder).pre_tokenizer.pre_tokenize_str(line.decode())
-    assert max(len(word) for word, _ in words) <= corpus.WORD
+    assert max(len(word) for word, _ in words) <= data.WORD
 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_a_file(tmp_path, texts: Path) -> None:
     """A file of 4 MiB took 1.1 GB, one of 2 MiB half as much."""
     (texts / "large.txt").write_text("words of a line, one after another\n" * (2 << 20 >> 5))
-    code = """import resource, sys; from pathlib import Path; from cce_dist.tools.pretrain import corpus; import tokenizers
+    code = """import resource, sys; from pathlib import Path; from cce_dist.tools.pretrain import data; import tokenizers
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-corpus.prepare(Path(sys.argv[1]), '*.txt', 384, Path(sys.argv[2]))
+data.prepare(Path(sys.argv[1]), '*.txt', 384, Path(sys.argv[2]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
     argv = [sys.executable, "-c", code, texts, tmp_path / "cache"]
     taken = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
@@ -79,8 +79,8 @@ def test_pieces_are_encoded_as_the_whole_is(tmp_path, texts: Path, monkeypatch) 
     """Catches a cut inside a word or a run of spaces, and a newline that Python reads otherwise."""
     (texts / "code.txt").write_text("def f(x):\n\n    return x  \n\n\n# done\r\nnext = 'é'\n" * 200)
     whole = prepare(texts, "*.txt", 300, tmp_path / "whole")
-    monkeypatch.setattr(corpus, "PIECE", 64)
-    monkeypatch.setattr(corpus, "BATCH", 256)
+    monkeypatch.setattr(data, "PIECE", 64)
+    monkeypatch.setattr(data, "BATCH", 256)
     pieces = prepare(texts, "*.txt", 300, tmp_path / "pieces")
     assert ids(whole) == ids(pieces)
     assert "\r" not in decode(whole, ids(whole))
@@ -122,9 +122,10 @@ def test_a_touch_changes_no_key_and_a_change_does(tmp_path, texts: Path) -> None
 )
 def test_a_damaged_cache_is_made_anew(tmp_path, texts: Path, capsys, spoil: Callable[[Path], None]) -> None:
     folder = prepare(texts, "*.txt", 300, tmp_path / "cache")
-    before = ids(folder)
+    before, left = ids(folder), folder.with_name(f"{folder.name}.123")
+    left.mkdir()  # by a process that was killed
     spoil(folder / "ids.bin")
-    assert prepare(texts, "*.txt", 300, tmp_path / "cache") == folder and ids(folder) == before
+    assert prepare(texts, "*.txt", 300, tmp_path / "cache") == folder and ids(folder) == before and not left.exists()
     assert "is damaged, and made anew" in capsys.readouterr().err
 
 
@@ -193,16 +194,8 @@ def test_odd_texts_and_names_are_kept(tmp_path, texts: Path, name: str, text: st
 
 @pytest.mark.parametrize("change", [4, -4], ids=["grows", "shrinks"])
 def test_a_file_that_changes_is_told(tmp_path, texts: Path, monkeypatch, change: int) -> None:
-    found = corpus._find(texts, "*.txt", None)
+    found = data._find(texts, "*.txt", None)
     os.truncate(texts / "a.txt", (texts / "a.txt").stat().st_size + change)
-    monkeypatch.setattr(corpus, "_find", lambda *_: found)
+    monkeypatch.setattr(data, "_find", lambda *_: found)
     with pytest.raises(CorpusError, match=r"a\.txt changed while it was read"):
         prepare(texts, "*.txt", 300, tmp_path / "cache")
-
-
-def test_scratch_folders_of_a_killed_process_go(tmp_path, texts: Path) -> None:
-    folder = prepare(texts, "*.txt", 300, tmp_path / "elsewhere")
-    left = tmp_path / "cache" / f"{folder.name}.123"
-    left.mkdir(parents=True)
-    prepare(texts, "*.txt", 300, tmp_path / "cache")
-    assert not left.exists()

@@ -31,7 +31,6 @@ def run(name: str, needs: str | None, folder: Path, num_ranks: int | None = None
 
 
 def first_and_last(said: list[str]) -> list[tuple[float, float]]:
-    """Return the first and the last number that each rank prints."""
     found = [re.findall(r"(?:step \d+: .*?|loss )(\d+\.\d+)", text) for text in said]
     return [(float(numbers[0]), float(numbers[-1])) for numbers in found]
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,28 +26,25 @@ def test_scripts_are_sound(script: Path) -> None:
     assert found.returncode == 0, found.stdout
 
 
-def pod_of(jobset: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the specification of a manifest's job, of its pods, and their container."""
+@pytest.fixture(scope="module")
+def manifest() -> SimpleNamespace:
+    """The documents of the manifest, and the specification of its job, of the pods, and of their container."""
+    yaml = pytest.importorskip("yaml")
+    claim, policy, jobset = yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text())
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     pod = job["template"]["spec"]
     [container] = pod["containers"]
-    return job, pod, container
+    return SimpleNamespace(claim=claim, policy=policy, jobset=jobset, job=job, pod=pod, container=container)
 
 
-def documents() -> list[dict[str, Any]]:
-    yaml = pytest.importorskip("yaml")
-    return list(yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text()))
-
-
-def test_the_manifest_names_one_meeting_place_and_a_command_that_fits() -> None:
+def test_the_manifest_names_one_meeting_place_and_a_command_that_fits(manifest: SimpleNamespace) -> None:
     """Catches a name or a number changed in one place alone, and arguments that the command does not have."""
-    claim, policy, jobset = documents()
+    jobset, spec, pod, container = manifest.jobset, manifest.job, manifest.pod, manifest.container
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     name, [job] = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
-    spec, pod, container = pod_of(jobset)
     environment = {variable["name"]: variable["value"] for variable in container["env"]}
     assert (job["replicas"], spec["completionMode"], pod["restartPolicy"]) == (1, "Indexed", "Never")
-    assert policy["spec"]["podSelector"]["matchLabels"] == {"jobset.sigs.k8s.io/jobset-name": name}
+    assert manifest.policy["spec"]["podSelector"]["matchLabels"] == {"jobset.sigs.k8s.io/jobset-name": name}
     assert environment["RUN_ID"]
     assert spec["parallelism"] == spec["completions"] == int(environment["NNODES"])
     # A pod is called <jobset>-<job>-<replica>-<index>, under a service that has the jobset's name.
@@ -55,7 +52,7 @@ def test_the_manifest_names_one_meeting_place_and_a_command_that_fits() -> None:
     assert host == f"{name}-{job['name']}-0-0.{name}" and int(port) == container["ports"][0]["containerPort"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v]
-    assert claims == [claim["metadata"]["name"]]
+    assert claims == [manifest.claim["metadata"]["name"]]
     assert os.access(ROOT / container["command"][0], os.X_OK)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -63,14 +60,13 @@ def test_the_manifest_names_one_meeting_place_and_a_command_that_fits() -> None:
     assert args.tp * args.dp == container["resources"]["limits"]["nvidia.com/gpu"] * int(environment["NNODES"])
 
 
-def test_image_and_folder_are_those_that_the_dockerfile_makes(tmp_path: Path) -> None:
+def test_image_and_folder_are_those_that_the_dockerfile_makes(manifest: SimpleNamespace, tmp_path: Path) -> None:
     """Catches a name of the image or a path inside it that one of three files has alone, and a folder that it lacks."""
     dockerfile = (ROOT / "launch" / "Dockerfile").read_text()
     [image] = re.findall(r"docker build .* -t (\S+)", dockerfile)
     [folder] = re.findall(r"^WORKDIR (.*)", dockerfile, re.M)
-    _, pod, container = pod_of(documents()[-1])
-    assert container["image"] == image
-    user = pod["securityContext"]
+    assert manifest.container["image"] == image
+    user = manifest.pod["securityContext"]
     assert f"USER {user['runAsUser']}:{user['runAsGroup']}\n" in dockerfile
     [of_slurm] = re.findall(r"IMAGE=(\S+) sbatch", (ROOT / "launch" / "slurm.sbatch").read_text())
     assert of_slurm == image.replace("/", "#")  # as pyxis has it
@@ -81,16 +77,18 @@ def test_image_and_folder_are_those_that_the_dockerfile_makes(tmp_path: Path) ->
     assert {"launch", "cce_dist", "kernels", "integrations", "pyproject.toml", "README.md"} <= {*copied}
 
 
-def test_kubernetes_gives_time_and_no_rights() -> None:
+def test_kubernetes_gives_time_and_no_rights(manifest: SimpleNamespace) -> None:
     """Catches a grace period that ends a checkpoint, a hopeless run that is restarted, and root."""
-    *_, jobset = documents()
-    job, pod, container = pod_of(jobset)
+    pod = manifest.pod
     assert pod["terminationGracePeriodSeconds"] >= 300
     assert pod["securityContext"]["runAsNonRoot"] and pod["automountServiceAccountToken"] is False
-    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    codes = job["podFailurePolicy"]["rules"][0]
+    assert manifest.container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    codes = manifest.job["podFailurePolicy"]["rules"][0]
     assert codes["action"] == "FailJob" and codes["onExitCodes"]["values"] == [exits.HOPELESS, 2]
-    assert jobset["spec"]["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
+    assert manifest.jobset["spec"]["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
 
 
 def queue(folder: Path, **job: str) -> subprocess.CompletedProcess[str]:

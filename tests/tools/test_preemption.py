@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -18,15 +17,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic import rendezvous
 
 pytest.importorskip("tokenizers")
 
 import lose_a_rank
-from commands import Command, Program, descendants, free_port, has_taken, is_running, kill
+from commands import Command, Program, descendants, environments_of, free_port, has_taken, is_running, kill
 from toy_runs import TEXT, history, newest
 
 from cce_dist.tools import cli
-from cce_dist.tools.pretrain import exits, launch, log, stop, torchrun
+from cce_dist.tools.pretrain import exits, launch, log, torchrun
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc"),
@@ -48,7 +48,6 @@ def run(cache: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, run: list[str]) -> list[tuple]:
-    """The records of a run that nothing happens to."""
     out = tmp_path_factory.mktemp("whole")
     go_on(run, out)
     return history(out)
@@ -86,17 +85,6 @@ def test_a_run_that_lost_a_rank_ends_in_the_bits_of_an_undisturbed_one(capsys) -
     assert "started again in the same bits" in capsys.readouterr().out
 
 
-def test_a_signal_before_the_first_step_ends_at_once(tmp_path, run: list[str], whole: list[tuple]) -> None:
-    with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
-        command.wait_until(lambda: len(command.ranks()) == 2)
-        kill(command.pid, signal.SIGTERM)
-        assert command.wait() == AGAIN
-    # One rank may hear of the other's end first.
-    when = "stopped by SIGTERM before the first step|lost a peer"
-    assert re.search(when, command.text) and "Traceback" not in command.text
-    assert not (tmp_path / "checkpoints" / "latest").exists()
-
-
 def test_a_second_signal_ends_at_once(tmp_path, run: list[str]) -> None:
     """A rank that hangs keeps the others from agreeing: the second signal does not wait for it."""
     with Command([*run, "--out", str(tmp_path)], tmp_path / "log") as command:
@@ -111,11 +99,11 @@ def test_a_second_signal_ends_at_once(tmp_path, run: list[str]) -> None:
 
 
 def test_a_second_signal_ends_a_rank_without_an_agent(monkeypatch) -> None:
-    monkeypatch.setattr(stop, "SAME_SECONDS", 0.2)
+    monkeypatch.setattr(exits, "SAME_SECONDS", 0.2)
 
     def rank() -> None:
         heard: list[int] = []
-        with stop.signal_handlers(stop.SIGNALS, heard.append):
+        with exits.signal_handlers(exits.SIGNALS, heard.append):
             for pause in (0.0, 0.0, 0.4):
                 time.sleep(pause)
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -129,8 +117,8 @@ def test_a_signal_that_was_heard_inside_is_ignored_outside() -> None:
 
     def rank() -> None:
         with (
-            stop.signal_handlers(stop.SIGNALS, stop.exit_before_training),
-            stop.signal_handlers(stop.SIGNALS, lambda number: None),
+            exits.signal_handlers(exits.SIGNALS, exits.exit_before_training),
+            exits.signal_handlers(exits.SIGNALS, lambda number: None),
         ):
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -196,7 +184,7 @@ def test_ranks_start_with_signals_blocked(monkeypatch) -> None:
 
     monkeypatch.setattr(torchrun.LocalElasticAgent, "_start_workers", start_workers)
     agent = object.__new__(torchrun._Agent)
-    assert set(stop.SIGNALS) <= agent._start_workers(None)  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+    assert set(exits.SIGNALS) <= agent._start_workers(None)  # pyright: ignore[reportArgumentType, reportOperatorIssue]
     tracker._stop()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -206,7 +194,6 @@ def test_progress_bars_leak_no_semaphore() -> None:
 
 
 def in_child(act: Callable[[], None]) -> int:
-    """Do something in a forked process, and return its exit code."""
     child = os.fork()
     if child == 0:
         try:
@@ -276,8 +263,8 @@ def test_a_killed_node_that_comes_back_costs_no_bit(tmp_path, run: list[str], wh
 
 def test_a_node_leaves_with_its_last_sign_of_life() -> None:
     """Catches a thread that waits for the store of another node when the interpreter ends, which aborts the agent."""
-    meeting = torchrun.Meeting(1, f"127.0.0.1:{free_port()}", "id", {"keep_alive_interval": "1"})
-    sending, handler = threading.Event(), torchrun._rendezvous(meeting)
+    where = rendezvous.RendezvousParameters("c10d", f"127.0.0.1:{free_port()}", "id", 1, 1, keep_alive_interval="1")
+    sending, handler = threading.Event(), rendezvous.rendezvous_handler_registry.create_handler(where)
     handler.next_rendezvous()
     handler._op_executor.run = lambda *_: (sending.set(), time.sleep(1))  # pyright: ignore[reportAttributeAccessIssue]
     assert sending.wait(10)
@@ -329,13 +316,12 @@ def test_ranks_die_with_their_agent(tmp_path, run: list[str]) -> None:
 
 def test_ranks_that_were_started_unlike_say_how(tmp_path, run: list[str]) -> None:
     """Two ranks of a launcher of another make; no step is taken."""
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    others = ["--lr", "0.5"], ["--lr", "0.25", "--seed", "3"]
     with ExitStack() as stack:
         commands = []
-        for rank, more in enumerate((["--lr", "0.5"], ["--lr", "0.25", "--seed", "3"])):
+        for more, environment in zip(others, environments_of(2), strict=True):
             argv = [*run, "--out", f"{tmp_path}/out", *more]
-            environment = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = Command(argv, tmp_path / f"log{rank}", environment=environment)
+            command = Command(argv, tmp_path / f"log{environment['RANK']}", environment=environment)
             commands.append(stack.enter_context(command))
         for command in commands:
             assert command.wait() == HOPELESS, command.text

@@ -14,25 +14,13 @@ from torch import nn
 
 pytest.importorskip("tokenizers")
 
-from toy_runs import (
-    ALONE,
-    CORPUS,
-    go_back,
-    largest_difference,
-    losses,
-    newest,
-    one_line,
-    options,
-    prepared,
-    pretrain,
-    records,
-)
+from toy_runs import ALONE, CORPUS, go_back, largest_difference, newest, one_line, options, prepared, pretrain, records
 
-from cce_dist.tools.pretrain import corpus, data
+from cce_dist.tools.pretrain import data
 from cce_dist.tools.pretrain.engine import clip_gradients
-from cce_dist.tools.pretrain.launch import train_on
 from cce_dist.tools.pretrain.ranks import Ranks, make_mesh
 from cce_dist.tools.pretrain.recipe import PRESETS
+from cce_dist.tools.pretrain.train import train
 
 pytestmark = pytest.mark.xdist_group("pretrain")
 
@@ -54,21 +42,8 @@ def test_a_run_leaves_falling_losses_a_figure_and_a_checkpoint(trained) -> None:
 )
 def test_losses_that_are_exact_differ_in_rounding_alone(cache, tmp_path, trained, loss: str, exact: bool) -> None:
     """All logits, and a filter that drops nothing. Catches a filter that is lost on its way to the head."""
-    train_on(options(cache, tmp_path, "--checkpoint-every", "0", "--loss", *loss.split()), ALONE, prepared(cache))
+    train(options(cache, tmp_path, "--checkpoint-every", "0", "--loss", *loss.split()), ALONE, prepared(cache))
     assert (largest_difference(trained, tmp_path) < 1e-5) == exact
-
-
-def test_a_resumed_run_repeats_the_bits(cache, tmp_path, trained) -> None:
-    recipe = options(cache, tmp_path)
-    train_on(recipe, ALONE, prepared(cache))
-    # As if the run had been cut after step 6: two steps past a checkpoint, and a record half written.
-    go_back(tmp_path)
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 9, "spl')
-    torch.manual_seed(1)
-    train_on(recipe, ALONE, prepared(cache))
-    assert [record["step"] for record in records(tmp_path)] == list(range(1, 9))
-    assert losses(tmp_path) == losses(trained)
 
 
 def test_a_longer_run_says_what_its_learning_rate_does(cache, run, capsys) -> None:
@@ -94,7 +69,7 @@ def _place(tp: int, dp: int) -> Ranks:
 
 
 def _train_on_two_ranks(tp: int, cache: Path, out: Path, *more: str) -> None:
-    train_on(options(cache, out, *more), _place(tp, 2 // tp), prepared(cache))
+    train(options(cache, out, *more), _place(tp, 2 // tp), prepared(cache))
     torch.use_deterministic_algorithms(False)
 
 
@@ -142,8 +117,8 @@ def test_an_epoch_holds_every_sequence_once_in_an_order_of_its_own() -> None:
 
 def test_a_corpus_is_tokenized_once_however_many_ask(tmp_path, monkeypatch) -> None:
     calls = []
-    tokenize = corpus._tokenize
-    monkeypatch.setattr(corpus, "_tokenize", lambda *args: (calls.append(args), tokenize(*args)))
+    tokenize = data._tokenize
+    monkeypatch.setattr(data, "_tokenize", lambda *args: (calls.append(args), tokenize(*args)))
     with ThreadPoolExecutor(4) as pool:
         folders = list(pool.map(lambda _: data.prepare(CORPUS, "*.py", 300, tmp_path), range(4)))
     assert len(calls) == 1 and len(set(folders)) == 1
@@ -156,10 +131,10 @@ def test_a_corpus_is_tokenized_once_however_many_ask(tmp_path, monkeypatch) -> N
 def test_a_corpus_is_cut_to_whole_files_of_a_size(tmp_path) -> None:
     for name in "abcdef":
         (tmp_path / f"{name}.txt").write_text("x" * (400 << 10))
-    names = list(corpus._find(tmp_path, "*.txt", None))
-    assert list(corpus._find(tmp_path, "*.txt", 1)) == names[:2]  # two of 400 KiB are less than a MiB, three are more
+    names = list(data._find(tmp_path, "*.txt", None))
+    assert list(data._find(tmp_path, "*.txt", 1)) == names[:2]  # two of 400 KiB are less than a MiB, three are more
     (tmp_path / names[0]).write_text("x" * (2 << 20))
-    assert list(corpus._find(tmp_path, "*.txt", 1)) == names[:1]  # one file there is in any case
+    assert list(data._find(tmp_path, "*.txt", 1)) == names[:1]  # one file there is in any case
 
 
 def test_clipping_is_torchs() -> None:

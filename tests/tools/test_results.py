@@ -21,7 +21,6 @@ TABLE = re.compile(r"<!-- (python .+) -->\n\n((?:\|.*\n)*)")
 
 
 def printed(command: str) -> str:
-    """What a command of a page prints, from any folder."""
     _, script, *argv = shlex.split(command)
     assert {"--show", "--columns"} <= set(argv), "it must neither measure nor draw"
     argv = [arg.replace("benchmarks/", f"{ROOT}/benchmarks/") for arg in argv]

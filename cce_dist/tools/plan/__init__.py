@@ -1,8 +1,6 @@
 """``cce-dist plan``: what the head costs, what fits, and how to cut the pipeline, before a GPU is rented.
 
-Reading order: ``sizes`` (models, and the reader of a config.json), ``devices`` (constants, with their provenance),
-``head`` (bytes and seconds of a loss), ``layers`` (bytes and seconds of a layer), ``cut`` (layers of each stage, and how
-frameworks are told), ``planning`` (all of it for a layout), ``scale`` (more GPUs), ``picture``, ``command``.
+Reading order: sizes, devices, head, layers, cut, planning, command.
 """
 
 from __future__ import annotations

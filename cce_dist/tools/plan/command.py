@@ -13,17 +13,28 @@ from typing import Any
 from cce_dist.tools.arguments import figure, whole, wholes
 from cce_dist.tools.plan.devices import DEVICES, Device, measure
 from cce_dist.tools.plan.layers import RANKS, RECOMPUTE, Layout
-from cce_dist.tools.plan.picture import COLORS, draw
-from cce_dist.tools.plan.planning import LOSSES, METHODS, MIB, VOCAB_MULTIPLE, Plan, named, plan
-from cce_dist.tools.plan.scale import GLOBAL_TOKENS, Step, grow
-from cce_dist.tools.plan.sizes import MODELS, Model, read_config
-from cce_dist.tools.report import table
+from cce_dist.tools.plan.planning import GLOBAL_TOKENS, LOSSES, METHODS, MIB, VOCAB_MULTIPLE, Plan, grow, plan
+from cce_dist.tools.plan.sizes import MODELS, Model, named, read_config
+from cce_dist.tools.report import OURS_COLOR, picture, table
 
+# By item: weights and optimizer in greys, activations in browns, the head in blues.
+COLORS = {
+    "weights": "#c9ced6",
+    "main_grad": "#aab2bd",
+    "gradients": "#aab2bd",
+    "optimizer": "#8b95a3",
+    "activations": "#d9b382",
+    "hidden states": "#c98f52",
+    "head's gradient": "#9ec5e8",
+    "statistics": "#6ba7db",
+    "lists": "#3f86c6",
+    "workspace": OURS_COLOR,
+}
+HEAD_COLOR, LAYER_COLOR = OURS_COLOR, "#d9b382"
 BY_HAND = ("hidden_size", "vocab_size", "num_layers", "num_heads", "ffn_size")  # sizes without a default
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``cce-dist plan``."""
     model = parser.add_argument_group("model: a name, a config.json, or sizes, which override those of a name")
     which = model.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
@@ -72,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
         model, layout = _model_and_layout(args)
         found = plan(model, layout, device, workspace)
         steps = grow(model, layout, device, args.scale, workspace, args.global_tokens)
-        steps = [step for step in steps if args.loss in (None, step.loss)]
+        steps = [step for step in steps if args.loss in (None, step["loss"])]
         title = args.model or (args.config and args.config.name) or "sizes by hand"
         if args.json:
-            print(json.dumps(found.record() | {"scale": [dataclasses.asdict(step) for step in steps]}, indent=1))
+            print(json.dumps(found.record() | {"scale": steps}, indent=1))
         else:
             print("\n\n".join(_text(found, title, args.workspace, steps)))
         if args.picture:
@@ -135,16 +146,18 @@ def _batches(args: argparse.Namespace, name: str, device: Device, workspace: int
     return row
 
 
-def _text(found: Plan, title: str, workspace: int | None, steps: list[Step]) -> list[str]:
-    """Return the plan as paragraphs."""
-    layout, layer = found.layout, found.layer
+def _text(found: Plan, title: str, workspace: int | None, steps: list[dict[str, Any]]) -> list[str]:
+    layout, layer, device = found.layout, found.layer, found.device
     splits = ", ".join(f"{name} {getattr(layout, name)}" for name in RANKS)
     vocabulary = f"a vocabulary of {found.given_vocab_size:,}"
     if found.model.vocab_size > found.given_vocab_size:
         vocabulary += f", which Megatron pads to {found.model.vocab_size:,}, a multiple of {VOCAB_MULTIPLE} x tp"
     parts = [
         f"{title}: {found.model.params / 1e9:.2f} B parameters; {layout.num_tokens:,} tokens a microbatch; {splits}; ZeRO "
-        f"{layout.zero_stage}; {layout.num_gpus} GPUs\n{vocabulary}\n{_device(found.device)}\n"
+        f"{layout.zero_stage}; {layout.num_gpus} GPUs\n{vocabulary}\n"
+        f"{device.name}: {device.flops / 1e12:.0f} Tflop/s, {device.bandwidth / 1e12:.1f} TB/s, "
+        f"{device.memory / 2**30:.0f} GiB; {device.bus / 1e9:.0f} GB/s in a node, {device.network / 1e9:.0f} GB/s "
+        f"between nodes ({device.provenance})\n"
         f"a layer: {found.model.layer_params / 1e6:.1f} M parameters, {layer.seconds * 1e3:.2f} ms, "
         f"{layer.collectives * 1e3:.2f} of them collectives; the body: {found.body * 1e3:.1f} ms",
         "\n".join(table([_row(found, each, workspace) for each in found.losses])),
@@ -157,14 +170,6 @@ def _text(found: Plan, title: str, workspace: int | None, steps: list[Step]) -> 
         parts.append("\n".join([what, *table([_scaled(step) for step in steps])]))
     peaks = {each.loss: f"{sum(each.last_stage.values()) / MIB / 1024:,.1f} GiB" for each in found.losses}
     return [*parts, f"a step of {layout.num_tokens:,} tokens: stock {peaks['dense']}, this {peaks['budget']}"]
-
-
-def _device(device: Device) -> str:
-    return (
-        f"{device.name}: {device.flops / 1e12:.0f} Tflop/s, {device.bandwidth / 1e12:.1f} TB/s, "
-        f"{device.memory / 2**30:.0f} GiB; {device.bus / 1e9:.0f} GB/s in a node, {device.network / 1e9:.0f} GB/s between "
-        f"nodes ({device.provenance})"
-    )
 
 
 def _row(found: Plan, each: Any, workspace: int | None) -> dict[str, str]:
@@ -203,7 +208,7 @@ def _memory(found: Plan) -> list[dict[str, str]]:
 def _cuts(found: Plan) -> list[str]:
     lines = []
     for each in found.losses:
-        advice = each.advice(found.layout)
+        advice = each.cut.advice(found.layout)
         last = advice["decoder_last_pipeline_num_layers"]
         lines.append(f"  {each.loss}: {', '.join(map(str, each.cut.layers))} layers")
         lines.append(f"    Megatron    --pipeline-model-parallel-layout '{advice['pipeline_model_parallel_layout']}'")
@@ -218,17 +223,83 @@ def _cuts(found: Plan) -> list[str]:
     return lines
 
 
-def _scaled(step: Step) -> dict[str, str]:
+def _scaled(step: dict[str, Any]) -> dict[str, str]:
     return {
-        "GPUs": f"{step.gpus:,}",
-        "tp x pp x dp": f"{step.tp} x {step.pp} x {step.dp}",
-        "microbatches": str(step.microbatches),
-        "loss": step.loss,
-        "head ms": f"{step.head_ms:.2f}",
-        "head exposed": f"{step.head_exposed_ms:.2f}",
-        "layers exposed": f"{step.layers_exposed_ms:.2f}",
-        "gradients exposed": f"{step.gradients_exposed_ms:.1f}",
-        "bubble": f"{step.bubble:.1%}",
-        "step ms": f"{step.step_ms:,.0f}",
-        "tokens/s": f"{step.tokens_per_second:,.0f}",
+        "GPUs": f"{step['gpus']:,}",
+        "tp x pp x dp": f"{step['tp']} x {step['pp']} x {step['dp']}",
+        "microbatches": str(step["microbatches"]),
+        "loss": step["loss"],
+        "head ms": f"{step['head_ms']:.2f}",
+        "head exposed": f"{step['head_exposed_ms']:.2f}",
+        "layers exposed": f"{step['layers_exposed_ms']:.2f}",
+        "gradients exposed": f"{step['gradients_exposed_ms']:.1f}",
+        "bubble": f"{step['bubble']:.1%}",
+        "step ms": f"{step['step_ms']:,.0f}",
+        "tokens/s": f"{step['tokens_per_second']:,.0f}",
     }
+
+
+def draw(path: Path, found: Plan, title: str) -> None:
+    """Write the picture; needs matplotlib."""
+    layout = found.layout
+    cut_rows = len(found.losses) + 1 if layout.pp > 1 else 0
+    height = 1.2 + 0.42 * len(found.losses) + (0.8 + 0.42 * cut_rows if cut_rows else 0)
+    heading = (
+        f"{title}, {layout.num_tokens:,} tokens, tp {layout.tp}, pp {layout.pp}, dp {layout.dp}; {found.device.name}"
+    )
+    with picture(path, heading, (9.5, height)) as figure:
+        if not cut_rows:
+            _bars(figure.subplots(), found)
+            return
+        above, below = figure.subplots(2, 1, height_ratios=[len(found.losses), cut_rows])
+        _bars(above, found)
+        _stages(below, found)
+
+
+def _bars(axis: Any, found: Plan) -> None:
+    losses = found.losses
+    names = [each.loss for each in losses]
+    left = [0.0] * len(losses)
+    for item, color in COLORS.items():
+        widths = [each.last_stage.get(item, 0) / MIB / 1024 for each in losses]
+        if any(widths):
+            axis.barh(names, widths, left=left, color=color, height=0.7, label=item)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    for position, total in enumerate(left):
+        axis.text(total * 1.01, position, f"{total:.1f}", va="center", fontsize=7)
+    axis.set_xlim(0, max(left) * 1.08)
+    axis.invert_yaxis()
+    axis.set_xlabel("last stage at its peak, GiB", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _stages(axis: Any, found: Plan) -> None:
+    """Draw a row for each cut, with the stages' times from left to right."""
+    fused = next(each for each in found.losses if each.loss == "fused")
+    rows = [("fused, even cut", fused, fused.default_cut)]
+    rows += [(f"{each.loss}, best cut", each, each.cut) for each in found.losses]
+    slot = 1.04 * max(max(cut.seconds) for _, _, cut in rows)
+    pp = found.layout.pp
+    for position, (_, each, cut) in enumerate(rows):
+        for rank, seconds in enumerate(cut.seconds):
+            layers = sum(cut.layers[rank::pp])
+            head = each.cost.seconds if rank == pp - 1 else 0.0
+            start, body = rank * slot, seconds - head
+            axis.barh(position, body, left=start, color=LAYER_COLOR, edgecolor="white", height=0.7)
+            axis.text(start + body / 2, position, str(layers or ""), ha="center", va="center", fontsize=7)
+            if head:
+                axis.barh(position, head, left=start + body, color=HEAD_COLOR, edgecolor="white", height=0.7)
+        # A line in each slot shows the slowest stage, for which all others wait.
+        for rank in range(pp):
+            end = rank * slot + max(cut.seconds)
+            axis.plot([end, end], [position - 0.4, position + 0.4], color="black", linewidth=0.8)
+        axis.text(pp * slot, position, f" mean + {cut.imbalance:.0%}", va="center", fontsize=7)
+    axis.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axis.set_xticks([(rank + 0.5) * slot for rank in range(pp)], [f"stage {rank + 1}" for rank in range(pp)])
+    axis.set_xlim(0, (pp + 0.35) * slot)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=8, length=0)
+    axis.set_xlabel("time of a microbatch: layers (their number), then the head; lines: the slowest stage", fontsize=8)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)

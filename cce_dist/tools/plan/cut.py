@@ -1,10 +1,11 @@
-"""The cut of a pipeline: the layers of each stage, so that the slowest stage is fastest, and each framework's option for it."""
+"""The cut of a pipeline into stages, so that the slowest is fastest, and each framework's option for it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from itertools import groupby
+from typing import Any
 
 from cce_dist.tools.plan.layers import Layout
 
@@ -18,16 +19,24 @@ class Cut:
 
     @property
     def imbalance(self) -> float:
-        """The slowest rank's time over the mean, less 1: how much longer a step takes than with balanced stages."""
+        """How much longer a step takes than with balanced stages: the slowest over the mean, less 1."""
         return max(self.seconds) / (sum(self.seconds) / len(self.seconds)) - 1
+
+    def advice(self, layout: Layout) -> dict[str, Any]:
+        """Return each framework's options for the cut, by their names."""
+        told: dict[str, Any] = {"pipeline_model_parallel_layout": megatron_layout(self.layers)}
+        told["decoder_last_pipeline_num_layers"] = last_stage_layers(self.layers) if layout.vpp == 1 else None
+        if layout.vpp == 1:
+            told["deepspeed_weights"] = deepspeed_weights(self.layers)
+        less = {"first": 0, "last": torchtitan_less_layers(self.layers)}
+        return told | {f"pipeline_parallel_{place}_stage_less_layers": count for place, count in less.items()}
 
 
 def best_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
     """Return the cut whose slowest rank takes least time. ``layer`` and ``head`` are seconds for one microbatch.
 
     The embedding takes no time: its backward is a sum of rows. Of equally fast cuts this returns the one with most layers in
-    the last stage, because the first stage holds most activations. Where layers cannot be split evenly, later stages get one
-    more. ``planning.check`` makes sure that there are enough layers.
+    the last stage, because the first stage holds most activations. For the rest of a division, later stages get one more.
     """
     pp, vpp = layout.pp, layout.vpp
     if pp == 1:
@@ -50,12 +59,11 @@ def best_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
 
 
 def even_cut(num_layers: int, layer: float, head: float, layout: Layout) -> Cut:
-    """Return the cut that frameworks make by default: equal numbers of layers, one more in later stages for the rest."""
+    """Return the cut that frameworks make by default, into equal numbers of layers."""
     return timed(_spread(num_layers, layout.pp * layout.vpp), layer, head, layout)
 
 
 def timed(layers: list[int], layer: float, head: float, layout: Layout) -> Cut:
-    """Return a cut with the seconds of each rank."""
     seconds = [sum(layers[rank :: layout.pp]) * layer for rank in range(layout.pp)]
     seconds[-1] += head
     return Cut(layers, seconds)
@@ -80,25 +88,22 @@ def megatron_layout(layers: list[int]) -> str:
 
 
 def last_stage_layers(layers: list[int]) -> int | None:
-    """Return ``--decoder-last-pipeline-num-layers`` if this number describes the whole cut, else None."""
+    """Return ``--decoder-last-pipeline-num-layers`` if it describes the whole cut, else None."""
     *others, last = layers
     return last if others and last > 0 and len(set(others)) == 1 else None
 
 
 def torchtitan_less_layers(layers: list[int]) -> int:
-    """Return ``pipeline_parallel_last_stage_less_layers`` with which torchtitan's last stage has as many layers as the cut's.
+    """Return ``pipeline_parallel_last_stage_less_layers``, for a last stage as long as the cut's.
 
-    torchtitan adds the option's number to the last stage's layers, gives every stage the same count, and the remaining layers
-    to the first stages. The first stage's option is 0.
+    torchtitan adds the number to the last stage's layers, and gives what an even split leaves to the first stages.
     """
     total, stages = sum(layers), len(layers)
     return min(range(total + 1), key=lambda less: abs((total + less) // stages - less - layers[-1]))
 
 
 def deepspeed_weights(layers: list[int], before: int = 1, after: int = 1) -> list[int]:
-    """Return weights of a PipelineModule's layers with which DeepSpeed's balanced partition is this cut.
-
-    DeepSpeed makes the sums of the stages' weights as equal as it can. These weights have the same sum in each stage.
+    """Return weights of a PipelineModule's layers with which DeepSpeed's partition, of equal sums, is this cut.
 
     Args:
         layers: Of each stage.

@@ -1,13 +1,10 @@
-"""The constants of a plan, each with its provenance: GPUs, the links between them, and the costs of the head's kernels.
-
-Rates are those reached in practice, at the power limit. ``measure`` takes the rates of the GPU that is here.
-"""
+"""The constants of a plan, each with its provenance. Rates are those reached in practice, at the power limit."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cce_dist.kernels.tiles import H200
 
@@ -95,11 +92,7 @@ DENSE = {
 
 
 def measure() -> Device:
-    """Measure this machine's GPU: bf16 products of a side of 8,192 at the power limit, and a copy of 1 GiB.
-
-    Raises:
-        ValueError: There is no GPU, or too little of its memory is free.
-    """
+    """Measure this machine's GPU: bf16 products at the power limit, and a copy of 1 GiB."""
     import torch
 
     if not torch.cuda.is_available():
@@ -129,13 +122,16 @@ def measure() -> Device:
     copy_seconds = seconds(lambda: target.copy_(source))
     # ROCm's versions are not CUDA's compute capabilities, and its devices have small tiles (kernels/tiles.py).
     major = 0 if torch.version.hip else properties.major
-    return like_the_table(properties, major, 2 * side**3 / product_seconds, 2 * _GIB / copy_seconds)
-
-
-def like_the_table(properties: Any, major: int, flops: float, bandwidth: float) -> Device:
-    """Return a measured GPU, with the links of a GPU in the table: of its compute capability, or the slowest."""
+    # Links are those of a GPU in the table: of the same compute capability, or the slowest.
     alike = [device for device in DEVICES.values() if device.major == major] or DEVICES.values()
     links = min(alike, key=lambda device: device.bus)
-    sizes = properties.total_memory, major, properties.multi_processor_count
-    provenance = f"measured here; links as of the {links.name}"
-    return Device(properties.name, flops, bandwidth, *sizes, links.bus, links.network, provenance)
+    return dataclasses.replace(
+        links,
+        name=properties.name,
+        flops=2 * side**3 / product_seconds,
+        bandwidth=2 * _GIB / copy_seconds,
+        memory=properties.total_memory,
+        major=major,
+        multiprocessors=properties.multi_processor_count,
+        provenance=f"measured here; links as of the {links.name}",
+    )

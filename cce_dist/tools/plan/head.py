@@ -1,8 +1,7 @@
 """The head: what a loss adds to a step, in bytes and in seconds, from sizes alone.
 
-``cce_dist.decide`` chooses how the loss is computed, and a dry run (``kernels/dry_run.py``) counts its bytes. The peak is the
-largest of a few moments of a step. Seconds are a sum: matrix products at the GPU's rate, bytes over its bandwidth, launches and
-collectives.
+``cce_dist.decide`` chooses how the loss is computed, and a dry run (``kernels/dry_run.py``) counts its bytes. Seconds are a
+sum: products at the GPU's rate, bytes over its bandwidth, launches and collectives.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from cce_dist.tools.plan.devices import COSTS, DENSE, GPUS_PER_NODE, Dense, Devi
 
 OURS = ("kept", "budget", "filtered")
 VECTOR_BYTES = 16  # products are fastest where a row of logits is a multiple of this
-# Columns that a filter lists per token: in the bench's "trained" and "spread" workloads, threshold 2^-10, Llama-3-8B's head.
+# Columns that a filter lists per token, in the "trained" and "spread" workloads of Llama-3-8B's head.
 FEW_LISTED, MANY_LISTED = 2, 59
 DEFAULT_EPS = GradFilter.eps
 ITEMSIZE = 2  # bytes of an element of hidden states and weight: bf16
@@ -45,7 +44,6 @@ class Head:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether a row of logits is a multiple of 16 bytes."""
         return self.sizes.num_columns * ITEMSIZE % VECTOR_BYTES == 0
 
     @property
@@ -53,13 +51,12 @@ class Head:
         return self.tp > 1
 
     def way(self, loss: str, workspace_bytes: int | None) -> Way:
-        """Return how one of ``OURS`` is computed within a budget; None: within the budget that it chooses."""
+        """Return how one of ``OURS`` is computed within a budget; None: its own choice."""
         upstream = "unknown" if loss != "budget" else "number" if self.one_number else "tokens"
         where = Where("triton", "torch.bfloat16", self.is_split, upstream, self.main_grad)
         return decide(self.sizes, self.spec(loss, workspace_bytes or 0), where)
 
     def spec(self, loss: str, workspace_bytes: int) -> Spec:
-        """Return the specification of one of ``OURS``, as kernels take it."""
         filtered = Filter(DEFAULT_EPS, always=True) if loss == "filtered" else Filter()
         columns = self.sizes.num_columns
         logits = ShardLogits(0, columns)
@@ -115,7 +112,7 @@ class Cost:
 
 
 def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = None) -> Cost:
-    """Predict the cost of one of ``OURS`` or ``DENSE``, within a budget or, for None, within the budget that the loss chooses.
+    """Predict the cost of one of ``OURS`` or ``DENSE``, within a budget; None: what the loss chooses.
 
     "kept" keeps all exponentials whatever the budget, "budget" is exact, "filtered" filters; the other losses hold logits.
     """
@@ -135,23 +132,19 @@ def cost(head: Head, loss: str, device: Device, workspace_bytes: int | None = No
     total = forward + backward + sum(each.exposed for each in collectives)
     most = total
     if loss == "filtered":
-        # Where the lists do not fit, all tokens go through the exact backward as well.
+        # Where the lists do not fit, with a third to spare, or labels do not suffice to find frequent ids, all tokens go
+        # through the exact backward as well.
         more = listed_seconds(head, MANY_LISTED - FEW_LISTED)
-        if not lists_have_capacity(head, way.workspace_bytes):
+        num_slots = memory.list_slots(head.sizes, DEFAULT_EPS, way.workspace_bytes)
+        num_frequent = memory.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
+        if num_slots < 4 / 3 * MANY_LISTED / head.tp or head.num_tokens < 4 * num_frequent:
             more = _exact_backward(head, device, way.workspace_bytes)[0]
         most += more * slowest(head.tp)
     return Cost(loss, max(0, sum(items.values())), items, forward, total, most, collectives)
 
 
-def lists_have_capacity(head: Head, workspace_bytes: int) -> bool:
-    """Return whether ``MANY_LISTED`` columns per token fit, with a third to spare, and labels suffice to find frequent ids."""
-    num_slots = memory.list_slots(head.sizes, DEFAULT_EPS, workspace_bytes)
-    has_labels = head.num_tokens >= 4 * memory.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
-    return num_slots >= 4 / 3 * MANY_LISTED / head.tp and has_labels
-
-
 def _our_moments(head: Head, loss: str, device: Device, way: Way) -> list[dict[str, int]]:
-    """Return what is alive at the moments of a step: forward, backward's products, the sum of d_hidden, the end."""
+    """Return what is alive in forward, at backward's products, the sum of d_hidden, and the end."""
     sizes, spec = head.sizes, head.spec(loss, way.workspace_bytes)
     gpu = Planned(device.major, device.multiprocessors)
     in_slices = head.sequence_parallel and head.is_split
@@ -176,7 +169,7 @@ def _our_moments(head: Head, loss: str, device: Device, way: Way) -> list[dict[s
 
 
 def _dense_moments(head: Head, loss: str) -> list[dict[str, int]]:
-    """Return what is alive when the backward of the loss itself ends, and during the two products of the gradients."""
+    """Return what is alive after the loss's own backward, and during the products of the gradients."""
     logits = head.num_tokens * head.sizes.num_columns
     copied, _ = _padded(head, DENSE[loss])
     return [
@@ -195,10 +188,13 @@ def slowest(num_ranks: int) -> float:
 
 
 def _our_seconds(head: Head, loss: str, device: Device, way: Way) -> tuple[float, float, list[Collective]]:
-    """Return seconds of forward and backward, and the collectives."""
     product, workspace_bytes, groups = head.product / device.flops, way.workspace_bytes, way.groups
     if loss == "filtered":
-        forward, backward = _filter_seconds(head, device, workspace_bytes)
+        # With ``FEW_LISTED`` columns.
+        frequent = memory.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
+        rates = Rates(device.flops, device.bandwidth)
+        forward, backward = costs.filter_seconds(head.sizes, workspace_bytes, rates, frequent)
+        backward += listed_seconds(head, FEW_LISTED)
         return product + forward, backward, _our_collectives(head, device, 0.0, 2)
     forward = product + _exponentials(head, device) + _small_kernels(head, device)
     if way.passes == "one":
@@ -223,12 +219,11 @@ def _exponentials(head: Head, device: Device) -> float:
 
 
 def _small_kernels(head: Head, device: Device) -> float:
-    """Return the seconds of a pass's launches without a product, which gather rows and read target logits."""
     return COSTS.loss * COSTS.launch + 5 * head.hidden_bytes / device.bandwidth
 
 
 def _exact_backward(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
-    """Return the seconds of the exact backward, and of its last product, which runs behind the sum of d_hidden."""
+    """Return the seconds of the exact backward, and of the product that covers the sum of d_hidden."""
     product = head.product / device.flops
     products = _gradient_products(head, device)
     kept = memory.saved_columns(head.sizes, workspace_bytes)
@@ -246,7 +241,7 @@ def _gradient_products(head: Head, device: Device) -> float:
 
 
 def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tuple[int, int]:
-    """Return the number of recomputed chunks of columns, over all groups of tokens, and the tokens of each."""
+    """Return the number of recomputed chunks of columns, and the tokens of each."""
     sizes = head.sizes
     left = max(0, sizes.num_columns - kept)
     if left == 0:
@@ -259,18 +254,10 @@ def _chunks(head: Head, device: Device, workspace_bytes: int, kept: int) -> tupl
 
 
 def _chunk_seconds(head: Head, device: Device, rows: int) -> float:
-    """Return a chunk's seconds besides products: half a wave, reading and writing d_hidden with its remainder, launches."""
+    """Return a chunk's seconds besides products: half a wave, passes over d_hidden, launches."""
     tile = _tiles(device).dlogits
     wave = device.multiprocessors * 2.0 * tile.rows * tile.cols * (head.hidden_size + rows) / device.flops
     return wave / 2 + 2 * rows * head.sizes.sum_bytes / device.bandwidth + COSTS.chunk * COSTS.launch
-
-
-def _filter_seconds(head: Head, device: Device, workspace_bytes: int) -> tuple[float, float]:
-    """Return the seconds that a filter adds to the product of forward, and of its backward with ``FEW_LISTED`` columns."""
-    frequent = memory.frequent_columns(head.sizes.num_columns, DEFAULT_EPS)
-    rates = Rates(device.flops, device.bandwidth)
-    forward, backward = costs.filter_seconds(head.sizes, workspace_bytes, rates, frequent)
-    return forward, backward + listed_seconds(head, FEW_LISTED)
 
 
 def listed_seconds(head: Head, num_columns: float) -> float:
@@ -279,9 +266,8 @@ def listed_seconds(head: Head, num_columns: float) -> float:
 
 
 def _dense_seconds(head: Head, loss: str, device: Device) -> tuple[float, float, list[Collective]]:
-    """Return the seconds of forward and backward, and the collectives, of a loss that holds logits."""
     how = DENSE[loss]
-    # The plain products read rows of logits, which the library is slow with where they are not a whole number of vectors.
+    # Products read rows of logits slowly where they are not a whole number of vectors.
     slow = not head.is_aligned and how.padded is None
     product = head.product / device.flops / (COSTS.unaligned if slow else 1.0)
     fixed = COSTS.dense * COSTS.launch / 2
@@ -295,7 +281,6 @@ def _dense_seconds(head: Head, loss: str, device: Device) -> tuple[float, float,
 
 
 def _padded(head: Head, how: Dense) -> tuple[int, int]:
-    """Return the bytes per logit, alive and moved, of a copy with aligned rows."""
     return (0, 0) if head.is_aligned or how.padded is None else how.padded
 
 
@@ -308,7 +293,7 @@ def _our_collectives(head: Head, device: Device, covering: float, gathers: int) 
 
 
 def _hidden_collectives(head: Head, device: Device, covering: float) -> list[Collective]:
-    """Return the sum of d_hidden, behind ``covering`` seconds of products, and the gathers of sequence parallelism."""
+    """Return the sum of d_hidden, behind ``covering`` seconds, and the gathers of slices."""
     name = "reduce_scatter" if head.sequence_parallel else "all_reduce"
     whole = _collective(name, 1, head.hidden_bytes, head.tp, device)
     summed = dataclasses.replace(whole, exposed=max(0.0, whole.seconds - covering))
@@ -322,7 +307,7 @@ def _collective(name: str, count: int, num_bytes: int, num_ranks: int, device: D
 
 
 def collective_seconds(name: str, num_bytes: int, num_ranks: int, device: Device) -> float:
-    """Return a collective's seconds: a latency for each doubling of the ranks, and the bytes over the slowest link.
+    """Return a latency for each doubling of the ranks, and the time of the bytes on the slowest link.
 
     ``name`` is all_reduce, all_gather, reduce_scatter or send; ``num_bytes`` is the size of the whole tensor.
     """

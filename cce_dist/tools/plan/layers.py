@@ -72,7 +72,7 @@ class LayerTime:
 
 
 def layer_time(model: Model, layout: Layout, device: Device) -> LayerTime:
-    """Predict the time of a layer. Elementwise kernels take none, as if fused into products, unless ``layout.elementwise``."""
+    """Predict the time of a layer. Elementwise kernels take none, unless ``layout.elementwise``."""
     num_passes = 4 if layout.recompute == "full" else 3
     operations = 2.0 * model.active_params * layout.num_tokens
     # Causal: half of all pairs, two products; flash attention's backward takes 2.5 times its forward.
@@ -98,25 +98,20 @@ def activation_bytes(model: Model, layout: Layout) -> int:
 
 def stage_activations(model: Model, layout: Layout, layers: int, rank: int) -> int:
     """Return the bytes of activations that this number of layers holds on a pipeline rank."""
-    kept = activation_bytes(model, layout) * layers * chunks_in_flight(layout, rank) // layout.vpp
+    chunks = layout.pp - rank  # in flight at most, in the 1F1B schedule or the interleaved one
+    if layout.vpp > 1:
+        chunks = 2 * (chunks - 1) + (layout.vpp - 1) * layout.pp + 1
+    kept = activation_bytes(model, layout) * layers * chunks // layout.vpp
     if layers and layout.recompute == "full":  # one layer at a time is recomputed
         kept += activation_bytes(model, dataclasses.replace(layout, recompute="none"))
     return kept
 
 
-def chunks_in_flight(layout: Layout, rank: int) -> int:
-    """Return how many chunks' activations a pipeline rank holds at most, in the 1F1B schedule or the interleaved one."""
-    if layout.vpp == 1:
-        return layout.pp - rank
-    return 2 * (layout.pp - rank - 1) + (layout.vpp - 1) * layout.pp + 1
-
-
 def state_bytes(params: int, experts: int, layout: Layout) -> dict[str, int]:
     """Return the bytes of a rank's weights, gradients and optimizer state, by item.
 
-    ``params`` includes the parameters of ``experts``, which ``ep`` ranks share unless data parallelism splits them already.
-    Megatron and DeepSpeed have bf16 weights, sum gradients in fp32, and keep an fp32 copy and two moments in the optimizer.
-    Under FSDP2 weights are fp32 themselves.
+    ``params`` includes those of ``experts``, which ``ep`` ranks share unless data parallelism splits them already. Under FSDP2
+    weights are fp32; else bf16, with gradients, a copy and two moments in fp32.
     """
     ways = layout.dp * layout.cp
     stage = layout.zero_stage if layout.framework in ("megatron", "deepspeed") else 3

@@ -1,28 +1,20 @@
-"""A plan: for each loss the head's cost, the best cut, the memory of the first and last stage, the largest microbatch."""
+"""A plan: each loss's cost, cut, memory and largest microbatch; and a step on more GPUs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from bisect import bisect
+from collections.abc import Sequence
+from typing import Any, cast
 
-from cce_dist.tools.plan.cut import (
-    Cut,
-    best_cut,
-    deepspeed_weights,
-    even_cut,
-    last_stage_layers,
-    megatron_layout,
-    torchtitan_less_layers,
-)
-from cce_dist.tools.plan.devices import DEVICES, Device
-from cce_dist.tools.plan.head import Cost, Head, cost
+from cce_dist.tools.plan.cut import Cut, best_cut, even_cut
+from cce_dist.tools.plan.devices import DEVICES, GPUS_PER_NODE, Device
+from cce_dist.tools.plan.head import Cost, Head, collective_seconds, cost
 from cce_dist.tools.plan.layers import RANKS, RECOMPUTE, LayerTime, Layout, layer_time, stage_activations, state_bytes
-from cce_dist.tools.plan.sizes import MODELS, Model, check_size, padded
-
-T = TypeVar("T")
+from cce_dist.tools.plan.sizes import MODELS, Model, check_size, named, padded
 
 MIB = 2**20
+GLOBAL_TOKENS = 4 << 20  # of a step, over all GPUs
 MOST_TOKENS = 1 << 23  # of a microbatch on one rank; larger ones are not tried
 VOCAB_MULTIPLE = 128  # times tp: Megatron's default of --make-vocab-size-divisible-by
 USABLE = 0.94  # share of a GPU's memory; CUDA's context, NCCL and fragmentation take the rest
@@ -50,16 +42,6 @@ class LossPlan:
     first_stage: dict[str, int]
     largest_tokens: int  # of the largest microbatch with which both stages fit, at most ``MOST_TOKENS``; 0: none fits
 
-    def advice(self, layout: Layout) -> dict[str, Any]:
-        """Return each framework's options for the best cut, by their names."""
-        layers = self.cut.layers
-        told: dict[str, Any] = {"pipeline_model_parallel_layout": megatron_layout(layers)}
-        told["decoder_last_pipeline_num_layers"] = last_stage_layers(layers) if layout.vpp == 1 else None
-        if layout.vpp == 1:
-            told["deepspeed_weights"] = deepspeed_weights(layers)
-        less = {"first": 0, "last": torchtitan_less_layers(layers)}
-        return told | {f"pipeline_parallel_{place}_stage_less_layers": count for place, count in less.items()}
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -74,12 +56,12 @@ class Plan:
 
     @property
     def body(self) -> float:
-        """Seconds of all layers for one microbatch, without the head, on the ranks of one tensor-parallel group."""
+        """Seconds of all layers for one microbatch, without the head."""
         return self.model.num_layers * self.layer.seconds
 
     @property
     def head(self) -> list[dict[str, Any]]:
-        """A row for each loss: the memory besides inputs and gradients, the time, and the time in units of a layer's."""
+        """A row for each loss: memory besides inputs and gradients, time, and time over a layer's."""
         return [
             {
                 "loss": each.loss,
@@ -92,7 +74,7 @@ class Plan:
 
     def record(self) -> dict[str, Any]:
         """Return the plan as JSON values: the fields in bytes and seconds, ``head``, and each loss's advice."""
-        losses = [dataclasses.asdict(each) | {"advice": each.advice(self.layout)} for each in self.losses]
+        losses = [dataclasses.asdict(each) | {"advice": each.cut.advice(self.layout)} for each in self.losses]
         return dataclasses.asdict(self) | {"head": self.head, "losses": losses}
 
 
@@ -127,7 +109,7 @@ def plan(
 
 
 def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> LossPlan:
-    """Return the plan of one loss. Sizes of microbatches to try are multiples of 128 tokens per tensor-parallel rank."""
+    """Return the plan of one loss. Microbatches to try are multiples of 128 tokens per rank."""
 
     def at(num_tokens: int) -> LossPlan:
         there = dataclasses.replace(layout, num_tokens=num_tokens)
@@ -142,29 +124,8 @@ def _loss_plan(model: Model, layout: Layout, device: Device, loss: str, workspac
         return max(sum(there.first_stage.values()), sum(there.last_stage.values())) <= USABLE * device.memory
 
     step = 128 * layout.tp
-    return dataclasses.replace(at(layout.num_tokens), largest_tokens=largest(fits, MOST_TOKENS // step) * step)
-
-
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to ``most`` that fits, by bisection: all smaller ones must fit. 0 if 1 does not fit."""
-    fitting, above = 0, 1
-    while above <= most and fits(above):
-        fitting, above = above, 2 * above
-    above = min(above, most + 1)
-    while above - fitting > 1:
-        middle = (fitting + above) // 2
-        fitting, above = (middle, above) if fits(middle) else (fitting, middle)
-    return fitting
-
-
-def named(table: dict[str, T], value: T | str, kind: str) -> T:
-    """Look up a name; return any other value as it is. Raises ValueError for an unknown name."""
-    if not isinstance(value, str):
-        return value
-    if value not in table:
-        more = ", or pass a config.json by --config" if kind == "model" else ""
-        raise ValueError(f"unknown {kind} {value}; choose from {', '.join(table)}{more}")
-    return table[value]
+    most = bisect(range(1, MOST_TOKENS // step + 1), False, key=lambda steps: not fits(steps))
+    return dataclasses.replace(at(layout.num_tokens), largest_tokens=most * step)
 
 
 def check(model: Model, layout: Layout) -> None:
@@ -191,7 +152,6 @@ def check(model: Model, layout: Layout) -> None:
 
 
 def head_cost(model: Model, layout: Layout, device: Device, loss: str, workspace_bytes: int | None) -> Cost:
-    """Predict the cost of the head with a loss of ``LOSSES``."""
     head = Head(
         layout.num_tokens,
         model.hidden_size,
@@ -232,3 +192,78 @@ def stage_bytes(model: Model, layout: Layout, cut: Cut, head: Cost, rank: int) -
         # Kept exponentials count as workspace, but the few numbers per token that are saved with them do not.
         parts["statistics"] = min(head.items["saved"], 40 * layout.num_tokens)
     return items | parts | {"workspace": max(0, head.workspace - sum(parts.values()))}
+
+
+def grow(
+    model: Model,
+    layout: Layout,
+    device: Device,
+    counts: Sequence[int],
+    workspace_bytes: int | None = None,
+    global_tokens: int = GLOBAL_TOKENS,
+) -> list[dict[str, Any]]:
+    """Predict a step with each loss on each number of GPUs. Where there are too few, tp and pp shrink.
+
+    A microbatch takes as long as the slowest stage, and filling and draining the pipeline (pp - 1) / vpp more.
+    """
+    steps = []
+    for count in counts:
+        tp = min(layout.tp, count)
+        pp = max(1, min(layout.pp, count // tp))
+        dp, rest = divmod(count, tp * pp * layout.cp)
+        if dp < 1 or rest:
+            raise ValueError(f"--scale {count}: tp {tp} x pp {pp} x cp {layout.cp} does not divide so many GPUs")
+        vpp = layout.vpp if pp > 1 else 1
+        there = dataclasses.replace(layout, tp=tp, pp=pp, dp=dp, vpp=vpp)
+        microbatches = global_tokens // (dp * layout.cp * layout.num_tokens)
+        if microbatches < 1:
+            raise ValueError(f"--scale {count}: {global_tokens} tokens are less than {dp} replicas' microbatches")
+        found = plan(model, there, device, workspace_bytes)
+        steps += [_step(found, each, microbatches) for each in found.losses]
+    return steps
+
+
+def _step(found: Plan, each: LossPlan, microbatches: int) -> dict[str, Any]:
+    """Return numbers of a step by name. "Exposed" communication is what no computation overlaps."""
+    layout, device = found.layout, found.device
+    slowest = max(each.cut.seconds)
+    rank = each.cut.seconds.index(slowest)
+    layers = sum(each.cut.layers[rank :: layout.pp])
+    # Stages are on different nodes if a pipeline does not fit into one. While it fills and drains nothing overlaps a send.
+    num_bytes = 2 * layout.num_tokens * found.model.width // layout.num_slices
+    ranks = GPUS_PER_NODE + 1 if layout.tp * layout.pp > GPUS_PER_NODE else 2
+    send = collective_seconds("send", num_bytes, ranks, device)
+    fill = (layout.pp - 1) / layout.vpp * (slowest + 2 * send)
+    gradients = _gradients_exposed(found, slowest)
+    total = microbatches * slowest + fill + gradients
+    tokens = microbatches * layout.num_tokens * layout.dp * layout.cp
+    exposed = sum(one.exposed for one in each.cost.collectives)
+    return {
+        "gpus": layout.num_gpus,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "dp": layout.dp,
+        "microbatches": microbatches,  # of each pipeline
+        "loss": each.loss,
+        "head_ms": each.cost.seconds * 1e3,  # of one microbatch, exposed collectives included
+        "head_exposed_ms": exposed * 1e3,  # of one microbatch
+        "layers_exposed_ms": layers * found.layer.collectives * 1e3,  # of one microbatch, in the slowest stage
+        "gradients_exposed_ms": gradients * 1e3,  # of the sum of gradients over data-parallel ranks
+        "bubble": fill / total,  # share of the step in which a stage waits for the pipeline to fill and drain
+        "step_ms": total * 1e3,
+        "tokens_per_second": tokens / total,  # over all GPUs
+    }
+
+
+def _gradients_exposed(found: Plan, microbatch: float) -> float:
+    """Return the seconds of data parallelism's collectives that the last microbatch does not overlap.
+
+    Gradients' reduce-scatter runs behind backward, two thirds of it, and weights' all-gather behind forward.
+    """
+    layout, model = found.layout, found.model
+    ways = layout.dp * layout.cp
+    params = (model.params // layout.pp) // layout.tp
+    ranks = ways if layout.tp * layout.pp * ways <= GPUS_PER_NODE else max(ways, GPUS_PER_NODE + 1) if ways > 1 else 1
+    reduce = collective_seconds("reduce_scatter", 4 * params, ranks, found.device)
+    gather = collective_seconds("all_gather", 2 * params, ranks, found.device)
+    return max(0.0, reduce - 2 / 3 * microbatch) + max(0.0, gather - microbatch / 3)

@@ -6,19 +6,21 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from cce_dist.kernels.tiles import cdiv
 
-# The largest size, and the largest number of layers or experts. No model comes near, and more would take hours to plan.
+T = TypeVar("T")
+
+# The largest size, and the largest number of layers or experts. More would take hours to plan.
 MOST_SIZE, MOST_PARTS = 1 << 28, 1 << 12
 
 
 def check_size(name: str, value: object, most: int = MOST_SIZE) -> None:
-    """Raise ValueError unless the value is a whole number that a model can have. A dense model has 0 experts."""
+    """Raise ValueError unless the value is a size that a model can have."""
     is_expert = "expert" in name
     least, most = int(not is_expert), MOST_PARTS if is_expert or "layer" in name else most
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -26,7 +28,6 @@ def check_size(name: str, value: object, most: int = MOST_SIZE) -> None:
 
 
 def _check_shared(num_heads: int, num_kv_heads: int | None) -> None:
-    """Raise ValueError unless every head of keys and values serves equally many heads."""
     if num_heads % (num_kv_heads or num_heads):
         raise ValueError(f"{num_heads} heads cannot share {num_kv_heads} heads of keys and values")
 
@@ -62,7 +63,6 @@ class Model:
 
     @property
     def query_size(self) -> int:
-        """Width of all queries together."""
         return self.num_heads * self.size_of_head
 
     @property
@@ -114,7 +114,7 @@ class Model:
 
     @property
     def embedding_params(self) -> int:
-        """Parameters before the first layer: all that are neither in a layer, nor in the last norm, nor in an untied head."""
+        """Parameters before the first layer."""
         after = self.hidden_size + (0 if self.is_tied else self.head_params)
         return self.params - self.num_layers * self.layer_params - after
 
@@ -183,6 +183,16 @@ MODELS = {
 }
 
 
+def named(table: dict[str, T], value: T | str, kind: str) -> T:
+    """Look up a name; return any other value as it is. Raises ValueError for an unknown name."""
+    if not isinstance(value, str):
+        return value
+    if value not in table:
+        more = ", or pass a config.json by --config" if kind == "model" else ""
+        raise ValueError(f"unknown {kind} {value}; choose from {', '.join(table)}{more}")
+    return table[value]
+
+
 # Sizes in a config.json, by the names that most model types have for them.
 CONFIG_SIZES = """hidden_size vocab_size num_hidden_layers decoder_layers num_attention_heads num_key_value_heads head_dim
 intermediate_size num_experts num_local_experts n_routed_experts num_experts_per_tok"""
@@ -224,10 +234,9 @@ def read_config(path: Path) -> Counted:
 
 
 def _check_file(path: Path, kinds: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a config.json has possible sizes: transformers builds some models of impossible ones.
+    """Raise ValueError unless sizes are possible: transformers builds some models of impossible ones.
 
-    ``kinds`` has each model type's class of configurations. A class may have other names for sizes, and its own defaults,
-    such as a ``head_dim`` of 0, are right.
+    A class of configurations (``kinds``) may have other names for sizes, and its own defaults are right.
     """
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -251,7 +260,7 @@ def _check_file(path: Path, kinds: Mapping[str, Any]) -> None:
 
 
 def _count(model: Any, config: Any, head: Tensor, is_tied: bool) -> Counted:
-    """Count the parameters of a model of transformers. ``config`` describes its text decoder, ``head`` is its head's weight."""
+    """Count a model's parameters. ``config`` describes its text decoder, ``head`` is its head's weight."""
     config.allow_global_per_layer_attribute_access = True
     width = _setting(config, "hidden_size") or head.shape[1]
     num_layers, layers = _layers(model, _setting(config, "num_hidden_layers"))
@@ -280,15 +289,14 @@ def _count(model: Any, config: Any, head: Tensor, is_tied: bool) -> Counted:
 
 
 def _setting(config: Any, *names: str) -> int:
-    """Return the first of these settings that the config has, or 0."""
     return next((found for name in names if (found := getattr(config, name, None))), 0)
 
 
 def _layers(model: nn.Module, expected: int) -> tuple[int, list[Tensor]]:
     """Return the number of layers, and all their parameters.
 
-    The layers are the ``nn.ModuleList`` with ``expected`` members, or the one with most parameters if there are several or
-    none. Equally long lists of one parent (attentions in one, feed-forward networks in another) count as one list.
+    The layers are the ``nn.ModuleList`` with ``expected`` members, or else with most parameters. Equally long lists of one
+    parent (attentions in one, feed-forward networks in another) count as one.
     """
     stacks = []
     for module in model.modules():

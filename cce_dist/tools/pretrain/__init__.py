@@ -1,8 +1,6 @@
-"""The main job, ``cce-dist pretrain``: a GPT of our own, tensor-parallel, with a ``VocabParallelHead`` as its last layer.
+"""The main job, ``cce-dist pretrain``: a tensor-parallel GPT with a ``VocabParallelHead``.
 
-Reading order: ``recipe`` (what a run is), ``launch`` (from a command line to ranks; what a failure says), ``train`` (the
-loop), ``engine`` and ``model`` (what the loop drives), ``data`` (a folder of text files to packed batches), ``ranks`` (device,
-mesh, microbatches), ``checkpoint``, ``log`` (metrics and progress bar), ``plot`` (the figure).
+Reading order: recipe, launch, train, engine, model, data, ranks, checkpoint, log, plot.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from cce_dist.tools.pretrain.recipe import add_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``cce-dist pretrain``."""
     parser.description = (
         "Pre-train a GPT on a folder of text files. Under torchrun every process is a rank; "
         "started alone it starts tp x dp ranks on this machine."
@@ -35,7 +32,6 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``cce-dist pretrain`` and return its exit code."""
     from cce_dist.tools.pretrain.launch import launch
 
     return launch(args)

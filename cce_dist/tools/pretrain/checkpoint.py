@@ -1,14 +1,11 @@
 """Checkpoints whose damage is found, whether a crash, a full disk or a power failure has caused it.
 
 A checkpoint is written to ``step-00000100.tmp`` with a manifest of sizes and checksums, renamed to ``step-00000100``, and
-only then named in the file ``latest``. Loading verifies the manifest and passes a damaged checkpoint over. Tensors are stored
-by their global shape (``torch.distributed.checkpoint``), so a run goes on with any number of ranks.
+only then named in the file ``latest``. Loading passes a damaged one over. Tensors are stored by their global shape, so a run
+goes on with any number of ranks. The file ``stored`` beside the folder names the newest one, too: a run whose checkpoints are
+gone does not begin at step 0, and keeps its records.
 
-The file ``stored`` beside the folder of checkpoints names the newest one, too. A run whose checkpoints are gone thus does not
-begin at step 0 as if there had been none, and keeps its records.
-
-A manifest finds damage; it is no signature. Torch reads the metadata of tensors as a pickle: go on from folders alone that you
-trust.
+A manifest is no signature. Torch reads the metadata of tensors as a pickle: go on from folders alone that you trust.
 """
 
 from __future__ import annotations
@@ -19,16 +16,15 @@ import json
 import pickle
 import re
 import shutil
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-from cce_dist.tools.pretrain import durable
 from cce_dist.tools.pretrain.exits import CheckpointError, UsageError, say
+from cce_dist.tools.pretrain.folder import sha256, write_whole
 from cce_dist.tools.pretrain.ranks import Ranks
 
 MANIFEST, STATE, LATEST = "manifest.json", "state.pt", "latest"
@@ -37,30 +33,14 @@ NAME = re.compile(r"step-\d{8,}")
 
 
 def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: dict[str, Any], ranks: Ranks) -> None:
-    """Write model, optimizer and ``state`` (plain values; ``state["step"]`` names the checkpoint); keep the ``keep`` newest.
+    """Write model, optimizer and ``state``, whose "step" names the checkpoint; keep the ``keep`` newest.
 
-    Every rank writes the shards that it holds, by ``save_tensors``. Ranks share the reading of all files for the manifest.
-
-    Raises:
-        CheckpointError: On every rank, where any could not write. Older checkpoints are untouched.
+    Ranks share the reading of all files for the manifest. All raise ``CheckpointError`` where any could not write.
     """
     final = folder / f"step-{state['step']:08d}"
     scratch = final.with_suffix(".tmp")
 
-    def tried(act: Callable[[], Any]) -> Callable[[], Any]:
-        """Return ``act`` as a function that raises ``CheckpointError`` where it cannot write."""
-
-        def attempt() -> Any:
-            try:
-                return act()
-            except (OSError, dcp.CheckpointException) as error:
-                wrapped = isinstance(error, dcp.CheckpointException)
-                cause = next(iter(error.failures.values()))[0] if wrapped else error
-                reason = getattr(cause, "strerror", None) or f"{cause} (is the disk full?)"  # torch's own say no more
-                raise CheckpointError(f"cannot write checkpoint {final}: {reason}") from error
-
-        return attempt
-
+    tried = _writing(final)
     try:
         ranks.on_first(tried(lambda: shutil.rmtree(scratch) if scratch.exists() else None))
         ranks.together(tried(lambda: save_tensors(scratch)))
@@ -78,7 +58,7 @@ def save(folder: Path, keep: int, save_tensors: Callable[[Path], None], state: d
 def load(
     folder: Path, load_tensors: Callable[[Path], None], same: dict[str, Any], ranks: Ranks
 ) -> dict[str, Any] | None:
-    """Restore model and optimizer from the newest whole checkpoint; return its state, or None where there is none.
+    """Restore model and optimizer from the newest whole checkpoint; return its state, or None.
 
     ``same`` is what a run and its resumption must have in common.
 
@@ -106,22 +86,19 @@ def clear(folder: Path) -> None:
 
 
 def checksum(path: Path) -> list[Any]:
-    """Return a file's size and SHA-256."""
-    return [path.stat().st_size, durable.sha256(path)]
+    return [path.stat().st_size, sha256(path)]
 
 
-def write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
-    """Write nested dictionaries of tensors to a folder that is not there yet."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the warning only says that one process saves alone
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, overwrite=False))
-
-
-def read_tensors(folder: Path, tensors: dict[str, Any]) -> None:
-    """Read into the tensors, in place."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
+@contextlib.contextmanager
+def _writing(final: Path) -> Iterator[None]:
+    """Raise ``CheckpointError`` where the context, or the function that this decorates, cannot write."""
+    try:
+        yield
+    except (OSError, dcp.CheckpointException) as error:
+        wrapped = isinstance(error, dcp.CheckpointException)
+        cause = next(iter(error.failures.values()))[0] if wrapped else error
+        reason = getattr(cause, "strerror", None) or f"{cause} (is the disk full?)"  # torch's own say no more
+        raise CheckpointError(f"cannot write checkpoint {final}: {reason}") from error
 
 
 def _load(path: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]) -> dict[str, Any]:
@@ -142,10 +119,7 @@ def _load(path: Path, load_tensors: Callable[[Path], None], same: dict[str, Any]
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints to try, the newest first.
-
-    These are the checkpoints up to the one that the file ``latest`` names, or all of them if that one does not exist.
-    """
+    """Return the checkpoints up to the one that ``latest`` names, or all if it is gone, the newest first."""
     found = _ours(folder)[::-1]
     try:
         newest = (folder / LATEST).read_text(errors="replace").strip()
@@ -203,12 +177,12 @@ def _add_state(scratch: Path, state: dict[str, Any]) -> list[str]:
 
 def _publish(scratch: Path, final: Path, keep: int, sums: dict[str, list[Any]]) -> None:
     """Give a whole checkpoint its manifest and its name, point ``latest`` at it, and drop the oldest."""
-    durable.write(scratch / MANIFEST, json.dumps({"files": sums}, indent=1) + "\n")
+    write_whole(scratch / MANIFEST, json.dumps({"files": sums}, indent=1) + "\n")
     if final in _ours(final.parent):
         shutil.rmtree(final)  # damaged, or left by a crash between the two renames below
     scratch.rename(final)
-    durable.write(final.with_name(LATEST), final.name + "\n")
-    durable.write(final.parent.with_name(STORED), final.name + "\n")
+    write_whole(final.with_name(LATEST), final.name + "\n")
+    write_whole(final.parent.with_name(STORED), final.name + "\n")
     finished = [path for path in _ours(final.parent) if path.name <= final.name]
     for old in finished[: -max(keep, 1)]:
         with contextlib.suppress(OSError):

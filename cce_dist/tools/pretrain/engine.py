@@ -1,21 +1,22 @@
-"""The engine: a model and its optimizer, tensor-parallel by DTensor and data-parallel by FSDP2, and how they are driven."""
+"""The engine: a model and its optimizer, tensor-parallel by DTensor and data-parallel by FSDP2."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from cce_dist import VocabParallelHead
-from cce_dist.tools.pretrain import checkpoint
 from cce_dist.tools.pretrain.data import Batches, num_valid
 from cce_dist.tools.pretrain.model import GPT, DenseHead, shard_model
 from cce_dist.tools.pretrain.ranks import Ranks
@@ -23,19 +24,14 @@ from cce_dist.tools.pretrain.recipe import Recipe
 
 
 class Step(NamedTuple):
-    """The results of an optimizer step, on the device: nothing has waited for them.
+    """The results of an optimizer step, 0-d, on the device: nothing has waited for them."""
 
-    Attributes:
-        loss: 0-d, mean over those tokens of the whole batch that are not ignored.
-        grad_norm: 0-d, of the whole gradient, before clipping.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
+    loss: Tensor  # mean over those tokens of the whole batch that are not ignored
+    grad_norm: Tensor  # of the whole gradient, before clipping
 
 
 class Engine:
-    """A model, its optimizer and how they are driven. Every rank calls every method, and all communicate."""
+    """A model, its optimizer and how they are driven. Every rank calls every method."""
 
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
         self.recipe, self.ranks = recipe, ranks
@@ -46,7 +42,7 @@ class Engine:
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95))
 
     def step(self, step: int, ids: np.ndarray, labels: np.ndarray) -> Step:
-        """Take optimizer step number ``step``, counted from 1, on a whole batch: ids and labels, [batch size, s] int64."""
+        """Take step number ``step``, counted from 1, on a whole batch: ids and labels, [batch size, s]."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate(step)
         loss = self._accumulate_gradients(ids, labels)
@@ -57,8 +53,9 @@ class Engine:
 
     @torch.no_grad()
     def validate(self, held_out: Batches, num_batches: int | None = None) -> float:
-        """Return the mean loss of the first batches, ``eval_batches`` unless said, the same ones every time; on every rank."""
-        batches = held_out.first(num_batches or self.recipe.eval_batches, self.recipe.batch_size)
+        """Return the mean loss of the first batches, ``eval_batches`` unless said, on every rank."""
+        size = self.recipe.batch_size
+        batches = [held_out.at(index * size, size) for index in range(num_batches or self.recipe.eval_batches)]
         num_tokens = num_valid(*(labels for _, labels in batches))
         total = torch.zeros((), device=self.ranks.device)
         for ids, labels in batches:
@@ -68,19 +65,22 @@ class Engine:
         return self._sum_over_dp(total).item()
 
     def save_tensors(self, folder: Path) -> None:
-        """Write this rank's part of model and optimizer to a folder that all ranks share and that is not there yet.
-
-        Raises:
-            torch.distributed.checkpoint.CheckpointException, OSError: Some rank could not write; on every rank, at the end.
-        """
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        checkpoint.write_tensors(folder, {"model": model, "optimizer": optimizer})
+        """Write this rank's part of model and optimizer to a folder that is not there yet."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the warning only says that one process saves alone
+            dcp.save(self._tensors(), storage_writer=dcp.FileSystemWriter(folder, overwrite=False))
 
     def load_tensors(self, folder: Path) -> None:
         """Read it again, on any number of ranks."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        checkpoint.read_tensors(folder, {"model": model, "optimizer": optimizer})
+        tensors = self._tensors()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
+        model, optimizer = tensors.values()
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def _tensors(self) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer), strict=True))
 
     def _accumulate_gradients(self, ids: np.ndarray, labels: np.ndarray) -> Tensor:
         """Add up the gradient of the batch's mean loss, and return that loss.
@@ -134,8 +134,8 @@ def build_model(recipe: Recipe, ranks: Ranks) -> GPT:
 def clip_gradients(model: nn.Module, max_norm: float, ranks: Ranks) -> Tensor:
     """Scale all gradients so that their norm is ``max_norm`` at most, and return the norm that they had.
 
-    Communication: one all-reduce of a number, so that every rank scales by the same bits (``clip_grad_norm_`` sums a mesh's
-        dimensions one after the other); and one per norm under sequence parallelism, whose gradients are not summed yet.
+    Communication: one all-reduce of a number, so that every rank scales by the same bits; and one per norm under sequence
+        parallelism, whose gradients are not summed yet.
     """
     square = torch.zeros((), device=ranks.device)
     gradients = []

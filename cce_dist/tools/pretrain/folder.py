@@ -1,10 +1,11 @@
-"""The folder of a run, which one run at a time holds."""
+"""The folder of a run, which one run at a time holds; files that are whole or not there; checksums."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -27,8 +28,6 @@ def hold(out: Path, ranks: Ranks) -> Iterator[bool]:
     Yields:
         Whether this run had the folder last: it was started again, by its agent or its scheduler.
 
-    Communication: a few small objects over the default group.
-
     Raises:
         UsageError: Another run holds it; on every rank.
         CheckpointError: It cannot be written; on every rank.
@@ -46,7 +45,7 @@ def hold(out: Path, ranks: Ranks) -> Iterator[bool]:
 
 
 def job() -> str | None:
-    """Return what names this run for its scheduler, the same when it is started again; None where nothing does."""
+    """Return this run's name for its scheduler, the same when it is started again, or None."""
     return os.environ.get("RUN_ID") or os.environ.get("SLURM_JOB_ID")
 
 
@@ -89,3 +88,21 @@ def _holder(lock: TextIO) -> dict[str, Any]:
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file, whole or not at all: the text is flushed to disk before it gets the name."""
+    scratch = path.with_name(path.name + ".tmp")
+    with open(scratch, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)

@@ -1,7 +1,6 @@
-"""From a command line to ranks: under torchrun this process is one, alone it starts them; and what a failure says.
+"""From a command line to ranks: under torchrun this process is one, alone it starts them.
 
-A user's mistake, a full disk or a lost rank is one line on stderr; ``exits`` has the codes, and CCE_DIST_DEBUG=1 adds the
-traceback. Anything else is a bug and keeps its traceback.
+A user's mistake, a full disk or a lost rank is one line on stderr, with its traceback under CCE_DIST_DEBUG=1.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import socket
 import sys
 import time
 import traceback
-import uuid
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,12 +22,10 @@ import torch.distributed as dist
 
 from cce_dist import GradFilter
 from cce_dist.tools.pretrain import data, exits
-from cce_dist.tools.pretrain.engine import Engine
-from cce_dist.tools.pretrain.exits import AGAIN, HOPELESS, LOST, CheckpointError, Stopped, UsageError
+from cce_dist.tools.pretrain.exits import AGAIN, HOPELESS, LOST, SIGNALS, CheckpointError, Stopped, UsageError
 from cce_dist.tools.pretrain.ranks import Ranks, check_gpus, join
 from cce_dist.tools.pretrain.recipe import Recipe
-from cce_dist.tools.pretrain.stop import SIGNALS, exit_before_training, signal_handlers
-from cce_dist.tools.pretrain.train import make_deterministic, train
+from cce_dist.tools.pretrain.train import train
 from cce_dist.tools.ranks import in_torchrun
 
 
@@ -55,7 +51,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def read_recipe(args: argparse.Namespace) -> Recipe:
-    """Return the recipe of a command line, in which the flags that fit themselves to the machine are decided."""
+    """Return the recipe of a command line, in which the machine has decided what flags leave open."""
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,7 +71,6 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
 
 
 def _start_ranks(recipe: Recipe, num_local: int) -> int:
-    """Start this node's ranks, under torchrun's agent."""
     from cce_dist.tools.pretrain import torchrun
 
     # Torchrun sets this to 1; here the ranks share all cores.
@@ -83,15 +78,12 @@ def _start_ranks(recipe: Recipe, num_local: int) -> int:
     if recipe.nodes == 1 and "lo" in dict(socket.if_nameindex()).values():
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    settings = dict(each.split("=", 1) for each in (recipe.meet_conf or "").split(",") if "=" in each)
-    run_id = recipe.run_id if recipe.nodes > 1 else uuid.uuid4().hex
-    meeting = torchrun.Meeting(recipe.nodes, recipe.meet if recipe.nodes > 1 else None, run_id, settings)
-    return torchrun.run(_rank_process, (recipe, os.getpid()), num_local, recipe.max_restarts, meeting)
+    return torchrun.run(_rank_process, recipe, num_local)
 
 
 def _rank_process(recipe: Recipe, agent: int) -> None:
     os.environ[exits.AGENT] = str(agent)
-    # Outside of the training loop a signal ends a rank as the system has it, even while it waits for another rank.
+    # Outside of the training loop a signal ends a rank as the system has it.
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -109,10 +101,10 @@ def _rank_process(recipe: Recipe, agent: int) -> None:
 def run_rank(recipe: Recipe) -> int:
     """Set this rank up, train, and return its exit code, one of ``exits``."""
     _end_with_agent()
-    with contextlib.nullcontext() if in_torchrun() else signal_handlers(SIGNALS, exit_before_training):
+    with contextlib.nullcontext() if in_torchrun() else exits.signal_handlers(SIGNALS, exits.exit_before_training):
         try:
             ranks = join(recipe)
-            train_on(recipe, ranks, _prepare(recipe, ranks))
+            train(recipe, ranks, _prepare(recipe, ranks))
         except Exception as error:
             return _end_early(error)
     if dist.is_initialized():
@@ -122,22 +114,14 @@ def run_rank(recipe: Recipe) -> int:
 
 
 def _end_early(error: Exception) -> int:
-    """Say what ended this rank's training, and return its exit code; a bug is raised."""
-    if isinstance(error, Stopped):
-        if exits.is_reporting_rank():
-            exits.say(str(error))
-        return _leave(AGAIN, everywhere=True)
-    if not (isinstance(error, (UsageError, CheckpointError, data.CorpusError, OSError)) or _is_lost_peer(error)):
+    """Say what ended this rank's training, and return its exit code, or leave with it; a bug is raised."""
+    is_lost = _is_lost_peer(error)
+    everywhere = isinstance(error, (Stopped, UsageError, CheckpointError))  # all ranks raise it
+    if not (everywhere or is_lost or isinstance(error, (data.CorpusError, OSError))):
         raise error
-    everywhere = isinstance(error, (UsageError, CheckpointError))
-    code = LOST if _is_lost_peer(error) else HOPELESS
+    code = AGAIN if isinstance(error, Stopped) else LOST if is_lost else HOPELESS
     if not everywhere or exits.is_reporting_rank():
         _report(error)
-    return _leave(code, everywhere)
-
-
-def _leave(code: int, everywhere: bool) -> int:
-    """End this rank early; ``everywhere`` says that all ranks do."""
     if dist.is_initialized():
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -149,7 +133,7 @@ def _leave(code: int, everywhere: bool) -> int:
 
 
 def _end_with_agent() -> None:
-    """Have this process end when its agent or torchrun does, so that it writes nothing into a run that goes on without it."""
+    """Have this process end when its agent does: it must not write into a run that goes on without it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return
     parent, set_signal_of_parents_death = os.getppid(), 1
@@ -159,11 +143,7 @@ def _end_with_agent() -> None:
 
 
 def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
-    """Have one rank of each node tokenize the corpus, and return its folder.
-
-    Raises:
-        UsageError: It failed on some node, or nodes have corpora that differ; on every rank.
-    """
+    """Have one rank of each node tokenize the corpus, and return its folder. All fail if one does."""
     if ranks.world_size == 1:
         return data.prepare(*recipe.text)
     node = os.environ.get("GROUP_RANK", socket.gethostname())
@@ -192,18 +172,8 @@ def _prepare(recipe: Recipe, ranks: Ranks) -> Path:
     return folders[nodes[node]]
 
 
-def train_on(recipe: Recipe, ranks: Ranks, folder: Path) -> None:
-    """Train on the corpus in ``folder``; see ``train``."""
-    corpus = data.Corpus(folder)
-    batches, held_out = (
-        data.Batches(ids, recipe.shape.seq_len, recipe.seed) for ids in (corpus.train, corpus.held_out)
-    )
-    make_deterministic(recipe.seed)
-    train(Engine(recipe, ranks), corpus, batches, held_out)
-
-
 def check_flags(recipe: Recipe) -> None:
-    """Raise ``UsageError`` where flags do not go together, or one asks for a package that is not here."""
+    """Raise ``UsageError`` where flags do not go together, or a package is missing."""
     uneven = recipe.num_ranks % recipe.nodes != 0 and recipe.ranks_per_node is None
     problems = {
         f"--filter-eps and --filter-always need a --loss that filters, not {recipe.loss}": recipe.grad_filter is None
@@ -220,11 +190,12 @@ def check_flags(recipe: Recipe) -> None:
 
 
 def _report(error: BaseException) -> int:
-    """Print one line about ``error`` and return the exit code."""
-    rank, text = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else "", str(error)
+    text = str(error)
     if _is_lost_peer(error):
         text = f"{'time-out' if 'Timed out' in text else 'lost a peer'} in a collective: {text.split('. ')[0]}"
-    exits.say(rank + text)
+    if "RANK" in os.environ and not isinstance(error, Stopped):
+        text = f"rank {os.environ['RANK']}: {text}"
+    exits.say(text)
     if os.environ.get("CCE_DIST_DEBUG") == "1":
         traceback.print_exception(error)
     return HOPELESS

@@ -1,4 +1,4 @@
-"""The first rank's records of a run: metrics.jsonl, a progress bar, and TensorBoard and Weights & Biases where asked for."""
+"""The first rank's records: metrics.jsonl, a progress bar, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from cce_dist.tools.arguments import MOST
-from cce_dist.tools.pretrain import durable
+from cce_dist.tools.pretrain.folder import write_whole
 from cce_dist.tools.pretrain.recipe import Recipe
 
 # The default lock holds a named semaphore, which would leak when a rank leaves by os._exit.
@@ -27,16 +27,14 @@ SILENCE = 10  # seconds without a line, at most, where output goes to a file or 
 class Log:
     """Metrics of one run as one clean history, however often it was resumed.
 
-    Records are JSON objects, one a line: ``step`` counts finished optimizer steps; ``split`` is "train" or "val"; ``loss`` is
-    in nats per token. Records past ``step``, from which the run goes on, are dropped.
-
-    Methods raise ``OSError`` where the file could not be written whole, or where Weights & Biases refused the run.
+    Records are JSON objects, one a line: ``split`` is "train" or "val", ``loss`` is in nats per token. Records past ``step``,
+    from which the run goes on, are dropped. Methods raise ``OSError`` where the file could not be written whole.
     """
 
     def __init__(self, recipe: Recipe, step: int) -> None:
         path = recipe.out / "metrics.jsonl"
         kept = [record for record in read(path) if record["step"] <= step] if path.exists() and step else []
-        durable.write(path, "".join(json.dumps(record) + "\n" for record in kept))
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
         # The file has no buffer: a record is on disk or its write raised, and nothing is left to fail at exit.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
         self._board: Any = _tensorboard(recipe.out, step) if recipe.tensorboard else None
@@ -46,7 +44,6 @@ class Log:
         self._step, self._steps, self._loss, self._told = step, recipe.steps, "", time.monotonic()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
         line = (json.dumps(record) + "\n").encode()
         if self._file.write(line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file.name))
@@ -91,7 +88,7 @@ class Log:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file. A line that is none, such as one that a crash cut short, is left out."""
+    """Return the records of a metrics file, without lines that a crash cut short."""
     records = []
     for line in path.read_bytes().splitlines():
         try:

@@ -1,11 +1,9 @@
 """A GPT in plain torch: RMSNorm, rotary positions, SwiGLU; sharded by ``parallelize_module``, topped by our head.
 
-Activations are [s, b, D], sequence first, so that under sequence parallelism each rank holds a slice of dimension 0, which
-is what ``VocabParallelHead`` takes. Letters: s sequence, b sequences of this rank, D hidden size, H heads of this rank,
-d size of a head.
+Activations are [s, b, D], sequence first: under sequence parallelism each rank holds a slice of dimension 0. Letters: s
+sequence, b sequences of this rank, D hidden size, H heads of this rank, d size of a head.
 
-Source of the architecture: Llama (Touvron et al.); of the sharding: Megatron-LM (Shoeybi et al.; Korthikanti et al. for the
-sequence-parallel form).
+Sources: Llama (Touvron et al.); for the sharding Megatron-LM (Shoeybi et al.; Korthikanti et al.).
 """
 
 from __future__ import annotations
@@ -16,18 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 
 from cce_dist.tools.pretrain.recipe import Shape
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer whose last layer is the loss.
-
-    ``head`` takes hidden states [s, b, D], labels [s, b] and ``num_tokens``, and holds its weight as ``weight``: a
-    ``VocabParallelHead``, or another, such as ``DenseHead``, that returns the loss alone.
-    """
+    """Decoder-only transformer whose last layer is the loss, a ``VocabParallelHead`` or a ``DenseHead``."""
 
     def __init__(self, shape: Shape, head: nn.Module) -> None:
         super().__init__()
@@ -113,8 +107,8 @@ class SwiGLU(nn.Module):
 class DenseHead(nn.Module):
     """The loss with all logits in memory, in fp32: what every fused loss is compared with.
 
-    Sharding: wraps a ``VocabParallelHead`` and uses its weight, gathered; every rank then computes the same whole loss, and
-        the gradients of weight and hidden states are this rank's slices of it. No sum over ranks is needed or made.
+    Sharding: uses the weight of a ``VocabParallelHead``, gathered; every rank computes the same whole loss, so that gradients
+        are slices of it, and no sum over ranks is needed.
     Communication: one all-gather of the weight, and one of the hidden states under sequence parallelism.
     """
 
@@ -135,23 +129,6 @@ class DenseHead(nn.Module):
         return loss / num_tokens
 
 
-class Replicated(tp.ParallelStyle):
-    """A module that every rank runs on the same input; its parameters become replicated DTensors.
-
-    Without it the norms' parameters would be plain tensors beside DTensors, which gradient clipping cannot add up.
-    Source: ``NoParallel`` of torchtitan.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: nn.Module, inputs: tuple, mesh: DeviceMesh) -> Any:
-            return tuple(DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in inputs)
-
-        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-            return output.to_local()
-
-        return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)
-
-
 def shard_model(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     """Shard everything but the head, which is born sharded, over the tensor-parallel ``mesh``.
 
@@ -161,18 +138,17 @@ def shard_model(model: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     Communication: per block and direction two all-reduces of [s, b, D], or two all-gathers and two reduce-scatters.
     """
     between = Shard(0) if sequence_parallel else Replicate()
-    norm = tp.SequenceParallel(sequence_dim=0, use_local_output=True) if sequence_parallel else Replicated()
     column = tp.ColwiseParallel(input_layouts=between)
     row = tp.RowwiseParallel(output_layouts=between)
     plan: dict[str, tp.ParallelStyle] = {
         "embedding": tp.ColwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "blocks.*.attention_norm": norm,
         "blocks.*.attention.qkv": column,
         "blocks.*.attention.out": row,
-        "blocks.*.mlp_norm": norm,
         "blocks.*.mlp.gate_up": column,
         "blocks.*.mlp.down": row,
-        "norm": norm,
     }
+    if sequence_parallel:
+        norm = tp.SequenceParallel(sequence_dim=0, use_local_output=True)
+        plan |= dict.fromkeys(("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm"), norm)
     # Every rank drew the same whole weights, so each keeps its part.
     tp.parallelize_module(model, mesh, plan, src_data_rank=None)

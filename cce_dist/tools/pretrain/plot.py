@@ -11,14 +11,12 @@ from cce_dist.tools.report import picture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``cce-dist plot``."""
     parser.description = "Draw train and validation loss of one or more runs into one figure."
     parser.add_argument("metrics", nargs="+", type=Path, help="metrics.jsonl of a run, or its folder")
     parser.add_argument("-o", "--out", type=figure, default=Path("curves.png"), help="figure to write")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``cce-dist plot`` and return its exit code."""
     try:
         draw(args.metrics, args.out)
     except (OSError, ValueError) as error:
@@ -29,11 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw(metrics: list[Path], out: Path) -> None:
-    """Write the loss curves of some metrics files, or run folders, to ``out``.
-
-    Raises:
-        ValueError: A file holds no record.
-    """
+    """Write the loss curves of metrics files, or run folders, to ``out``."""
     from cce_dist.tools.pretrain.log import read
 
     files = [path / "metrics.jsonl" if path.is_dir() else path for path in metrics]

@@ -1,13 +1,16 @@
-"""This process's place among the ranks of a run: device, mesh, and the part of a batch that is its own."""
+"""This process's place among the ranks: device, mesh, part of a batch; and how all stop together."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import logging
 import os
 import resource
+import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,27 +20,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cce_dist.tools import ranks
-from cce_dist.tools.pretrain.exits import CheckpointError, UsageError
+from cce_dist.tools.pretrain.exits import CheckpointError, UsageError, writing
 from cce_dist.tools.pretrain.recipe import Recipe
+
+FAILED = 1000  # no signal's number
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """This process's place among the ranks.
-
-    Attributes:
-        device: Where it computes.
-        rank, world_size: Place and number of all ranks.
-        tp, dp: Tensor-parallel and data-parallel size; ``tp * dp == world_size``, and tensor-parallel ranks are neighbours.
-        mesh: [dp, tp] device mesh, or None where there is one rank only.
-    """
+    """This process's place among the ranks."""
 
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    tp: int = 1
-    dp: int = 1
-    mesh: DeviceMesh | None = None
+    tp: int = 1  # tensor-parallel size; these ranks are neighbours
+    dp: int = 1  # data-parallel size
+    mesh: DeviceMesh | None = None  # [dp, tp]; None where there is one rank only
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:
@@ -63,7 +61,7 @@ class Ranks:
         return values
 
     def together(self, act: Callable[[], Any]) -> list[Any]:
-        """Have every rank act; return each one's result, or raise on every rank what the first to fail met."""
+        """Have every rank act; return their results, or raise on every rank what the first to fail met."""
         result = failure = None
         try:
             result = act()
@@ -80,13 +78,60 @@ class Ranks:
         return self.together(lambda: act() if self.rank == 0 else None)[0]
 
     def peak_mb(self) -> float:
-        """Return the ranks' largest memory so far: of a GPU's tensors, or of a process without a GPU. Every rank calls it."""
+        """Return the ranks' largest memory so far: of a GPU's tensors, or of a process."""
         on_gpu = self.device.type == "cuda"
         own = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         peak = torch.tensor(own / 2**20, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return peak.item()
+
+
+class Agreement:
+    """Has all ranks stop after the same step.
+
+    Each step begins with an all-reduce of a number: the signal that a rank has heard, or 0. Its result is read one step later,
+    so that no host waits for the step that its GPU has under way.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._asked = ranks, 0
+        self._failure: CheckpointError | None = None
+        self._flag: Tensor | None = None
+
+    def remember(self, number: int) -> None:
+        """Note a signal that asks this rank to stop."""
+        self._asked = number
+
+    @contextlib.contextmanager
+    def noting(self, path: Path) -> Iterator[None]:
+        """Note that the first rank could not write to ``path``: all ranks stop a little later."""
+        try:
+            with writing(path):
+                yield
+        except CheckpointError as error:
+            self._failure = self._failure or error
+
+    def before_step(self) -> str | None:
+        """Return None if all ranks take the next step, else the name of the signal that asks them to stop.
+
+        Every rank calls it, and raises what was noted on the first one.
+        """
+        wish = self._asked if self._failure is None else FAILED
+        if self._ranks.world_size > 1:
+            flag = torch.full((), wish, dtype=torch.int32, device=self._ranks.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            flag, self._flag = self._flag, flag
+            wish = 0 if flag is None else int(flag)
+        if wish == FAILED:
+            self.settle()
+        return signal.Signals(wish).name if wish else None
+
+    def settle(self) -> None:
+        """Raise, on every rank, what was noted on the first one. Every rank calls it."""
+        failure = self._ranks.gather(self._failure)[0]
+        if failure is not None:
+            raise failure
 
 
 def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -97,12 +142,7 @@ def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def join(recipe: Recipe) -> Ranks:
-    """Join the process group, where there is one.
-
-    Raises:
-        UsageError: Ranks and GPUs, or ranks and the sizes asked for, do not fit together, or ranks were started with
-            different arguments.
-    """
+    """Join the process group, where there is one, and see that ranks, GPUs and arguments fit together."""
     # cuBLAS is deterministic with this workspace alone, and reads it when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     check_gpus(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,4 +1,4 @@
-"""The recipe of a run: everything that the command line asks for, as one frozen record with types, defaults and flags."""
+"""The recipe of a run: all that the command line asks for, as one record with types, defaults and flags."""
 
 # ruff: noqa: RUF009 - flag() returns a field
 
@@ -31,7 +31,7 @@ BYTES = 257  # the least vocabulary of a byte-level BPE: all bytes and an end of
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a model. ``num_ffn`` is the inner width of the SwiGLU, ``seq_len`` the tokens of one sequence."""
+    """Sizes of a model. ``num_ffn`` is the inner width of the SwiGLU."""
 
     hidden_size: int
     num_layers: int
@@ -53,7 +53,7 @@ PRESETS = {
 
 
 def flag(group: str, value: Any, help: str | None = None, **how: Any) -> Any:
-    """Return a field that is also a flag of a group; ``how`` goes to ``add_argument``, and may name another default."""
+    """Return a field that is also a flag of a group; ``how`` goes to ``add_argument``."""
     if isinstance(value, bool):
         how = {"action": "store_true", **how}
     else:
@@ -64,10 +64,9 @@ def flag(group: str, value: Any, help: str | None = None, **how: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything that defines one run: a field for every flag of ``cce-dist pretrain``.
+    """A field for every flag of ``cce-dist pretrain``, in which the machine has decided ``device`` and ``tp``.
 
-    Three fields differ from their flags: ``shape`` is the preset with the sizes that other flags change, ``device`` is "cpu"
-    or "cuda" and never "auto", and ``tp`` is always a number.
+    ``shape`` is the preset with the sizes that other flags change.
     """
 
     out: Path = flag("run", Path("runs/pretrain"), "folder of metrics, figure, checkpoints", type=folder)
@@ -91,12 +90,7 @@ class Recipe:
         "run", None, "write the records to this project of Weights & Biases too (needs wandb)", metavar="PROJECT"
     )
 
-    loss: str = flag(
-        "loss",
-        "exact",
-        "dense holds all logits; the others never do",
-        choices=LOSSES,
-    )
+    loss: str = flag("loss", "exact", "dense holds all logits; the others never do", choices=LOSSES)
     filter_eps: float = flag(
         "loss", GradFilter.eps, "softmax below which the gradient is dropped", type=number(0, below=1)
     )
@@ -163,7 +157,7 @@ class Recipe:
         return cls(**said | fields)
 
     def check_sizes(self) -> None:
-        """Raise ``UsageError`` where the vocabulary is too small, or model and batch cannot be split over the ranks."""
+        """Raise ``UsageError`` where a size is too small, or cannot be split over the ranks."""
         shape = self.shape
         if shape.vocab_size < BYTES:
             least = "a byte-level vocabulary has 256 bytes and an end-of-document id"
@@ -199,7 +193,7 @@ class Recipe:
         return GradFilter(self.filter_eps, **FILTERS[self.loss], always=self.filter_always)
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 1: linear warm-up, then a cosine down to a tenth of the peak."""
+        """Return the rate of a step, counted from 1: linear warm-up, then a cosine down to a tenth."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)

@@ -1,10 +1,9 @@
-"""The training loop: one batch, one loss over all ranks, one step; now and then a validation and a checkpoint.
+"""The training loop: a batch, a loss over all ranks, a step; now and then a validation and a checkpoint.
 
-Weights, data order and schedule are functions of seed and step alone. So runs that differ in ``--loss`` differ in nothing
-else, the number of ranks changes rounding alone, and a resumed run repeats the bits of one that never stopped.
+Weights, data order and schedule are functions of seed and step alone: the number of ranks changes rounding alone, and a
+resumed run repeats the bits of one that never stopped.
 
-Nothing that is not finite is stored. Losses and gradient norms of all steps are looked at before a record or a checkpoint is
-written, and the very weights of a checkpoint have given a finite loss on held-out text.
+Nothing that is not finite is stored: neither a loss nor a gradient norm, nor weights that give no finite held-out loss.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -21,37 +21,38 @@ from torch import Tensor
 from cce_dist.tools.pretrain import checkpoint, folder, plot
 from cce_dist.tools.pretrain.data import Batches, Corpus
 from cce_dist.tools.pretrain.engine import Engine, Step
-from cce_dist.tools.pretrain.exits import Stopped, UsageError
+from cce_dist.tools.pretrain.exits import SIGNALS, Stopped, UsageError, signal_handlers
 from cce_dist.tools.pretrain.log import Log
+from cce_dist.tools.pretrain.ranks import Agreement, Ranks
 from cce_dist.tools.pretrain.recipe import Recipe, Shape
-from cce_dist.tools.pretrain.stop import SIGNALS, Agreement, signal_handlers
 
 # Dense bf16 TFLOP/s by part of the device's name, from NVIDIA's data sheets; the SXM modules.
 PEAKS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
 
 
-def train(engine: Engine, corpus: Corpus, batches: Batches, held_out: Batches) -> None:
-    """Train as the engine's recipe says. Both batches are from ``corpus``.
+def train(recipe: Recipe, ranks: Ranks, tokens: Path) -> None:
+    """Train as the recipe says, on the corpus in the folder ``tokens``.
 
     Raises:
         UsageError: A folder or a checkpoint of another run, or a loss that is not finite; on every rank.
         CheckpointError: Checkpoint or metrics could not be written; on every rank.
         Stopped: After a checkpoint, because a signal asked for it; on every rank.
     """
-    with folder.hold(engine.recipe.out, engine.ranks) as restarted:
+    corpus = Corpus(tokens)
+    batches, held_out = (Batches(ids, recipe.shape.seq_len, recipe.seed) for ids in (corpus.train, corpus.held_out))
+    # Keep torch to algorithms that repeat their bits.
+    torch.manual_seed(recipe.seed)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    engine = Engine(recipe, ranks)
+    with folder.hold(recipe.out, ranks) as restarted:
         run = _Run(engine, corpus, held_out, restarted)
         with signal_handlers(SIGNALS, run.agreement.remember):
             try:
                 run.train(batches)
             finally:
-                run.close()
-
-
-def make_deterministic(seed: int) -> None:
-    """Seed torch and keep it to algorithms that repeat their bits."""
-    torch.manual_seed(seed)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+                if run.log is not None:
+                    run.log.close()
 
 
 class _Run:
@@ -104,15 +105,10 @@ class _Run:
         self.agreement.settle()
         self._finish(val_loss)
 
-    def close(self) -> None:
-        """Close the log, however the run has ended."""
-        if self.log is not None:
-            self.log.close()
-
     def _resume(self, corpus: Corpus, restarted: bool) -> dict[str, Any]:
         """Return the state to go on from: of the newest checkpoint, or of a run that begins."""
         recipe, engine, ranks = self.recipe, self.engine, self.ranks
-        # A run and its resumption must have all of these in common. Checkpoints of earlier versions may be of other engines.
+        # Checkpoints of earlier versions may be of other engines.
         same = dataclasses.asdict(recipe.shape) | {"corpus": corpus.key, "seed": recipe.seed, "engine": "torch"}
         path = recipe.out / "checkpoints"
         if ranks.rank == 0 and not recipe.resume and not restarted:
@@ -159,7 +155,7 @@ class _Run:
         self.unseen.clear()
 
     def _judge(self, num_batches: int | None = None) -> float:
-        """Return the loss of the weights on held-out text; raise ``UsageError``, on every rank, if it is not finite."""
+        """Return the loss on held-out text; raise ``UsageError``, on every rank, if it is not finite."""
         loss = self.engine.validate(self.held_out, num_batches)
         if not math.isfinite(loss):
             raise UsageError(
@@ -228,8 +224,8 @@ class _Run:
 def flops_per_token(shape: Shape) -> float:
     """Return the FLOPs of a token's forward and backward pass, recomputation not counted.
 
-    A matrix takes two FLOPs a weight forward and four backward; the embedding is no product. Causal attention multiplies with
-    half of the sequence on average, twice. The count is PaLM's (Chowdhery et al., 2022, appendix B), but for the half.
+    A matrix takes two FLOPs a weight forward and four backward. Causal attention multiplies with half of the sequence on
+    average, twice. Source, but for the half: PaLM (Chowdhery et al., 2022, appendix B).
     """
     hidden = shape.hidden_size
     layer = 4 * hidden * hidden + 3 * hidden * shape.num_ffn

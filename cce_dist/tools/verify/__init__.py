@@ -1,8 +1,6 @@
 """``cce-dist verify``: the table of named traps, or random calls, on your own ranks and devices, before a long run.
 
-Reading order: ``cases`` (the tables), ``check`` (one case of any function against the dense reference), ``loss``, ``log_probs``
-and ``divergence`` (how each function's cases are drawn, called and compared), ``matrix`` (a table on all layouts of the ranks),
-``ahead`` (compiles kernels early), ``fuzz`` (random cases), ``oracle`` (the loss and its gradients, derived by hand).
+Reading order: cases, check, loss, log_probs, divergence, matrix, fuzz, oracle.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def _part_of_a_name(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run cases on every rank of torchrun, or in this process alone. Returns 0 if every error is within its bound, else 1."""
+    """Run cases on every rank of torchrun, or in this process alone; return the exit code."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,4 @@
-"""The tables of named traps: each case is a small problem with the options that spring the trap, and says what it catches.
-
-First what cases are made of: the data, how the vocabulary is split over ranks, and the fields of a case.
-"""
+"""The tables of named traps: each case has a small problem and options, and says what it catches."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class Problem:
     bias: Tensor | None = None  # [V]
 
     def rounded(self, dtype: torch.dtype, bias_dtype: torch.dtype | None = None) -> Problem:
-        """Round hidden states, weight and bias to a dtype, so that the truth is computed from the tested numbers."""
+        """Round to a dtype, so that the truth is computed from the tested numbers."""
         bias = None if self.bias is None else self.bias.to(bias_dtype or dtype).double()
         return replace(self, hidden=self.hidden.to(dtype).double(), weight=self.weight.to(dtype).double(), bias=bias)
 
@@ -53,7 +50,7 @@ def uneven(vocab_size: int, ranks: int) -> Bounds:
 
 
 def with_empty(vocab_size: int, ranks: int) -> Bounds:
-    """Give two thirds of the vocabulary to rank 0, the rest to the last rank, and nothing to the ranks between."""
+    """Give two thirds of the vocabulary to rank 0, and the rest to the last rank."""
     if ranks == 1:
         return [(0, vocab_size)]
     cut = vocab_size * 2 // 3
@@ -61,7 +58,7 @@ def with_empty(vocab_size: int, ranks: int) -> Bounds:
 
 
 def padded(vocab_size: int, ranks: int) -> Bounds:
-    """Return equal shards of a multiple of 64 rows: the last ones end in padding rows, or have no other rows."""
+    """Return equal shards of a multiple of 64 rows, of which the last are padding."""
     rows = -(-vocab_size // (ranks * 64)) * 64 + 64
     return [(r * rows, (r + 1) * rows) for r in range(ranks)]
 
@@ -102,7 +99,7 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Zipf:
-    """Draws logits with a Zipf unigram and a likely label for each token: a filter drops about half of the tiles."""
+    """Draws a Zipf unigram and a likely label for each token: a filter drops about half of the tiles."""
 
     num_tokens: int = 300
     hidden_size: int = 96
@@ -146,7 +143,7 @@ class Case:
     bias: torch.dtype | None = None  # dtype of the bias; None: ``dtype``
     ids: torch.dtype = torch.int64  # dtype of the labels
     shape: tuple[int, ...] | None = None  # leading dimensions of input and labels; None: [N]
-    layouts: dict[str, str] = field(default_factory=dict)  # of arguments and upstream gradients, see ``views``
+    layouts: dict[str, str] = field(default_factory=dict)  # of arguments and upstream gradients, see ``check.view_of``
     padding: float = 3.0  # what padding rows hold
     wanted: tuple[bool, ...] = (True, True, True)  # whether hidden states, weight and bias need a gradient
     upstream: tuple[str, ...] = ()  # the outputs that are differentiated
@@ -239,10 +236,9 @@ class Truth:
         values: Outputs and gradients by name, float64: "dE" [N, D], "dC" [V, D], "dbias" [V], "dscale" (of logit_scale).
         plain: Gradients under the plain filter of single elements, where the case has a filter.
         defined: Gradients as the filter is defined, in the tested dtype and in float64.
-        noise: For each value, how large the terms of its sum are: fp32 rounds every term, in any order of operations.
-            Gradients have the root of the sum of squares; "dE unbent" and so on leave out the softcap's slope, which is
-            itself a difference of two near numbers; "dC alike" and so on add sizes, because equal terms round in the same
-            direction, and so does a sequential sum of them. Empty: not known.
+        noise: How large the terms of each value's sum are, which fp32 rounds in any order: for gradients the root of the sum
+            of squares. "dE unbent" and so on leave out the softcap's slope, a difference of two near numbers; "dC alike" and
+            so on add sizes, because equal terms round in the same direction. Empty: not known.
         logit_noise: The same for a logit, the largest of all.
     """
 
@@ -271,7 +267,7 @@ def small(num_tokens: int = 37, hidden_size: int = 32, vocab_size: int = 203, **
 
 
 def trap(name: str, catches: str, options: Options = None, problem: Recipe | None = None, **others: Any) -> LossCase:
-    """Return a case: in bf16 by default, and with all auxiliary outputs unless it goes in groups, which excludes them."""
+    """Return a case: in bf16 by default, with auxiliary outputs unless it goes in groups."""
     in_groups = others.setdefault("low", "in_groups" in others)
     options = ({} if in_groups else {"return_aux": True}) | (options or {})
     others.setdefault("dtype", BF16)
@@ -279,10 +275,7 @@ def trap(name: str, catches: str, options: Options = None, problem: Recipe | Non
 
 
 def filter_trap(name: str, catches: str, options: Options = None, problem: Recipe | None = None, **others: Any) -> LossCase:
-    """Return a case with a filter.
-
-    Compensation must remove half of dE's error, a quarter of dC's, and nearly all of the error of dE's sum over tokens.
-    """
+    """Return a case with a filter, whose compensation must remove parts of its error."""
     options = {"grad_filter": FILTERED} | (options or {})
     return trap(name, catches, options, problem or ZIPF, **{"left": (0.5, 0.75, 0.02)} | others)
 

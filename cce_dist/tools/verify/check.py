@@ -1,9 +1,4 @@
-"""The check that all functions share: one case on one group of ranks, compared with dense PyTorch.
-
-``run_case`` draws the tensors of a case, computes what is expected, makes the call on this rank's shard, and compares every
-output and gradient. The error from the float64 truth may be twice the error of dense PyTorch in the tested dtype, plus a few
-units in the last place.
-"""
+"""The check that all functions share: one case on one group of ranks, compared with dense PyTorch."""
 
 from __future__ import annotations
 
@@ -19,11 +14,13 @@ from torch import Tensor
 
 from cce_dist.shard import VocabShard
 from cce_dist.tools.verify.cases import BF16, FP16, FP32, Bounds, Case, Drawn, Problem, Truth
-from cce_dist.tools.verify.views import constant, view_of
 
 # Rounding that a sum in another order may add, relative to the largest value: a few units in the last place.
 EPS = {FP32: 2e-6, BF16: 2.0**-8, FP16: 2.0**-10}
 GRADIENTS = ("dE", "dC", "dbias", "dscale")
+LAYOUTS = ("contiguous", "strided", "transposed", "sliced", "unaligned", "expanded")
+WRITABLE = ("contiguous", "unaligned")  # layouts of a buffer that the loss may write to
+POISON_ID = -77_777
 Part = Callable[[Tensor], Tensor]  # whole output or gradient -> this rank's part
 
 
@@ -42,10 +39,6 @@ class Error(NamedTuple):
     def badness(self) -> tuple[bool, float]:
         """A key that sorts the worst error last."""
         return not self.ok, self.error / self.bound if self.bound else self.error
-
-    def plus(self, bound: float) -> Error:
-        """Return the error with a wider bound."""
-        return self._replace(bound=self.bound + bound)
 
 
 class Function(NamedTuple):
@@ -66,10 +59,7 @@ class Function(NamedTuple):
 def run_case(
     function: Function, case: Case, group: dist.ProcessGroup | None, device: str, backend: str = "auto", salt: int = 0
 ) -> list[Error]:
-    """Run a case on the ranks of ``group`` (None: this process alone). Every rank calls this; ``salt`` varies the data.
-
-    Compares outputs and gradients, then the bits of a second backward, of further runs, and of all ranks.
-    """
+    """Run a case on the ranks of ``group`` (None: this process alone); ``salt`` varies the data."""
     backend = ("torch" if device == "cpu" else "triton") if backend == "auto" else backend
     drawn = draw(function, case, salt)
     bounds, shard = shard_of(drawn, group)
@@ -110,19 +100,18 @@ AGAIN = " of a second backward"
 
 
 def found(
-    out: Any, upstream: dict[str, Tensor], leaves: dict[str, Any], case: Case | None = None, elsewhere: str = ""
+    out: dict[str, Any],
+    upstream: dict[str, Tensor],
+    leaves: dict[str, Any],
+    case: Case | None = None,
+    elsewhere: str = "",
 ) -> dict[str, Tensor]:
     """Return the outputs of a call that are not None, and the gradients of ``leaves`` by the leaves' names.
 
-    Args:
-        out: A record of outputs.
-        upstream: Gradients of outputs.
-        leaves: The tensors to differentiate by, where they require a gradient.
-        case: Says how upstream gradients lie in memory, and whether to call backward a second time; the names of its gradients
-            end in ``AGAIN``. None: this is a reference.
-        elsewhere: The leaf whose gradient the call adds to a buffer.
+    ``case`` is None for a reference. Names of a second backward's gradients end in ``AGAIN``; the gradient of the leaf
+    ``elsewhere`` is added to a buffer.
     """
-    outputs = {name: x for name, x in out._asdict().items() if isinstance(x, Tensor)}
+    outputs = {name: x for name, x in out.items() if isinstance(x, Tensor)}
     values = {name: x.detach() for name, x in outputs.items()}
     inputs = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
     roots, above = [outputs[name] for name in upstream], []
@@ -180,10 +169,7 @@ def leaves_of(case: Case, problem: Problem, dtype: torch.dtype, device: str) -> 
 def local_leaves(
     case: Case, problem: Problem, device: str, shard: VocabShard, rows: VocabShard | None = None
 ) -> dict[str, Any]:
-    """Return this rank's part of hidden states, weight and bias, in the layouts of the case.
-
-    ``rows`` are the weight's, if they are not the shard's.
-    """
+    """Return this rank's part of the leaves, with these rows or the shard's, in the layouts of the case."""
     hidden, rows = problem.hidden, rows or shard
     hidden = hidden if case.shape is None else hidden.view(*case.shape, hidden.shape[1])
     if case.options.get("sequence_parallel") and shard.group is not None:
@@ -205,7 +191,7 @@ def local_leaves(
 
 
 def of_rank(name: str, ours: Tensor, options: dict[str, Any], shard: VocabShard) -> tuple[list[Error], Tensor, Part]:
-    """Return the error of padding rows (their gradient is 0), the value without them, and how to cut out this rank's part."""
+    """Return the error of padding rows, the value without them, and how to cut out this rank's part."""
     if name in ("dC", "dbias"):
         rows = slice(shard.start, shard.start + shard.num_valid)
         padding = Error(f"{name} of padding", ours[shard.num_valid :].abs().sum().item(), 0.0)
@@ -220,18 +206,20 @@ def of_rank(name: str, ours: Tensor, options: dict[str, Any], shard: VocabShard)
     return [], ours, lambda whole: whole
 
 
-def compare(quantity: str, ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> Error:
-    """Compare max|ours - truth| with ``bound_of``. Both must be non-finite at the same places."""
+def compare(
+    quantity: str, ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype, more: float = 0.0
+) -> Error:
+    """Compare max|ours - truth| with ``bound_of`` and ``more``. Both must be non-finite at the same places."""
     ours, truth = (x.detach().double().cpu() for x in (ours, truth))
     if ours.shape != truth.shape:
         raise AssertionError(f"{quantity} has shape {tuple(ours.shape)}, expected {tuple(truth.shape)}")
     if not torch.equal(ours.isfinite(), truth.isfinite()):
         return Error(quantity, float("inf"), 0.0)
-    return Error(quantity, largest(ours - truth), bound_of(baseline, truth, dtype))
+    return Error(quantity, largest(ours - truth), bound_of(baseline, truth, dtype) + more)
 
 
 def bound_of(baseline: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """Return 2 max|baseline - truth| + eps max|truth| over finite values. Source: the tests of flash-attention and QuACK."""
+    """Return 2 max|baseline - truth| + eps max|truth|. Source: tests of flash-attention and QuACK."""
     baseline, truth = (x.detach().double().cpu() for x in (baseline, truth))
     return 2 * largest(baseline - truth) + EPS[dtype] * largest(truth)
 
@@ -252,7 +240,7 @@ def logit_sizes(problem: Problem) -> Tensor:
 def assert_no_worse(
     ours: Tensor, baseline: Tensor, truth: Tensor, dtype: torch.dtype | None = None, quantity: str = "value"
 ) -> None:
-    """Raise AssertionError if the error exceeds its bound. ``dtype`` chooses eps; the default is the dtype of ``ours``."""
+    """Raise AssertionError if the error exceeds its bound. ``dtype`` chooses eps."""
     result = compare(quantity, ours, baseline, truth, dtype or ours.dtype)
     assert result.ok, f"{result.quantity}: error {result.error:.3g} > bound {result.bound:.3g}"
 
@@ -260,7 +248,7 @@ def assert_no_worse(
 def same_bits(
     first: dict[str, Tensor], again: dict[str, Tensor] | None, shared: Iterable[str], group: dist.ProcessGroup | None
 ) -> list[Error]:
-    """Count tensors whose bits differ: in a second backward, in a second run and, for those in ``shared``, between ranks."""
+    """Count tensors whose bits differ: in a second backward or run or, if ``shared``, between ranks."""
 
     def error(what: str, pairs: list[tuple[Tensor, Tensor]]) -> Error:
         return Error(f"bits {what}", float(sum(not torch.equal(bits(a), bits(b)) for a, b in pairs)), 0.0)
@@ -282,3 +270,40 @@ def same_bits(
 def bits(x: Tensor) -> Tensor:
     """Return the bytes of a tensor, which can be compared where NaN is."""
     return x.detach().flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def constant(values: Tensor) -> Tensor:
+    """Replace every entry of dim 0 by the first one: an expanded view can hold the result."""
+    return values[:1].expand_as(values).clone() if values.dim() and values.shape[0] else values
+
+
+def view_of(values: Tensor, layout: str) -> Tensor:
+    """Return a view that holds ``values`` in another memory layout, without autograd history.
+
+    The memory around the numbers holds NaN, or an id that no vocabulary has.
+
+    "strided" takes every second element of the last dim, "transposed" has the first dim innermost, "sliced" is a window of a
+    larger buffer, "unaligned" begins one element behind an aligned address, "expanded" has stride 0 on dim 0: see ``constant``.
+    A vector or a number that would be transposed is strided.
+    """
+    values, shape = values.detach(), tuple(values.shape)
+    if layout == "contiguous":
+        return values.clone()
+    if layout == "unaligned":
+        return _poison((values.numel() + 1,), values)[1:].view(shape).copy_(values)
+    if not shape:
+        return _poison((3,), values)[1].copy_(values)
+    if layout == "expanded" and shape[0]:
+        return values[:1].clone().expand(shape)
+    if layout == "sliced":
+        window = _poison(tuple(size + 5 for size in shape), values)
+        for dim, size in enumerate(shape):
+            window = window.narrow(dim, 2, size)
+        return window.copy_(values)
+    if layout == "transposed" and len(shape) > 1:
+        return values.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
+    return _poison((*shape[:-1], 2 * values.shape[-1]), values)[..., ::2].copy_(values)
+
+
+def _poison(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return like.new_full(shape, torch.nan if like.is_floating_point() else POISON_ID)

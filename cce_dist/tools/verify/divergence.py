@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,6 @@ from cce_dist.tools.verify.check import GRADIENTS, Error, Function, Part, bound_
 TEACHER_SIZE = 40  # the teacher's D; the student's comes from its problem
 
 
-class Value(NamedTuple):
-    divergence: Tensor
-
-
 def draw(case: DivergenceCase, generator: torch.Generator) -> Drawn:
     student = check.draw_problem(case, generator)
     num_tokens, vocab_size = student.hidden.shape[0], student.weight.shape[0]
@@ -34,7 +30,6 @@ def draw(case: DivergenceCase, generator: torch.Generator) -> Drawn:
 
 
 def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Return the divergence and the student's gradients by the dense reference."""
     _, options, upstream = drawn.on(device)
     leaves = check.leaves_of(drawn.case, drawn.problem, dtype, device)
     hidden, weight, bias = leaves.values()
@@ -44,11 +39,10 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
     value = reference.linear_kl_divergence(
         hidden, weight, teacher, teacher_weight, linear_bias=bias, teacher_bias=teacher_bias, **known
     )
-    return found(Value(value), upstream, leaves)
+    return found({"divergence": value}, upstream, leaves)
 
 
 def call(drawn: Drawn, shard: VocabShard, backend: Any, device: str) -> dict[str, Tensor]:
-    """Make the call on this rank's shard; return the divergence and the student's gradients."""
     case, teacher = drawn.case, drawn.teacher
     assert teacher is not None
     _, options, upstream = drawn.on(device)
@@ -64,14 +58,11 @@ def call(drawn: Drawn, shard: VocabShard, backend: Any, device: str) -> dict[str
         hidden, weight, teacher_hidden, teacher_weight, linear_bias=bias, teacher_bias=teacher_bias, shard=shard,
         teacher_shard=None if case.draft == "whole" else rows, backend=backend, **options,
     )  # fmt: skip
-    return found(Value(value), upstream, leaves, case)
+    return found({"divergence": value}, upstream, leaves, case)
 
 
 def _draft(teacher: Problem, shard: VocabShard, draft: str) -> tuple[Problem, Tensor, VocabShard]:
-    """Spread the teacher's rows over a larger vocabulary whose other rows are NaN; the student's is then a draft vocabulary.
-
-    Returns the teacher, the ids of the student's rows in its vocabulary, and the teacher's shard.
-    """
+    """Spread the teacher's rows over a larger vocabulary whose other rows are NaN."""
     more = 2 * shard.vocab_size + 3
     ids = torch.randperm(more, generator=torch.Generator().manual_seed(0))[: shard.vocab_size]
     ids = ids if draft == "whole" else ids.sort().values
@@ -88,7 +79,7 @@ def _draft(teacher: Problem, shard: VocabShard, draft: str) -> tuple[Problem, Te
 
 
 def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str, Tensor], truth: Truth) -> list[Error]:
-    """Compare by the rule of ``check``, with a bound from the whole gradient, even where the shard has a few rows."""
+    """Compare by the rule of ``check``, with a bound from the whole gradient."""
     rough, right = baseline[name], truth.values[name]
     dtype = drawn.case.dtype if name in GRADIENTS else FP32
     bound = bound_of(rough, right, dtype) + _unavoidable(drawn).get(name, 0.0)
@@ -96,7 +87,7 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
 
 
 def _unavoidable(drawn: Drawn) -> dict[str, float]:
-    """Return the error of divergence and gradients that follows from rounding the largest logit to fp32, and logits to fp16.
+    """Return the error that follows from rounding the largest logit to fp32, and logits to fp16.
 
     All kinds but KL(t || p) have the divergence as a term of their gradients. For a sharp student the term cancels with others,
     and only its rounding is left. The gradients of "tv" and "lk" jump where p_j = t_j.

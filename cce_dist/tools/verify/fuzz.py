@@ -1,7 +1,7 @@
 """``cce-dist verify --fuzz 10000``: random calls of every function, on any backend and any number of ranks.
 
-A case follows from the seed, its number and the setting, so each failure is printed with the command that repeats it. The loss
-is compared with ``oracle``, the other functions with ``reference.py``.
+A case follows from seed, number and setting: each failure is printed with the command that repeats it. The loss is compared
+with ``oracle``, the other functions with ``reference.py``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from cce_dist.kernels.divergence.heads import KINDS
 from cce_dist.kernels.memory import MOST_GROUPS
 from cce_dist.tools.verify import cases
 from cce_dist.tools.verify.cases import BF16, FP16, FP32, PER_TOKEN, Bounds, Case, Recipe, Split
-from cce_dist.tools.verify.check import Error, Function, run_case
+from cce_dist.tools.verify.check import LAYOUTS, WRITABLE, Error, Function, run_case
 from cce_dist.tools.verify.divergence import DIVERGENCE
 from cce_dist.tools.verify.log_probs import LOG_PROBS
 from cce_dist.tools.verify.loss import RANDOM_LOSS, TOKEN_LOSSES
-from cce_dist.tools.verify.views import LAYOUTS, WRITABLE
 
 ROUNDED = 1e-15  # float64's error in a gradient that is 1 minus a probability
-LUCK = 4  # widens bounds: they follow the baseline's error, which with one or two tokens is nearly 0 by chance
+# Widens bounds, but for the loss: they follow the baseline's error, which with one or two tokens is nearly 0 by chance.
+LUCK = 4
 
 
 class Setting(NamedTuple):
@@ -66,7 +66,7 @@ class Setting(NamedTuple):
 
 
 def draw_loss(setting: Setting, number: int) -> cases.LossCase:
-    """Draw a call of the loss, the same on every rank and machine. ``kind`` draws what kernels are compiled for."""
+    """Draw a call of the loss. ``kind`` draws what kernels are compiled for."""
     where = f"{setting.interpreted}/{setting.device}/{setting.ranks}"
     rng = random.Random(f"{setting.seed}/{number}/{where}")
     kind = random.Random(f"{setting.seed}/{number // setting.alike} of {setting.alike}/{where}")
@@ -215,7 +215,7 @@ def _draw_data(rng: random.Random, kind: random.Random, call: SimpleNamespace) -
 
 
 def _draw_filter(rng: random.Random, kind: random.Random, call: SimpleNamespace) -> None:
-    """Add a filter, on logits of which it can drop some, with an upstream gradient of the loss alone."""
+    """Add a filter, on logits of which it can drop some; only the loss has an upstream gradient."""
     call.options["grad_filter"] = GradFilter(
         eps=rng.choice([2.0**-12, 2.0**-12, 1e-3, 1e-30, 0.0]),
         compensate=kind.random() < 0.6,
@@ -261,7 +261,6 @@ def _draw_token_loss(apart: random.Random, call: SimpleNamespace, setting: Setti
 
 
 def draw_log_probs(setting: Setting, number: int) -> cases.LogProbCase:
-    """Draw a call of ``linear_log_probs``."""
     kind, r = _randoms(setting, number)
     options, problem, dtype, shards = _common(kind, r, setting)
     num_ids = kind.choice((0, 1, 2, 5, 64))
@@ -289,7 +288,6 @@ def draw_kept(setting: Setting, number: int) -> cases.LogProbCase:
 
 
 def draw_divergence(setting: Setting, number: int) -> cases.DivergenceCase:
-    """Draw a call of ``linear_kl_divergence``."""
     kind, r = _randoms(setting, number)
     options, problem, dtype, shards = _common(kind, r, setting)
     options["kind"] = kind.choice(KINDS)
@@ -335,32 +333,26 @@ def _common(
     return options, problem, dtype, shards
 
 
-class Source(NamedTuple):
-    """Random cases of a function."""
-
-    function: Function
-    draw: Callable[[Setting, int], Case]
-    luck: float = LUCK  # factor of the bounds
-
-
-SOURCES = {
-    "loss": Source(RANDOM_LOSS, draw_loss, 1.0),
-    "log-probs": Source(LOG_PROBS, draw_log_probs),
-    "kept": Source(LOG_PROBS, draw_kept),
-    "divergence": Source(DIVERGENCE, draw_divergence),
+SOURCES: dict[str, tuple[Function, Callable[[Setting, int], Case]]] = {
+    "loss": (RANDOM_LOSS, draw_loss),
+    "log-probs": (LOG_PROBS, draw_log_probs),
+    "kept": (LOG_PROBS, draw_kept),
+    "divergence": (DIVERGENCE, draw_divergence),
 }
 
 
 def run_one(setting: Setting, number: int) -> list[Error]:
     """Run one case; every rank of the group calls this."""
-    source = SOURCES[setting.function]
-    case = source.draw(setting, number)
-    errors = run_case(source.function, case, setting.group, setting.device, setting.backend, setting.seed)
-    return [error._replace(bound=source.luck * error.bound + (source.luck > 1) * ROUNDED) for error in errors]
+    function, draw = SOURCES[setting.function]
+    case = draw(setting, number)
+    errors = run_case(function, case, setting.group, setting.device, setting.backend, setting.seed)
+    if function is RANDOM_LOSS:
+        return errors
+    return [error._replace(bound=LUCK * error.bound + ROUNDED) for error in errors]
 
 
 def run_many(setting: Setting, first: int, count: int, report: Callable[[str], None]) -> list[str]:
-    """Run cases ``first`` to ``first + count - 1``; every rank of the group calls this. Returns a text for each failure."""
+    """Run ``count`` cases; every rank of the group calls this. Returns a text for each failure."""
     failures: list[str] = []
     started = said = time.monotonic()
     for done, number in enumerate(range(first, first + count), 1):
@@ -384,7 +376,7 @@ def _verdict(setting: Setting, number: int) -> str:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
         said = "; ".join(f"{e.quantity}: error {e.error:.1e} bound {e.bound:.1e}" for e in wrong)
-    return f"{said} | {SOURCES[setting.function].draw(setting, number)}" if said else ""
+    return f"{said} | {SOURCES[setting.function][1](setting, number)}" if said else ""
 
 
 def _on_all_ranks(line: str, setting: Setting) -> str:

@@ -38,7 +38,7 @@ def draw(case: LogProbCase, generator: torch.Generator) -> Drawn:
 
 
 def _lists(case: LogProbCase, ids: Tensor, vocab_size: int, generator: torch.Generator) -> KeptIds:
-    """Return lists of 0 to ``case.kept`` ids, a third of them with the token's own; the first is as long as it can be."""
+    """Return lists of 0 to ``case.kept`` ids, a third of them with the token's own."""
     lists: list[Tensor | None] = []
     longest = case.kept
     for number, own in enumerate(ids.flatten().tolist()):
@@ -55,7 +55,7 @@ def _lists(case: LogProbCase, ids: Tensor, vocab_size: int, generator: torch.Gen
 
 
 def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Return outputs and gradients of the dense reference; without lists also all log-probabilities, as "log_p"."""
+    """Return dense outputs and gradients; without lists also all log-probabilities, as "log_p"."""
     ids, options, upstream = drawn.on(device)
     leaves = check.leaves_of(drawn.case, drawn.problem, dtype, device)
     hidden, weight, bias = leaves.values()
@@ -63,7 +63,7 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
     how: dict[str, Any] = {name: options[name] for name in known if name in options}
     how |= {name: value.to(wide) for name, value in how.items() if isinstance(value, Tensor)}
     out = reference.linear_log_probs(hidden, weight, ids, linear_bias=bias, top_k=TOP, **how)
-    values = found(out, upstream, leaves)
+    values = found(out._asdict(), upstream, leaves)
     if "kept" not in how:
         all_ids = torch.arange(len(weight), device=device).expand(len(hidden), -1)
         log_p = reference.linear_log_probs(hidden, weight, all_ids, linear_bias=bias, **how).log_probs
@@ -72,7 +72,6 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
 
 
 def call(drawn: Drawn, shard: VocabShard, backend: Any, device: str) -> dict[str, Tensor]:
-    """Make the call on this rank's shard; return its outputs and gradients."""
     ids, options, upstream = drawn.on(device)
     leaves = check.local_leaves(drawn.case, drawn.problem, device, shard)
     hidden, weight, bias = leaves.values()
@@ -81,7 +80,7 @@ def call(drawn: Drawn, shard: VocabShard, backend: Any, device: str) -> dict[str
     else:
         options |= {"sum_p_squared": True, "argmax": True, "top_k": TOP}
     out = linear_log_probs(hidden, weight, ids, linear_bias=bias, shard=shard, backend=backend, entropy=True, **options)
-    return found(out, upstream, leaves, drawn.case)
+    return found(out._asdict(), upstream, leaves, drawn.case)
 
 
 def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str, Tensor], truth: Truth) -> list[Error]:
@@ -94,15 +93,13 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
         more += largest(options.get("softcap", 0.0) / options.get("temperature", 1.0)) * EPS[FP32] / 16
     if name in (*OF_LOGITS, "entropy"):
         more += EPS[FP32] / 8  # twice the rounding of a sum of exponentials, which is at least 1
-        if (
-            drawn.case.kept
-        ):  # a logit's terms may cancel; a short list may hold no other, and the baseline be right by luck
+        if drawn.case.kept:  # a logit's terms may cancel, and the baseline be right by luck
             sizes_N = (drawn.problem.hidden.abs() @ drawn.problem.weight.abs().t()).amax(1)
             more += EPS[FP32] / 64 * largest(_in_logits(drawn, sizes_N))
     if name == "kept_mass":  # exp of a difference of two log-sum-exps
         more += EPS[FP32] * largest(values["lse"])
     dtype = drawn.case.dtype if name in GRADIENTS else FP32
-    error = compare(name, ours, part(baseline[name]), part(values[name]), dtype).plus(more)
+    error = compare(name, ours, part(baseline[name]), part(values[name]), dtype, more)
     least = _noise_of_sum(drawn, part) if name == "dbias" else 0.0
     return [error._replace(bound=max(error.bound, least))]
 
@@ -129,7 +126,7 @@ def _noise_of_sum(drawn: Drawn, part: Part) -> float:
 
 
 def _slope_noise(drawn: Drawn) -> float:
-    """Bound a gradient's error under a softcap: near it the slope 1 - (z / softcap)^2 has twice the error of z / softcap."""
+    """Bound a gradient's error under a softcap: the slope has twice the error of z / softcap."""
     options, problem = drawn.options, drawn.problem
     if "softcap" not in options:
         return 0.0

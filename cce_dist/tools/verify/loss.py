@@ -11,13 +11,12 @@ from torch import Tensor
 
 from cce_dist import groups, objectives, reference
 from cce_dist.filter import GradFilter
-from cce_dist.given import TIE, LinearCrossEntropyOutput
+from cce_dist.given import TIE
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.shard import VocabShard
 from cce_dist.tools.verify import check, oracle
 from cce_dist.tools.verify.cases import FP32, PER_TOKEN, Bounds, Drawn, Gaussian, LossCase, Problem, Truth
-from cce_dist.tools.verify.check import EPS, GRADIENTS, Error, Function, Part, compare, found
-from cce_dist.tools.verify.views import view_of
+from cce_dist.tools.verify.check import EPS, GRADIENTS, Error, Function, Part, compare, found, view_of
 
 TOKEN_LOSSES = {"dft": objectives.dft(), "policy": objectives.clipped_policy(entropy_coef=0.1)}
 UNSAFE = 1000.0  # a dense fp32 baseline with an error of this many eps is itself wrong
@@ -55,7 +54,7 @@ def reference_of(drawn: Drawn, dtype: torch.dtype, device: str) -> dict[str, Ten
     out = reference.linear_cross_entropy(
         hidden, weight, labels, linear_bias=bias, logit_scale=leaves["dscale"], **known
     )
-    return found(out, upstream, leaves)
+    return found(out._asdict(), upstream, leaves)
 
 
 def _truth(drawn: Drawn, bounds: Bounds, backend: str, device: str) -> Truth:
@@ -124,26 +123,18 @@ def call(drawn: Drawn, shard: VocabShard, backend: Any, device: str) -> dict[str
         out = linear_cross_entropy(
             hidden, weight, labels, linear_bias=bias, shard=shard, backend=backend, grad_weight_out=buffer, **options
         )
-    out = _as_record(out, labels.shape)
+    outputs = {"loss": out} if isinstance(out, Tensor) else out._asdict()
+    if len(outputs) > 1 and any(outputs[name].shape != labels.shape for name in PER_TOKEN):
+        raise AssertionError(f"an auxiliary output has another shape than {tuple(labels.shape)}: {out}")
     leaves["dscale"] = scale
-    values = found(out, upstream, leaves, case, elsewhere="" if buffer is None else "dC")
+    values = found(outputs, upstream, leaves, case, elsewhere="" if buffer is None else "dC")
     if buffer is not None and held_before is not None:
         values["dC"] = buffer.double() - held_before
     return values
 
 
-def _as_record(out: Any, shape: torch.Size) -> LinearCrossEntropyOutput:
-    """Return the call's result as a record of tensors, after checking the shapes."""
-    if isinstance(out, Tensor):
-        nothing: list[Any] = [None] * (len(LinearCrossEntropyOutput._fields) - 1)
-        return LinearCrossEntropyOutput(out, *nothing)
-    if any(getattr(out, name).shape != shape for name in PER_TOKEN):
-        raise AssertionError(f"an auxiliary output has another shape than {tuple(shape)}: {out}")
-    return out
-
-
 def _tokens(drawn: Drawn) -> Problem:
-    """Return the problem with the values that must not matter: hidden states of ignored tokens, and of the broken token."""
+    """Return the problem with the values that must not matter."""
     case, hidden = drawn.case, drawn.problem.hidden.clone()
     if case.hidden_of_ignored is not None and case.layout("input") != "expanded":
         hidden[drawn.problem.labels == drawn.options.get("ignore_index", -100)] = case.hidden_of_ignored
@@ -153,7 +144,7 @@ def _tokens(drawn: Drawn) -> Problem:
 
 
 def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str, Tensor], truth: Truth) -> list[Error]:
-    """Compare by the rule of ``check``, widened by the rounding that no order of operations avoids; a filter by norms."""
+    """Compare by the rule of ``check``, widened by unavoidable rounding; a filter by norms."""
     case = drawn.case
     wholes = [baseline[name], truth.values[name], truth.plain.get(name, truth.values[name])]
     rough, right, plain = (part(whole).cpu() for whole in wholes)
@@ -180,7 +171,7 @@ def judge(drawn: Drawn, name: str, ours: Tensor, part: Part, baseline: dict[str,
         errors.append(compare(f"{name} as defined", ours, dense, exact, dtype))
     if name in truth.plain and "grad_filter" in case.options:
         return errors + _filter_errors(case, name, (ours, rough, right, plain), floor)
-    return [*errors, compare(name, ours, rough, right, dtype).plus(floor)]
+    return [*errors, compare(name, ours, rough, right, dtype, floor)]
 
 
 def _floor(case: LossCase, name: str, right: Tensor, truth: Truth) -> float:
@@ -212,16 +203,12 @@ def _floor(case: LossCase, name: str, right: Tensor, truth: Truth) -> float:
 
 
 def _filter_errors(case: LossCase, name: str, values: tuple[Tensor, ...], floor: float) -> list[Error]:
-    """Compare the norm of a filter's error with the norm of the plain filter's; for dE also that of its sum over tokens.
-
-    Args:
-        values: Ours, the baseline, the truth, and the gradient under the plain filter.
-    """
+    """Compare the norm of a filter's error with that of the plain filter; for dE also of its sum."""
     grad_filter = case.options["grad_filter"]
     filtered = grad_filter.hidden if name == "dE" else grad_filter.weight
 
     def error(quantity: str, over: Callable[[Tensor], Tensor], left: float) -> Error:
-        got, rough, right, dropped = (over(x.double()) for x in values)
+        got, rough, right, dropped = (over(x.double()) for x in values)  # the last under the plain filter
         noise = 2 * (rough - right).norm() + EPS[case.dtype] * right.norm() + floor * right.numel() ** 0.5
         return Error(quantity, (got - right).norm().item(), (left * filtered * (dropped - right).norm() + noise).item())
 
@@ -233,7 +220,7 @@ def _filter_errors(case: LossCase, name: str, values: tuple[Tensor, ...], floor:
 
 
 def _wrong_ties(ours: Tensor, baseline: dict[str, Tensor], truth: dict[str, Tensor]) -> Error:
-    """Count wrong answers to whether the label has the largest logit, where it is not within rounding of the largest."""
+    """Count wrong answers to whether the label has the largest logit, where rounding leaves no doubt."""
     largest, at_label, rough = (x.cpu() for x in (truth["max_logit"], truth["target_logit"], baseline["max_logit"]))
     noise = check.largest(rough - largest)
     close = (largest - at_label).abs() <= 2 * noise + 4 * TIE * largest.abs().clamp(min=1)

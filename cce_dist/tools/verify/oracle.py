@@ -46,14 +46,9 @@ def truth(
     eps: float = 0.0,
     bounds: Sequence[tuple[int, int]] = (),
 ) -> Truth:
-    """Compute what ``linear_cross_entropy(..., **options)`` has to return.
+    """Compute what ``linear_cross_entropy`` has to return; upstream gradients that are absent are 0.
 
-    Args:
-        problem: The whole vocabulary; float64.
-        options: Arguments of ``linear_cross_entropy``, all numbers but ``weight``.
-        upstream: Gradient of "loss" (0-d, or [N] for reduction "none") and of any of PER_TOKEN, [N]; absent: 0.
-        eps: Threshold of the plain filter.
-        bounds: Rows of each shard. Each shard's part of dE is rounded before the sum, in which the parts may cancel.
+    ``eps`` is the threshold of the plain filter. Each shard's part of dE (``bounds``) is rounded before the sum over shards.
     """
     tokens = _forward(problem, options)
     smoothing, z_weight = options.get("label_smoothing", 0.0), options.get("z_loss_weight", 0.0)
@@ -115,7 +110,7 @@ def _backward(
     eps: float,
     bounds: Sequence[tuple[int, int]],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
-    """Return dE, dC, dbias and dscale; the first three under the plain filter; the noise of all, as ``Truth`` describes it."""
+    """Return gradients, those under the plain filter, and the noise of all, as ``Truth`` describes it."""
     smoothing, z_weight = options.get("label_smoothing", 0.0), options.get("z_loss_weight", 0.0)
     zeros = torch.zeros(len(problem.labels), dtype=torch.float64)
     g_loss, *g_aux = ((zeros + upstream.get(name, 0.0))[tokens.rows] for name in ("loss", *PER_TOKEN))
@@ -176,7 +171,7 @@ def _backward(
 
 
 def _lost(parts: list[Tensor], hidden: Tensor) -> float:
-    """Return what dscale loses where ranks sum their parts of dE, each [n, D], in 16 bits: what the largest part swallows."""
+    """Return what dscale loses where ranks sum parts of dE in 16 bits: what the largest part swallows."""
     stacked = torch.stack(parts)
     most = stacked.gather(0, stacked.abs().argmax(0, keepdim=True))[0]
     rest = stacked.sum(0) - most
