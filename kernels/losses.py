@@ -4,9 +4,8 @@ On one rank ``finish`` does all of it in one launch: it levels the saved exponen
 losses, the numbers of its softmax, and the program's part of the mean. With ranks ``finish`` writes the shard's statistics, and
 after the all-gather ``token_losses`` merges the shards and writes the same outputs.
 
-The last program to arrive adds up the parts of the mean, in order, so a mean has the same bits in every run. Programs count
-their arrivals by an integer atomic. The counter is the second element of ``num_labelled``, so it belongs to the call. The
-kernel that writes ``num_labelled`` sets it to 0, and so does the last program.
+The last program to arrive adds up the parts of the mean, in order, so a mean has the same bits in every run. An integer atomic
+counts arrivals, in the second element of ``num_labelled``, which the last program sets to 0 again.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@
 Models that compute their loss in forward find deferred logits, as under ``cce_dist.convert``. A pipeline's last layer returns
 the hidden states themselves, so that activation checkpoints find a tensor, and ``loss_fn`` is given deferred logits of them. A
 head whose vocabulary is split over the model axis is a ``CCEHead``, tied to a ``CCEEmbedding`` if need be.
-
-Reading order: ``loss`` (the section, and what a head computes), ``engine`` (initialize, install, convert and require),
-``__main__`` (the launcher), ``layers`` (of a split vocabulary, and of pipelines).
 """
 
 from cce_dist.integrations.deepspeed.engine import convert, initialize, install, require, uninstall

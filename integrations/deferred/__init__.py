@@ -2,7 +2,4 @@
 
 A converted head returns ``DeferredLogits``: no numbers, but the hidden states and the weight that the head was called with. The
 model's own code may scale them and, in the end, asks for their loss, which the head then computes from the hidden states.
-
-Reading order: ``logits`` (what all deferred logits can do), ``tensor`` (those that model code takes for a tensor),
-``subclass`` (a model's head, found and put into a subclass of its class), ``task`` (when it defers, and its loss).
 """

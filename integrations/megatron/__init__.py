@@ -11,9 +11,6 @@ returns ``DeferredLogits``, which keep its arguments. The second calls ``output_
 ``__call__``, so that hooks which gather parameters just in time run around the real use of the weight. Other calls compute
 logits as usual. docs/megatron.md says when, and what is refused.
 
-Reading order: ``loss`` (plain functions), ``swap`` (convert and revert), ``flags`` (configuration, command lines, launcher),
-``scores`` (log-probabilities).
-
 Letters: s sequence (of this context-parallel rank), b sequences of a microbatch, h hidden size, tp the tensor-parallel size,
 V the vocabulary with its padding.
 """

@@ -8,10 +8,8 @@ forward                                               backward
     threshold is marked (lse)                           frequent columns: dlogits, d_hidden and d_weight as matrix
   marks become lists of columns (lists)                   products, to which the listed ones are added (d_weight)
 
-Kept elements are scattered: about a hundred in a row of 10^5 logits. Keeping whole tiles of any size would keep thousands. Most
-of these elements belong to ids that are frequent in every text. Such frequent columns are kept for all tokens, as a matrix. The
-other elements are kept in lists, and their rows of the weight are gathered. A rank-1 matrix, corrected by samples, replaces the
-dropped elements (sampling).
+Kept elements are scattered: about a hundred in a row of 10^5 logits, so keeping whole tiles would keep thousands. A rank-1
+matrix, corrected by samples, replaces the dropped elements (sampling).
 
 A token is unserved if its list is too long, backward needs more columns than forward listed, the bound was too high, or a
 number is not finite. The exact kernels compute the gradients of unserved tokens, and return at once if there are none. Only the

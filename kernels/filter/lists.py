@@ -13,8 +13,7 @@ each other token,
 
     z_j = hidden . weight_j        g_j = scale * slope * (P p_j + LABEL [j = label])
 
-and sums g_j weight_j, the list's part of d_hidden. Latency and memory traffic take the time, not arithmetic: a program has the
-rows of the weight in registers.
+and sums g_j weight_j, the list's part of d_hidden, with rows of the weight in registers.
 
 d_weight needs the gradients by column. Forward has counted the lists that hold each column, so each column has a range of
 places, which the tokens take by an atomic counter, in any order. ``d_weight.py`` then sorts each range by token.
