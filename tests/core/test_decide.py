@@ -21,7 +21,7 @@ from cce_dist.decide import Way, Where
 from cce_dist.kernels import Filter, ShardLogits, Spec, Want, memory
 from cce_dist.kernels.dense import product_on_cpu
 from cce_dist.kernels.filter import costs
-from cce_dist.kernels.memory import Groups, Sizes
+from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.tiles import fp32_precision
 from cce_dist.merge import Layout
 from cce_dist.tools.verify.check import assert_no_worse
@@ -241,7 +241,6 @@ def test_explain_on_a_cpu() -> None:
     assert explain(hidden, weight, labels, shard=shard) == "plain torch, one pass, 256 MiB"
     assert explain(hidden, weight, labels, grad_filter=GradFilter()) == "plain torch, filtered, two passes, 256 MiB"
     assert explain(hidden, weight, labels, workspace_bytes=1 << 20, return_aux=True) == "plain torch, two passes, 1 MiB"
-    assert Way().groups == Groups(0)
 
 
 def test_bf16_on_a_cpu_takes_one_pass_if_one_group_holds_all_tokens() -> None:

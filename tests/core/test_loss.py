@@ -21,12 +21,12 @@ from cce_dist.tools.verify.check import assert_no_worse
 from cce_dist.tools.verify.log_probs import LOG_PROBS
 from cce_dist.tools.verify.loss import LOSS
 
+N, D, V = 19, 16, 101
+OPS = []
 if hasattr(F, "linear_cross_entropy"):
     from torch.testing._internal.common_methods_invocations import op_db
-else:
-    op_db = []
-OPS = [op for op in op_db if op.name.endswith("linear_cross_entropy")]
-N, D, V = 19, 16, 101
+
+    OPS = [op for op in op_db if op.name.endswith("linear_cross_entropy")]
 
 
 data = pytest.fixture(lambda: draw(N, D, V), name="data")

@@ -268,6 +268,8 @@ def _bad_calls() -> list[str]:
         (lambda: loss(**given | dict(target=torch.arange(N) + V)), IndexError, r"target\[0\]"),
         (lambda: loss(**given | change), TypeError, "no_option"),
         (lambda: loss(tensors[0], split, tensors[2], reduction=("mean", "most")[rank]), ValueError, "reduction"),
+        # Outside its module an FSDP2 weight looks like a vocabulary-parallel one; the labels of data-parallel ranks do not.
+        (lambda: loss(tensors[0], split, (tensors[2], tensors[2].flip(0))[rank]), RuntimeError, "disagree on target"),
         (lambda: (loss, linear_log_probs)[rank](*tensors, shard=shard), RuntimeError, "disagree on function"),
         (lambda: merge.assert_ranks_agree("", ({}, {"new": 1})[rank], (0, 0), shard.group, 0), RuntimeError, "disagree on new"),
         (lambda: loss(**given | metric), ValueError, r"metrics\['m'\]"),
