@@ -1,4 +1,4 @@
-"""linear_log_probs against the dense reference: outputs and their gradients, the largest logits, bad input; two ranks."""
+"""linear_log_probs against the dense reference: outputs, gradients, the largest logits, bad input."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +38,7 @@ CASES = {case.name.removeprefix("log-probs-"): case for case in (*LOG_PROB_CASES
 
 
 def check(case: LogProbCase, twice: bool = GPU) -> None:
-    """Check a case in memory full of NaN, and whether further backwards and calls have the same bits."""
+    """Check a case in memory full of NaN; ``twice``: a second backward and call, too."""
     if not GPU and case.name == "kept-everything":  # its 300 tokens take a minute
         case = replace(case, problem=Gaussian(7, 70, 40, bias=True), kept=30)
     with nan_memory():

@@ -1,7 +1,7 @@
 """Two ranks that were called differently: under CCE_DIST_DEBUG=1 both raise and name what differs; neither waits.
 
-One table has values of every argument of every public function. All disagreements that fail are reported together. At the end
-groups that a process has lost, or does not have yet: no call uses another group in their place.
+One table has values of every argument of every public function. All disagreements that fail are reported together. Groups that
+a process has lost, or does not have yet, come last: no call uses another group instead.
 """
 
 import inspect
@@ -268,7 +268,7 @@ def _bad_calls() -> list[str]:
         (lambda: loss(**given | dict(target=torch.arange(N) + V)), IndexError, r"target\[0\]"),
         (lambda: loss(**given | change), TypeError, "no_option"),
         (lambda: loss(tensors[0], split, tensors[2], reduction=("mean", "most")[rank]), ValueError, "reduction"),
-        # Outside its module an FSDP2 weight looks like a vocabulary-parallel one; the labels of data-parallel ranks do not.
+        # Data-parallel ranks, whose FSDP2 weight looks like a vocabulary-parallel one.
         (lambda: loss(tensors[0], split, (tensors[2], tensors[2].flip(0))[rank]), RuntimeError, "disagree on target"),
         (lambda: (loss, linear_log_probs)[rank](*tensors, shard=shard), RuntimeError, "disagree on function"),
         (lambda: merge.assert_ranks_agree("", ({}, {"new": 1})[rank], (0, 0), shard.group, 0), RuntimeError, "disagree on new"),

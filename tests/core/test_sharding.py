@@ -327,13 +327,13 @@ def _check_groups_of_tokens() -> None:
             at_once = [("reduce_scatter" if sequence_parallel else "all_reduce", num_tokens * row_bytes)]
             assert _sums_of(case, rows, group) == in_groups
             assert _sums_of(case, num_tokens, group) == at_once
-            if "reduce_dtype" in options:  # the second backwards and runs of one case, and the backend that never cuts
+            if "reduce_dtype" in options:  # more backwards and calls of one case, and the backend that never cuts
                 assert _sums_of(replace(case, twice=True), rows, group) == 4 * in_groups
                 assert _sums_of(case, rows, group, "torch") == at_once
 
 
 def _sums_of(case: LossCase, rows: int, group: Any, backend: str = "triton") -> list[tuple[str, int]]:
-    """Check a case, 16 tokens at a time and ``rows`` of them final together; return the sums that were started on the way."""
+    """Check a case, 16 tokens at a time and ``rows`` of them final together; return the sums that it starts."""
     smaller = mock.patch.multiple(memory, most_rows=lambda *_: rows, LEAST_BYTES=8 << 10, ROWS=16)
     anew = mock.patch.object(decide, "_decide_once", decide._decide), mock.patch.dict(given._KNOWN, clear=True)
     with smaller, anew[0], anew[1], sums() as started:

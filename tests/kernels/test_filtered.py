@@ -670,9 +670,9 @@ def gpu_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("gpu_tiles")
 @pytest.mark.slow
 def test_unserved_tokens_are_exact(case: Case, num_unserved: int, limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any number of tokens whose bound is too high, with a GPU's tiles. For all of them d_weight has the bits of one without a
-    filter. Catches: lists that are trusted, a token that is forgotten or counted twice, rows of another token, a chunk left
-    out, a second backward that differs, results that depend on the order of programs."""
+    """Any number of tokens whose bound is too high, with a GPU's tiles. Catches: lists that are trusted, a token that is
+    forgotten or counted twice, rows of another token, a chunk left out, results that depend on the order of programs, and a
+    d_weight of exact tokens alone that differs from one without a filter."""
     limits(case)
     monkeypatch.setattr(filter, "SAMPLE", 256)
     nats = torch.zeros(case.num_tokens, device=DEVICE)
