@@ -13,7 +13,7 @@ def make_quick() -> None:
     """Have a launch patch a module's language once, look dtypes up once, and check no integers for overflow.
 
     The language is otherwise patched at each call of a device function. The check computes each sum and product again in 64
-    bits, and then says nothing: its assertion needs ``debug``, which the interpreter's options leave off.
+    bits, for an assertion that only ``debug`` turns on.
     """
     try:
         from triton.runtime import interpreter

@@ -53,7 +53,7 @@ def upstream_of(coef: Tensor, vocab_size: int) -> Upstream:
 
 @contextlib.contextmanager
 def nan_memory() -> Iterator[None]:
-    """Fill what torch.empty returns with NaN: a cell shows that a kernel forgot to write, or read without having written."""
+    """Fill what torch.empty returns with NaN: it shows cells that a kernel forgot to write, or read before."""
     # torch.utils.deterministic.fill_uninitialized_memory takes effect under deterministic algorithms alone.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -27,7 +27,7 @@ state has
 
 to first order. With this better control variate each term loses its linear part, too, and what all columns have of that is
 r_i * linear * (e_i - e) covariance, with covariance = sum_j q_j (weight_j - c)(weight_j - c)^T, estimated from more columns
-than the K. ``linear`` minimises the expected error. tests/support/corrections.py has sampling and factors in plain torch.
+than the K. ``linear`` minimises the expected error. tests/kernels/test_filtered.py has sampling and factors in plain torch.
 
 The tokens are the sample of ``shares.py``. The sampled columns' rows of the weight stand behind the frequent columns' in one
 matrix [C, D]. The factors are estimated from the terms of the sampled tokens at the sampled columns.

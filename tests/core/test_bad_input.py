@@ -100,7 +100,6 @@ OPTIONS = [
     bad(TypeError, "num_tokens.*bool", num_tokens=torch.tensor(True)),
     bad(TypeError, "num_tokens.*complex", num_tokens=torch.tensor(1j)),
     bad(TypeError, "num_tokens.*uint64", num_tokens=torch.tensor(3, dtype=torch.uint64)),
-    bad(TypeError, "token_inputs a tuple.*Tensor", token_inputs=torch.ones(N)),
     bad(ValueError, "backend must be one of", backend=np.ones(2)),
     bad(TypeError, "reduce_dtype must be", reduce_dtype=np.ones(2)),
     *(bad(ValueError, "weight must be finite", weight=torch.ones(V).double() * s) for s in (1e-50, 1e40)),

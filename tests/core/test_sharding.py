@@ -3,9 +3,9 @@
 import functools
 import itertools
 import logging
-import os
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.dense import dense as dense_loss
-from support.dense import draw
+from support.dense import assert_holds, draw
 from support.ranks import shared_folder
 from tiny_trainer import counted
 from torch import Tensor, nn
@@ -28,7 +27,8 @@ import cce_dist
 from cce_dist import GradFilter, VocabParallelHead, VocabShard, decide, given, linear_cross_entropy, merge
 from cce_dist.kernels import Operands, dense, memory
 from cce_dist.kernels.tiles import interpreted
-from cce_dist.tools.verify.check import assert_no_worse
+from cce_dist.tools.verify.cases import Gaussian, LossCase
+from cce_dist.tools.verify.loss import LOSS
 from collectives import Collectives, _is_kernel_of
 
 N, D = 12, 8
@@ -142,16 +142,6 @@ def _check_what_is_refused() -> None:
     for function, args, name, value in of_function:
         with pytest.raises(TypeError, match=f"{name} is a DTensor: pass its local tensor"):
             function(hidden, split, *args, **{name: distribute_tensor(value, line, [Replicate()])})
-
-
-def _check_labels_tell_data_parallel_ranks() -> None:
-    """Outside its module an FSDP2 weight looks like a vocabulary-parallel one; with CCE_DIST_DEBUG=1 the labels do not."""
-    _, line = meshes()
-    head = VocabParallelHead(D, 33)
-    fully_shard(head, mesh=line)
-    hidden, _, labels = data(33, seed=dist.get_rank())
-    with mock.patch.dict(os.environ, CCE_DIST_DEBUG="1"), pytest.raises(RuntimeError, match="disagree on target"):
-        linear_cross_entropy(hidden, head.weight, labels)
 
 
 def _check_born_on_meta() -> None:
@@ -310,56 +300,45 @@ def _check_groups_of_tokens() -> None:
     they are final, a token left out of its group, a number of sums that depends on the shard (which hangs).
     """
     num_tokens, rows = 48, 32
-    generator = torch.Generator().manual_seed(0)
-    ignored = torch.rand(num_tokens, generator=generator) < 0.2
-    ignored[rows:] = True
-    for size, vocab_size, dtype, reduce_dtype, grad_filter in (
-        (2, 25, torch.float32, None, None),
-        (3, 25, torch.float32, None, GradFilter(eps=0.05, always=True)),
-        (2, 25, torch.float16, torch.float32, None),
-        (3, 2, torch.float32, None, None),
-    ):
-        hidden, weight = (torch.randn(n, D, generator=generator).to(dtype) for n in (num_tokens, vocab_size))
-        labels = torch.randint(vocab_size, (num_tokens,), generator=generator).masked_fill(ignored, -100)
+
+    def ignore(labels: Tensor, _: int) -> Tensor:
+        some = torch.rand(num_tokens, generator=torch.Generator().manual_seed(0)) < 0.2
+        some[rows:] = True
+        return labels.masked_fill(some, -100)
+
+    settings: list[tuple[int, int, torch.dtype, dict[str, Any]]] = [
+        (2, 25, torch.float32, {}),
+        (3, 25, torch.float32, {"grad_filter": GradFilter(eps=0.05, always=True)}),
+        (2, 25, torch.float16, {"reduce_dtype": torch.float32}),
+        (3, 2, torch.float32, {}),
+    ]
+    for size, vocab_size, dtype, options in settings:
         group: Any = dist.new_group(list(range(size)))
         if dist.get_rank() >= size:
             continue
-        shard, each = VocabShard.even(vocab_size, group), num_tokens // size
-        truth, baseline = (dense_loss((hidden, weight), labels, t, reduction="sum")[1:] for t in (torch.float64, dtype))
-        row_bytes, rows_here = D * (reduce_dtype or dtype).itemsize, slice(shard.start, shard.stop)
+        row_bytes, each = D * options.get("reduce_dtype", dtype).itemsize, num_tokens // size
         for sequence_parallel in (False, True):
-            tokens = slice(each * dist.get_rank(), each * (dist.get_rank() + 1)) if sequence_parallel else slice(None)
-            local = hidden[tokens], weight[rows_here], labels, shard
-            options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "backend": "triton"}
-            options |= {"reduce_dtype": reduce_dtype, "grad_filter": grad_filter}
-            ours, started = _gradients_in_groups(rows, *local, **options)
-            ungrouped, at_once = _gradients_in_groups(num_tokens, *local, **options)
-            assert at_once == [("reduce_scatter" if sequence_parallel else "all_reduce", num_tokens * row_bytes)]
+            how = options | {"sequence_parallel": sequence_parallel, "reduction": "sum", "workspace_bytes": 1}
+            problem = Gaussian(num_tokens, D, vocab_size, scale=1.0, labels=ignore)
+            case = LossCase("groups of tokens", "", how, problem, dtype=dtype, twice=False)
+            in_groups = [("all_reduce", length * row_bytes) for length in (rows, num_tokens - rows)]
             if sequence_parallel:
-                assert started == [("reduce", each * row_bytes)] * size
-            else:
-                assert started == [("all_reduce", length * row_bytes) for length in (rows, num_tokens - rows)]
-            for i, rows_of in enumerate((tokens, rows_here)):
-                assert_no_worse(ours[i], ungrouped[i] if grad_filter else baseline[i][rows_of], truth[i][rows_of])
-            if reduce_dtype is not None:  # the second run of one case, and the backend that never cuts
-                again, _ = _gradients_in_groups(rows, *local, **options)
-                assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
-                _, of_torch = _gradients_in_groups(rows, *local, **{**options, "backend": "torch"})
-                assert of_torch == at_once
+                in_groups = [("reduce", each * row_bytes)] * size
+            at_once = [("reduce_scatter" if sequence_parallel else "all_reduce", num_tokens * row_bytes)]
+            assert _sums_of(case, rows, group) == in_groups
+            assert _sums_of(case, num_tokens, group) == at_once
+            if "reduce_dtype" in options:  # more backwards and calls of one case, and the backend that never cuts
+                assert _sums_of(replace(case, twice=True), rows, group) == 4 * in_groups
+                assert _sums_of(case, rows, group, "torch") == at_once
 
 
-def _gradients_in_groups(
-    rows: int, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, **options: Any
-) -> tuple[tuple[Tensor, ...], list[tuple[str, int]]]:
-    """Gradients, 16 tokens at a time and ``rows`` of them final together, and the sums that were started on the way."""
-    operands = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+def _sums_of(case: LossCase, rows: int, group: Any, backend: str = "triton") -> list[tuple[str, int]]:
+    """Check a case, 16 tokens at a time and ``rows`` of them final together; return the sums that it starts."""
     smaller = mock.patch.multiple(memory, most_rows=lambda *_: rows, LEAST_BYTES=8 << 10, ROWS=16)
     anew = mock.patch.object(decide, "_decide_once", decide._decide), mock.patch.dict(given._KNOWN, clear=True)
-    with smaller, anew[0], anew[1]:
-        loss = linear_cross_entropy(*operands, labels, shard=shard, reduction="sum", workspace_bytes=1, **options)
-        with sums() as started:
-            gradients = torch.autograd.grad(loss, operands)
-    return gradients, started
+    with smaller, anew[0], anew[1], sums() as started:
+        assert_holds(LOSS, case, group, "cpu", backend)
+    return started
 
 
 CHECKS: list[tuple[Any, ...]] = [
@@ -367,7 +346,6 @@ CHECKS: list[tuple[Any, ...]] = [
     *((_check_fsdp, size, False) for size in VOCABULARIES),
     (_check_fsdp, 5, True),  # FSDP2 splits no empty shard
     (_check_what_is_refused,),
-    (_check_labels_tell_data_parallel_ranks,),
     (_check_born_on_meta,),
     (_check_checkpoints,),
     (_check_one_collective_a_pass,),
