@@ -9,8 +9,8 @@ replacement then returns a row for each sequence, gathered over context-parallel
 such rows, as its log-probabilities already do.
 
 With top-k or top-p NeMo-RL masks whole logits. The replacement takes the softmax over the ids that the engine kept
-(``KeptIds``), which a fourth patch passes on with the labels. The reference policy uses the whole vocabulary. So do
-the policy's log-probabilities that are compared with it, which a fifth patch returns.
+(``KeptIds``), which a fourth patch passes on. The reference policy uses the whole vocabulary. So do the policy's
+log-probabilities that are compared with it, which a fifth patch returns.
 
 Letters: B sequences, S tokens of a sequence, T tokens of all packed sequences, D hidden size, V_r rows of this rank.
 """

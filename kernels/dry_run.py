@@ -4,8 +4,7 @@ Tensors are on torch's device "meta", so they have sizes but no memory, and each
 
 ``peak`` returns the most bytes alive, for ``cce-dist plan``, in some 10 to 100 ms. The GPU need not be present.
 
-``compile_ahead`` compiles the kernels of a call before forward begins: some 14, with a filter 45. ``triton.AsyncCompileMode``
-runs Triton's passes and the assembler in threads, without Python's lock. The call waits for all of them. A kernel that is
+``compile_ahead`` compiles the kernels of a call in threads before forward begins: some 14, with a filter 45. A kernel that is
 missed, or does not compile, is compiled by its launch. ``CCE_DIST_COMPILE_AHEAD=0`` turns compiling ahead off.
 """
 

@@ -1,8 +1,7 @@
 """The frequent columns, and a lower bound of each token's log-sum-exp. Forward marks logits relative to the bound.
 
-In a trained softmax some hundred logits per token reach a useful threshold. Nearly all of them belong to the few hundred ids
-that are frequent in any text. These columns, the most frequent labels of the batch, are kept for every token, as a matrix. The
-bound is the logarithm of
+Nearly all logits that reach a useful threshold belong to the few hundred ids that are frequent in any text. These columns, the
+most frequent labels of the batch, are kept for every token, as a matrix. The bound is the logarithm of
 
     sum of exp over the frequent columns, + exp of the label, + an estimate of all other columns less its error
 

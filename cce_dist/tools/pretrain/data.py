@@ -5,7 +5,7 @@ another, each closed by the id EOS, whose own label is ignored, in an order draw
 names and content, and is verified before it is used.
 
 Text is read and encoded in pieces, so that memory does not grow with a file. A piece ends where the tokenizer's own pattern
-ends a word, so the ids are those of the whole text. (Text without such a place for ``PIECE`` characters is cut anyway.)
+ends a word, so the ids are those of the whole text.
 """
 
 from __future__ import annotations
