@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import gc
 import inspect
-import io
 import os
 import subprocess
 import sys
@@ -27,7 +26,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_on_cpu import Norm, OwnTokenAttention, use_cpu
 from support.ranks import Pool, run_ranks
-from tiny_trainer import assert_filtered, compared, counted, watched
+from tiny_trainer import assert_filtered, compared, counted, said_by_all, watched
 
 from cce_dist import GradFilter, VocabShard, groups
 from cce_dist.integrations import megatron as cce
@@ -398,14 +397,9 @@ def logits_without_labels(case: Case) -> None:
 
 def one_rank_says_that_the_loss_is_in_use(case: Case) -> None:
     """In one line that names filter, budget and shard, whatever of tensor, pipeline and data parallelism there is."""
-    said, everywhere = io.StringIO(), [""] * dist.get_world_size()
-    with contextlib.redirect_stderr(said):
-        cce.convert(build(case), cce.Options(GradFilter(), workspace_bytes=1 << 20))
-    dist.all_gather_object(everywhere, said.getvalue())
-    lines = [line for text in everywhere for line in text.splitlines() if "cce_dist" in line]
-    assert len(lines) == 1, lines
+    (line,) = said_by_all(cce.convert, build(case), cce.Options(GradFilter(), workspace_bytes=1 << 20))
     for what in ("shard 0 of 2: rows [0, 32) of 64", "GradFilter(eps=0.0009765625", "workspace_bytes=1048576"):
-        assert what in lines[0]
+        assert what in line
 
 
 def a_filter_looks_at_each_microbatch(case: Case) -> None:

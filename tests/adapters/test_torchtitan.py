@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tiny_trainer import counted
+from tiny_trainer import counted, name_rank
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,8 +48,7 @@ for schedule in ("GPipe", "Interleaved1F1B"):
 
 def on_cpu() -> None:
     """Make torchtitan run on this rank's CPU, with the release of torch that is here, as it would on a GPU."""
-    rank = str(dist.get_rank())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
+    name_rank()
     import torch._utils as device
 
     device._get_available_device_type = lambda: "cpu"
