@@ -37,8 +37,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 class Case:
     """A training of a tiny model, with norms clipped and AdamW fused."""
 
-    model: str = ""  # of transformers, or ``Headed``; empty: ``Small``
-    tied: bool = False
+    model: str = ""  # of transformers (Gemma2 has a tied head), or ``Headed``; empty: ``Small``
     replicas: int = 1
     microbatches: int = 1
     sync: bool = True  # of every microbatch
@@ -54,7 +53,7 @@ class Case:
 
 CASES = [
     Case("Llama", options={"z_loss_weight": 0.1, "label_smoothing": 0.1}),
-    Case("Gemma2", tied=True, microbatches=2, sync=False, count=True, in_groups=7),
+    Case("Gemma2", microbatches=2, sync=False, count=True, in_groups=7),
     Case("Phi", microbatches=2, factor=3.0, equal=True, in_groups=20),  # a bias
     Case(in_groups=5, scaled=True),
     Case("Headed", microbatches=2, sync=False, in_groups=7, factor=3.0),
@@ -107,14 +106,15 @@ def mesh_of(replicas: int = 1) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("replicate", "dp"))
 
 
-def build(case: Case, ours: bool) -> Any:
-    mesh = mesh_of(case.replicas)
+def build(case: Case, ours: bool, mesh: Any = None, over: Any = None) -> Any:
+    """Return a model under FSDP2. ``over`` is the head's mesh, if it has another one than FSDP2."""
+    mesh = mesh or mesh_of(case.replicas)
     torch.manual_seed(0)
-    split: dict[str, Any] = {"shard_over": mesh, "equal_tokens": case.equal} if ours else {}
+    split: dict[str, Any] = {"shard_over": over or mesh, "equal_tokens": case.equal} if ours else {}
     if case.model == "Headed":
         model: Any = Headed(**split)
     else:
-        model = tiny_model(case.model, tie_word_embeddings=case.tied, **case.sizes) if case.model else Small()
+        model = tiny_model(case.model, **case.sizes) if case.model else Small()
         cce_dist.convert(model, **split, **case.options)
     ignored = set(model.lm_head.parameters()) if ours else None
     for module in (*model.model.layers, model):
@@ -195,7 +195,7 @@ def check_precision() -> None:
 
     tests/benchmarks/test_steps.py has the bytes that ranks send.
     """
-    case = Case("Gemma2", tied=True, equal=True, precision=BF16, sizes={"hidden_size": 24})
+    case = Case("Gemma2", equal=True, precision=BF16, sizes={"hidden_size": 24})
     truth = build(dataclasses.replace(case, precision=FP32), False)
     stock, ours = build(case, False), build(case, True)
     found, embedded = [], []
@@ -211,7 +211,7 @@ def check_precision() -> None:
 
 def check_evaluation() -> None:
     """Logits, losses and generated ids, and gradients through logits."""
-    case, found = Case("Gemma2", tied=True, equal=True), []
+    case, found = Case("Gemma2", equal=True), []
     for ours in (False, True):
         model = build(case, ours).eval()
         one = batch(case)
@@ -230,7 +230,7 @@ def check_evaluation() -> None:
 
 def check_compiled_body() -> None:
     """A body that is compiled, the lookup with it."""
-    case = Case("Llama", tied=True)
+    case = Case("Gemma2")
     plain, compiled = build(case, True), build(case, True)
     compiled.model.compile(backend="eager")
     torch.testing.assert_close(compiled(**batch(case)).loss, plain(**batch(case)).loss, rtol=REACH, atol=0)
@@ -346,11 +346,7 @@ def check_a_mesh_of_other_names() -> None:
     named = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("other",))
     for name in ("Headed", ""):
         case = Case(name)
-        expected = build(case, True)
-        torch.manual_seed(0)
-        model: Any = Headed(shard_over=named) if name else cce_dist.convert(Small(), shard_over=named)
-        for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh_of(), ignored_params=set(model.lm_head.parameters()))
+        expected, model = build(case, True), build(case, True, over=named)
         model.load_state_dict(model.state_dict())
         assert train(model, case, adam(model), range(2)) == train(expected, case, adam(expected), range(2))
         if not name:
@@ -391,10 +387,7 @@ def check_arguments_of_the_loss() -> None:
             with pytest.raises(ValueError, match=r"this rank \(1\) is not a member of .*DeviceMesh"):
                 make()
     else:
-        model = cce_dist.convert(Small(), shard_over=alone)
-        fully_shard(model, mesh=alone, ignored_params=set(model.lm_head.parameters()))
-        model(**batch(Case()))["loss"].backward()
-        torch.manual_seed(0)
+        build(Case(), True, mesh=alone)(**batch(Case()))["loss"].backward()
 
 
 def check_engines_that_are_refused() -> None:

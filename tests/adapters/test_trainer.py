@@ -47,8 +47,7 @@ def loss_of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any =
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    model: str = "Llama"
-    tied: bool = False
+    model: str = "Llama"  # or "Gemma2", whose head is tied
     way: str = "convert"  # or "section": of ds_config, read after install()
     zero: int | None = None
     fsdp: bool = False
@@ -61,18 +60,18 @@ class Case:
 
 
 ON_ONE_RANK = {
-    "softcap, tied": Case("Gemma2", tied=True, more={"gradient_checkpointing": True}),
+    "softcap, tied": Case("Gemma2", more={"gradient_checkpointing": True}),
     "compute_metrics": Case(metrics=True),
     "compute_loss_func": Case(loss=loss_of_logits),
     "compiled": Case(more={"torch_compile": True, "torch_compile_backend": "eager"}),
 }
 ON_TWO_RANKS = {
     "ddp": Case(metrics=True, resume=True),
-    "fsdp2": Case("Gemma2", tied=True, fsdp=True, recompute=True, metrics=True, resume=True),
-    "fsdp2-rows": Case("Gemma2", tied=True, fsdp=True, rows=True, metrics=True, resume=True),
+    "fsdp2": Case("Gemma2", fsdp=True, recompute=True, metrics=True, resume=True),
+    "fsdp2-rows": Case("Gemma2", fsdp=True, rows=True, metrics=True, resume=True),
     "zero2": Case(zero=2, way="section", metrics=True),
     "zero3": Case(zero=3, way="section", recompute=True, metrics=True, resume=True),
-    "zero3-converted": Case("Gemma2", tied=True, zero=3, metrics=True),
+    "zero3-converted": Case("Gemma2", zero=3, metrics=True),
 }
 
 
@@ -112,7 +111,7 @@ def trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
         os.environ["FSDP_IGNORED_MODULES"] = "lm_head"
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     args = arguments(folder, **more)
-    model = tiny_model(case.model, tie_word_embeddings=case.tied)
+    model = tiny_model(case.model)
     if ours and case.way == "convert":
         cce_dist.convert(model, shard_over=mesh)
     if ours and case.way == "section":
