@@ -49,7 +49,7 @@ class Case:
     tied: bool = False
     mtp: int | None = None
     per_token: bool = False
-    ddp: str = ""  # "", "ddp", "distributed-optimizer"
+    ddp: str = ""  # "", "ddp", "distopt": with the distributed optimizer
     overlap: bool = False
     main_grad: bool = False
     dtype: torch.dtype = torch.float32
@@ -92,37 +92,19 @@ EXPERTS = dict(
     add_bias_linear=False,
 )
 
-CASES = {
-    "tp4-sp-tied-recompute-selective": Case(tp=4, sequence_parallel=True, tied=True, settings=SELECTIVE),
-    "tp-pp-tied-mtp2-ddp-per-token": Case(tp=2, pp=2, tied=True, mtp=2, ddp="ddp", per_token=True),
-    "vpp-ddp": Case(pp=2, vpp=2, ddp="ddp"),
-    "main-grad-tied-overlap-recompute-block": Case(
-        tp=2, tied=True, ddp="ddp", overlap=True, main_grad=True, settings=BLOCK
-    ),
-    "main-grad-pp-sp-mtp-distopt": Case(
-        tp=2,
-        pp=2,
-        sequence_parallel=True,
-        mtp=1,
-        ddp="distributed-optimizer",
-        overlap=True,
-        main_grad=True,
-        in_groups=5,
-    ),
-    "bf16-main-grad": Case(tp=2, sequence_parallel=True, ddp="ddp", main_grad=True, dtype=torch.bfloat16, in_groups=5),
-    "fp16-sp-distopt-main-grad": Case(
-        tp=2, sequence_parallel=True, ddp="distributed-optimizer", main_grad=True, dtype=torch.float16
-    ),
-    "frozen-head-pp-distopt-main-grad": Case(
-        tp=2, pp=2, ddp="distributed-optimizer", overlap=True, main_grad=True, frozen_head=True
-    ),
-    "cp-sp-mtp-distopt": Case(
-        tp=2, cp=2, own_tokens=True, sequence_parallel=True, mtp=1, ddp="distributed-optimizer", overlap=True
-    ),
-    "moe-ep-sp-per-token-distopt": Case(
-        tp=2, ep=2, sequence_parallel=True, per_token=True, ddp="distributed-optimizer", settings=EXPERTS
-    ),
-}
+FP16 = Case(tp=2, sequence_parallel=True, ddp="distopt", main_grad=True, dtype=torch.float16)
+CASES = [
+    Case(tp=4, sequence_parallel=True, tied=True, settings=SELECTIVE),
+    Case(tp=2, pp=2, tied=True, mtp=2, ddp="ddp", per_token=True),
+    Case(pp=2, vpp=2, ddp="ddp"),
+    Case(tp=2, tied=True, ddp="ddp", overlap=True, main_grad=True, settings=BLOCK),
+    Case(tp=2, pp=2, sequence_parallel=True, mtp=1, ddp="distopt", overlap=True, main_grad=True, in_groups=5),
+    Case(tp=2, sequence_parallel=True, ddp="ddp", main_grad=True, dtype=torch.bfloat16, in_groups=5),
+    FP16,
+    Case(tp=2, pp=2, ddp="distopt", overlap=True, main_grad=True, frozen_head=True),
+    Case(tp=2, cp=2, own_tokens=True, sequence_parallel=True, mtp=1, ddp="distopt", overlap=True),
+    Case(tp=2, ep=2, sequence_parallel=True, per_token=True, ddp="distopt", settings=EXPERTS),
+]
 
 
 def build(case: Case, **overrides: Any) -> list[Any]:
@@ -213,7 +195,7 @@ class Trainer:
             self.chunks = [Float16Module(self.config, chunk) for chunk in self.chunks]
         self.optimizer: Any
         if case.ddp:
-            distributed = case.ddp == "distributed-optimizer"
+            distributed = case.ddp == "distopt"
             ddp_config = ddp.DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=distributed,
@@ -447,13 +429,13 @@ def megatron_ranks() -> Iterator[Callable]:
 
 
 ON_RANKS: list[Any] = [
-    *(pytest.param(compare, case, id=name) for name, case in CASES.items()),
+    *((compare, case) for case in CASES),
     (logits_without_labels, Case(tp=2)),
     (logits_without_labels, Case(tp=2, sequence_parallel=True)),
     (one_rank_says_that_the_loss_is_in_use, Case(tp=2, pp=2, sequence_parallel=True)),
     (a_filter_looks_at_each_microbatch, Case(tp=2, ddp="ddp")),
     (a_filter_looks_at_each_microbatch, Case(tp=2, sequence_parallel=True, ddp="ddp", main_grad=True)),
-    (overflows_skip_the_step, CASES["fp16-sp-distopt-main-grad"]),
+    (overflows_skip_the_step, FP16),
 ]
 
 
@@ -461,7 +443,7 @@ ON_RANKS: list[Any] = [
 @pytest.mark.xdist_group("megatron")
 @pytest.mark.parametrize(("check", "case"), ON_RANKS, ids=lambda value: getattr(value, "__name__", None))
 def test_on_four_ranks(megatron_ranks: Callable, check: Callable, case: Case) -> None:
-    if OLDEST and (case.vpp or case.ddp == "distributed-optimizer"):
+    if OLDEST and (case.vpp or case.ddp == "distopt"):
         pytest.skip("it knows its virtual stage from a global, and its distributed optimizer needs Transformer Engine")
     megatron_ranks(on_layout, case, check)
 
