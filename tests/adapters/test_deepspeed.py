@@ -191,15 +191,12 @@ class Model(nn.Module):
     def forward(
         self, ids: Tensor, labels: Tensor | None = None, shift_labels: Tensor | None = None, **_: Any
     ) -> tuple[Tensor | None, Any]:
-        logits = self.logits(self.block(self.embed(ids)))
+        logits: Any = self.lm_head(self.block(self.embed(ids)))
         if shift_labels is not None:
             return cce.loss_fn(logits, shift_labels), logits
         if labels is None:
             return None, logits
         return F.cross_entropy(logits[..., :-1, :].reshape(-1, VOCAB), labels[:, 1:].flatten()), logits
-
-    def logits(self, hidden: Tensor) -> Any:
-        return self.lm_head(hidden)
 
 
 def engine_of(model: nn.Module, ours: bool, case: Case, mpu: Any = None) -> Any:

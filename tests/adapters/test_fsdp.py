@@ -293,15 +293,11 @@ def check_what_is_refused() -> None:
             promised(**batch(Case()))
 
 
-class Around(nn.Module):
+class Around(nn.Sequential):
     """A wrapper of the user's own."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
     def forward(self, **given: Any) -> Any:
-        return self.inner(**given)
+        return self[0](**given)
 
 
 def check_a_wrapper_alone() -> None:

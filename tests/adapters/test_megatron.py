@@ -358,13 +358,11 @@ def logits_without_labels(case: Case) -> None:
     It takes a budget of its own, and one token at a time where there is less.
     """
     reference, ours = build(case)[0].eval(), cce.convert(build(case))[0].eval()
-    ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
-    inputs = (ids, torch.arange(SEQ).expand(BATCH, SEQ), torch.ones(SEQ, SEQ).tril()[None, None] < 0.5)
-    head = ours.output_layer
+    inputs, head = batch()[0], ours.output_layer
     with torch.no_grad():
         for gather in (None,) if case.sequence_parallel else (None, True):
-            logits = ours(*inputs, runtime_gather_output=gather)
-            assert torch.equal(logits, reference(*inputs, runtime_gather_output=gather))
+            logits = ours(**inputs, runtime_gather_output=gather)
+            assert torch.equal(logits, reference(**inputs, runtime_gather_output=gather))
             assert logits.shape[-1] == (VOCAB if gather else VOCAB // case.tp)
             hidden = torch.randn(SEQ // case.tp if case.sequence_parallel else SEQ, BATCH, 16)
             real, _ = head(hidden, runtime_gather_output=gather)
@@ -554,7 +552,10 @@ def the_weight_is_there_only_between_the_heads_hooks() -> None:
 
 
 def others_get_the_logits_that_they_want() -> None:
-    """A loss of the instance's own, as distillation has, and one computed from logits, as in reinforcement learning."""
+    """A loss of the instance's own, as distillation has, and one computed from logits, as in reinforcement learning.
+
+    And ``GPTModel.forward(output_processor=...)``, of 0.18 on, or the stand-in.
+    """
     model = one_model(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="cce")
     inputs, labels = batch(inside=True)
     losses = model(**inputs, labels=labels)
@@ -563,6 +564,20 @@ def others_get_the_logits_that_they_want() -> None:
     assert model.config.cross_entropy_loss_fusion
     model.compute_language_model_loss = lambda labels, logits: logits
     assert torch.equal(model(**inputs, labels=labels), logits)
+
+    def log_probs(hidden_states: Tensor, output_layer: Any, output_weight: Any, labels: Tensor, **_: Any) -> Tensor:
+        logits, _ = output_layer(hidden_states, weight=output_weight)
+        return torch.log_softmax(logits.float(), dim=-1).gather(-1, labels.t().unsqueeze(-1)).squeeze(-1).t()
+
+    if OLDEST:
+        return  # its model has no end of its own, where 0.18 calls a processor
+    model = cce.convert(with_processor(build(Case())[0]))
+    with counted(loss) as calls:
+        found = model(**inputs, labels=labels, output_processor=log_probs)
+        assert not calls.called
+        losses = model(**inputs, labels=labels)
+        assert calls.called
+    torch.testing.assert_close(found, -losses)
 
 
 def a_loss_that_is_not_ours_is_told() -> None:
@@ -592,25 +607,6 @@ def a_loss_that_is_not_ours_is_told() -> None:
     model.output_layer.register_full_backward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="the head has the hook"):
         model(**inputs, labels=labels)
-
-
-def an_output_processor_gets_logits() -> None:
-    """``GPTModel.forward(output_processor=...)``, of 0.18 on, or the stand-in."""
-
-    def log_probs(hidden_states: Tensor, output_layer: Any, output_weight: Any, labels: Tensor, **_: Any) -> Tensor:
-        logits, _ = output_layer(hidden_states, weight=output_weight)
-        return torch.log_softmax(logits.float(), dim=-1).gather(-1, labels.t().unsqueeze(-1)).squeeze(-1).t()
-
-    if OLDEST:
-        return  # its model has no end of its own, where 0.18 calls a processor
-    model = cce.convert(with_processor(build(Case())[0]))
-    inputs, labels = batch(inside=True)
-    with counted(loss) as calls:
-        found = model(**inputs, labels=labels, output_processor=log_probs)
-        assert not calls.called
-        losses = model(**inputs, labels=labels)
-        assert calls.called
-    torch.testing.assert_close(found, -losses)
 
 
 def deferred_logits_refuse_what_they_cannot_do() -> None:
@@ -756,7 +752,6 @@ CHECKS = (
     the_weight_is_there_only_between_the_heads_hooks,
     others_get_the_logits_that_they_want,
     a_loss_that_is_not_ours_is_told,
-    an_output_processor_gets_logits,
     deferred_logits_refuse_what_they_cannot_do,
     the_end_of_a_model_can_be_called_alone,
     heads_that_cannot_be_taken_over,

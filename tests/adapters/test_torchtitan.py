@@ -152,14 +152,12 @@ def config_of(out: Path, parallelism: dict[str, Any]) -> Any:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.dump_folder = config.hf_assets_path = str(out)
     config.dataloader = config.validator.dataloader = toy_data()
-    training = {
-        "local_batch_size": BATCH,
-        "seq_len": 256 if context else 16,
-        "steps": STEPS,
-        "disable_cuda_graphs": True,
-    }
-    for name, value in {**training, "mixed_precision_param": "float32"}.items():
-        setattr(config.training, name, value)
+    training = config.training
+    training.local_batch_size = BATCH
+    training.seq_len = 256 if context else 16
+    training.steps = STEPS
+    training.disable_cuda_graphs = True
+    training.mixed_precision_param = "float32"
     config.optimizer = default_adamw(lr=1e-2, eps=1e-3)  # 1e-8 would make of a rounding a whole step
     config.debug.seed, config.checkpoint.enable = 0, False
     # Torch's schedules of this release evaluate whole batches.
