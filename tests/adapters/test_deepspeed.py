@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.ranks import run_ranks, shared_folder
 from test_options import DS_CONFIG
-from tiny_trainer import assert_filtered, begin_deepspeed, counted, name_rank, said_by_all, tiny_model, watched
+from tiny_trainer import assert_filtered, begin_deepspeed, counted, said_by_all, tiny_model, watched
 from torch import Tensor, nn
 
 import cce_dist
@@ -89,17 +89,6 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.down(F.gelu(self.up(hidden)))
-
-
-def prepare() -> None:
-    """Make this process one that DeepSpeed takes for a launcher's, without a compiler."""
-    name_rank()
-    begin_deepspeed()
-    import deepspeed
-
-    # Its CPUs have fp16 if they are fast at it; these tests are not about speed.
-    accelerator: Any = deepspeed.accelerator.get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
 
 
 def weighted_loss(logits: Any, labels: tuple[Tensor, Tensor]) -> Tensor:
@@ -505,7 +494,7 @@ def two_ranks() -> None:
 
 
 def on_ranks(checks: list[tuple[Callable, Any]]) -> None:
-    prepare()
+    begin_deepspeed()
     for check, case in checks:
         run(check, case)
 
@@ -533,9 +522,11 @@ def test_four_ranks() -> None:
     run_ranks(on_ranks, 4, ON_FOUR_RANKS)
 
 
-@pytest.fixture
-def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """deepspeed, whose own ``initialize`` makes no engine, so that no group of ranks is needed."""
+ON = {"cce_dist": {"enabled": True, "filter": "plain"}}
+
+
+def test_install_twice_reads_the_section_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an ``initialize`` of DeepSpeed that makes no engine, so that no group of ranks is needed."""
     deepspeed = pytest.importorskip("deepspeed")
 
     def initialize(args: Any = None, model: Any = None, config: Any = None, mpu: Any = None, config_params: Any = None):
@@ -543,13 +534,6 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(deepspeed, "initialize", initialize)
     monkeypatch.setattr(cce.engine, "convert", lambda engine, options: setattr(engine, "cce_heads", options))  # pyright: ignore
-    return deepspeed
-
-
-ON = {"cce_dist": {"enabled": True, "filter": "plain"}}
-
-
-def test_install_twice_reads_the_section_once(deepspeed: Any) -> None:
     own, model, before = deepspeed.initialize, Model(), cce_engine.num_converted
     cce.install()
     cce.install()
@@ -644,7 +628,7 @@ def one_after_another(make: Callable[[], Any], case: Case) -> None:
 
 
 def engines_of_one_model() -> None:
-    prepare()
+    begin_deepspeed()
     run(one_after_another, Model, Case())
     run(one_after_another, lambda: Model(tied=True), Case(zero=2, tied=True))
     for tied in (False, True):

@@ -73,7 +73,8 @@ class Small(nn.Module):
         super().__init__()
         self.model: Any = nn.Module()
         self.model.layers = nn.ModuleList([nn.Linear(16, 16)])
-        self.embed, self.lm_head = nn.Embedding(VOCAB, 16, padding_idx=3), nn.Linear(16, VOCAB)
+        self.embed = nn.Embedding(VOCAB, 16, padding_idx=3)
+        self.lm_head: Any = nn.Linear(16, VOCAB)
         self.lm_head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
@@ -83,14 +84,12 @@ class Small(nn.Module):
         return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch}
 
 
-class Headed(nn.Module):
-    """A model of the user's own, with our head."""
+class Headed(Small):
+    """A model of the user's own, with our head, which is not tied."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        self.model: Any = nn.Module()
-        self.model.layers, self.embed = nn.ModuleList([nn.Linear(16, 16)]), nn.Embedding(VOCAB, 16)
-        self.lm_head = VocabParallelHead(16, VOCAB, bias=True, softcap=3.0, **given)
+        self.lm_head: Any = VocabParallelHead(16, VOCAB, bias=True, softcap=3.0, **given)
 
     def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None) -> dict[str, Any]:
         hidden = self.model.layers[0](self.embed(input_ids)).tanh()

@@ -36,7 +36,6 @@ from cce_dist.integrations import deepspeed as cce
 from cce_dist.integrations.deferred import tensor as deferred_tensor
 
 TOLERANCE = 2e-5
-WRAP = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 
 
 def loss_of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -91,11 +90,9 @@ def trainer(case: Case, ours: bool, folder: Path, **more: Any) -> Any:
         more["deepspeed"] = zero(case.zero, **section)
     if case.fsdp:
         # An optimizer without state has none that FSDP2 could load.
-        more |= {
-            **({"optim": "adamw_torch", "learning_rate": 1e-2} if case.resume else {}),
-            "fsdp": True,
-            "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT", **WRAP},
-        }
+        more |= {"optim": "adamw_torch", "learning_rate": 1e-2, "fsdp": True}
+        wrap = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        more["fsdp_config"] = {"version": 2, "state_dict_type": "FULL_STATE_DICT", **wrap}
     mesh = None
     if ours and case.rows:  # Accelerate's FSDP2 leaves the head alone
         os.environ["FSDP_IGNORED_MODULES"] = "lm_head"
