@@ -124,9 +124,9 @@ def build(case: Case, ours: bool, mesh: Any = None, over: Any = None) -> Any:
     return model
 
 
-def batch(case: Case, number: int = 0, rank: int | None = None) -> dict[str, Tensor]:
-    """Return ids and labels of one rank alone; None: of this one."""
-    rank = dist.get_rank() if rank is None else rank
+def batch(case: Case, number: int = 0) -> dict[str, Tensor]:
+    """Return ids and labels of this rank alone."""
+    rank = dist.get_rank()
     draw = torch.Generator().manual_seed(1000 * number + rank)
     length = LENGTH if case.equal else LENGTH - (number + rank) % 3
     ids = torch.randint(2, VOCAB, (2, length), generator=draw)
@@ -162,6 +162,10 @@ def whole(model: Any) -> dict[str, Tensor]:
 
 
 def compare(case: Case, steps: int = 3) -> None:
+    """Compare losses, norms and parameters with FSDP2's own, and the bits of replicas.
+
+    Catches: a gradient that is summed over the ranks of a shard alone.
+    """
     models = [build(case, ours) for ours in (False, True)]
     with groups.of_rows(case.in_groups), compared() as differed:
         (losses, norms), (our_losses, our_norms) = (train(model, case, adam(model), range(steps)) for model in models)
@@ -171,6 +175,11 @@ def compare(case: Case, steps: int = 3) -> None:
     torch.testing.assert_close(our_norms, norms, rtol=4 * REACH, atol=0, msg=lambda m: f"{case}: {m}")
     stock, ours = (whole(model) for model in models)
     torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5, msg=lambda m: f"{case}: {m}")
+    for rows in models[1].lm_head.parameters() if case.replicas > 1 else ():
+        mine = rows.to_local().detach()
+        theirs = [torch.empty_like(mine) for _ in range(case.replicas)]
+        dist.all_gather(theirs, mine, group=mesh_of(case.replicas).get_group(0))
+        assert all(torch.equal(other, mine) for other in theirs), f"{case}: replicas drift"
 
 
 def check_a_rank_without_tokens() -> None:
@@ -405,30 +414,8 @@ def check_engines_that_are_refused() -> None:
         cce_dist.convert(Small(), shard_over=mesh)
 
 
-def check_that_replicas_do_not_drift() -> None:
-    """After steps the replicas' rows have the same bits, and all rows are those of one process that has all tokens.
-
-    Catches: a gradient that is summed over the ranks of a shard alone.
-    """
-    mesh = mesh_of(replicas=2)
-    for name in ("Headed", ""):
-        case = Case(name, replicas=2)
-        model, truth = build(case, True), Headed() if name else Small()
-        truth.load_state_dict(whole(model), strict=False)  # which has a tied weight once
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, truth)]
-        for step in range(2):
-            model(**batch(case, step))["loss"].backward()
-            sum(truth(**batch(case, step, rank))["loss"] / 4 for rank in range(4)).backward()  # pyright: ignore
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        torch.testing.assert_close(whole(model), dict(truth.named_parameters()), rtol=1e-5, atol=1e-6)
-        for rows in model.lm_head.parameters():
-            mine = rows.to_local().detach()
-            theirs = [torch.empty_like(mine) for _ in range(2)]
-            dist.all_gather(theirs, mine, group=mesh.get_group(0))
-            assert all(torch.equal(other, mine) for other in theirs)
-    flat = DeviceMesh("cpu", range(4))
+def check_meshes_with_replicas_that_are_refused() -> None:
+    mesh, flat = mesh_of(replicas=2), DeviceMesh("cpu", range(4))
     for over, given in ((mesh["dp"], mesh), (mesh["replicate"], mesh["dp"]), (flat, mesh), (mesh, flat)):
         for model in (cce_dist.convert(Small(), shard_over=over), Headed(shard_over=over)):
             with pytest.raises(ValueError, match="give both the same mesh"):
@@ -471,7 +458,7 @@ def test_two_ranks(ranks2: Callable) -> None:
 def replicated() -> None:
     for case in REPLICATED:
         compare(case)
-    check_that_replicas_do_not_drift()
+    check_meshes_with_replicas_that_are_refused()
 
 
 def test_replicas(ranks4: Callable) -> None:
