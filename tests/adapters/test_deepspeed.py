@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -339,18 +338,11 @@ def check_evaluation(case: Case, name: str = "") -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
     if not isinstance(case, Pipe) or case.model == 1:
         torch.testing.assert_close(logits_of(ours, case), logits_of(stock, case), rtol=2e-5, atol=2e-5)
+    other = pipeline(case, ours=case.model > 1) if isinstance(case, Pipe) else stock
     with shared_folder() as folder:
-        for engine, where in ((stock, "stock"), (ours, "ours")):
-            engine.save_checkpoint(os.path.join(folder, where), tag="x")
+        ours.save_checkpoint(folder, tag="x")
         dist.barrier()
-        files = [sorted(path.name for path in Path(folder, where, "x").glob("layer_*")) for where in ("stock", "ours")]
-        assert files[0] == files[1] and (len(files[0]) >= 3 or not isinstance(case, Pipe))
-        for file in files[0]:
-            saved = [torch.load(Path(folder, where, "x", file), weights_only=False) for where in ("stock", "ours")]
-            assert saved[0].keys() == saved[1].keys()
-        other = pipeline(case, ours=case.model > 1) if isinstance(case, Pipe) else stock
-        other.load_checkpoint(os.path.join(folder, "ours"), tag="x", load_module_only=isinstance(case, Pipe))
-        dist.barrier()
+        other.load_checkpoint(folder, tag="x", load_module_only=isinstance(case, Pipe))
     torch.testing.assert_close(evaluated(other, case), losses[1], rtol=0, atol=1e-6)
 
 
@@ -416,10 +408,7 @@ def check_sequence_shards(zero: int) -> None:
 
 
 def check_refusals() -> None:
-    """Raise on models that cannot be taken over before anything is built, and on a loss outside of the model's forward.
-
-    test_convert.py has what ``cce_dist.convert`` refuses, too.
-    """
+    """Raise on models that cannot be taken over, and on a loss outside of forward. test_convert.py has more models."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     def refused(model: nn.Module, message: str, **config: Any) -> None:
@@ -526,7 +515,7 @@ ON = {"cce_dist": {"enabled": True, "filter": "plain"}}
 
 
 def test_install_twice_reads_the_section_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an ``initialize`` of DeepSpeed that makes no engine, so that no group of ranks is needed."""
+    """DeepSpeed's ``initialize`` makes no engine here, so that no group of ranks is needed."""
     deepspeed = pytest.importorskip("deepspeed")
 
     def initialize(args: Any = None, model: Any = None, config: Any = None, mpu: Any = None, config_params: Any = None):

@@ -552,10 +552,7 @@ def the_weight_is_there_only_between_the_heads_hooks() -> None:
 
 
 def others_get_the_logits_that_they_want() -> None:
-    """A loss of the instance's own, as distillation has, and one computed from logits, as in reinforcement learning.
-
-    And ``GPTModel.forward(output_processor=...)``, of 0.18 on, or the stand-in.
-    """
+    """A loss of the instance's own, as distillation has; one from logits, as in RL; ``output_processor`` of 0.18 on."""
     model = one_model(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="cce")
     inputs, labels = batch(inside=True)
     losses = model(**inputs, labels=labels)

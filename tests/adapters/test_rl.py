@@ -398,10 +398,7 @@ def packed_by_nemo(group: Any, replay: bool = False) -> None:
 
 @pytest.mark.skipif(is_here(nemo()), reason="test_nemo_rl.py has NeMo-RL's own forward")
 def test_packed_sequences_of_nemo_rl() -> None:
-    """Log-probabilities that are unpacked already go around NeMo-RL's own unpacking, with its width.
-
-    test_megatron_scores.py has boundaries that describe no sequences.
-    """
+    """Log-probabilities that are unpacked already go around NeMo-RL's own unpacking, with its width."""
     cce_nemo_rl.install()
     packed_by_nemo(alone())
     packed_by_nemo(alone(), replay=True)

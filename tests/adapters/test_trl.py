@@ -187,8 +187,13 @@ def rows(columns: str) -> Any:
     def text(count: int) -> str:
         return " ".join(f"w{i}" for i in torch.randint(2, VOCAB, (count,), generator=draw).tolist())
 
-    drawn: dict[str, Callable] = {"prompt": lambda: text(4), "label": lambda: text(1) < "w4"}
-    drawn |= {"chosen": lambda: " " + text(5), "rejected": lambda: " " + text(7), "completion": lambda: " " + text(6)}
+    drawn: dict[str, Callable] = {
+        "prompt": lambda: text(4),
+        "chosen": lambda: " " + text(5),
+        "rejected": lambda: " " + text(7),
+        "completion": lambda: " " + text(6),
+        "label": lambda: text(1) < "w4",
+    }
     return Dataset.from_list([{name: drawn[name]() for name in columns.split()} for _ in range(8)])
 
 
