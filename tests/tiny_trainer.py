@@ -2,9 +2,10 @@
 
 import contextlib
 import gc
+import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,11 +107,25 @@ def sentences(count: int = 32) -> list[dict[str, Tensor]]:
     return rows
 
 
-def prepare_rank() -> None:
-    """Make this process one that accelerate and DeepSpeed take for a launcher's."""
+def name_rank() -> None:
+    """Set the environment variables by which a launcher tells a process its rank."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+def said_by_all(function: Callable, *args: Any) -> list[str]:
+    """Call a function on every rank, and return the lines of all ranks in which it names the library on stderr."""
+    said, everywhere = io.StringIO(), [""] * dist.get_world_size()
+    with contextlib.redirect_stderr(said):
+        function(*args)
+    dist.all_gather_object(everywhere, said.getvalue())
+    return [line for text in everywhere for line in text.splitlines() if "cce_dist" in line]
+
+
+def prepare_rank() -> None:
+    """Make this process one that accelerate and DeepSpeed take for a launcher's."""
+    name_rank()
     from accelerate.state import DistributedType, PartialState
 
     # accelerate runs FSDP2 and DeepSpeed on GPUs alone. These ranks say that they have some; their device is a CPU.
@@ -174,12 +189,16 @@ def assert_filtered(
 
 def begin_deepspeed() -> None:
     """Have DeepSpeed take the default group, without the collective of its own that it compiles on a CPU."""
+    name_rank()
     import deepspeed
 
     gc.freeze()  # it collects garbage around each engine: what is imported is then not looked through
     comm: Any = sys.modules["deepspeed.comm.torch"]
     comm.build_shm_op = lambda: None
     deepspeed.init_distributed(dist.get_backend())
+    # Its CPUs have fp16 if they are fast at it; tests are not about speed.
+    accelerator: Any = deepspeed.accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
 
 
 def forget() -> None:

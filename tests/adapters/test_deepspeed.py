@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.ranks import run_ranks, shared_folder
 from test_options import DS_CONFIG
-from tiny_trainer import assert_filtered, begin_deepspeed, counted, tiny_model, watched
+from tiny_trainer import assert_filtered, begin_deepspeed, counted, said_by_all, tiny_model, watched
 from torch import Tensor, nn
 
 import cce_dist
@@ -55,10 +54,8 @@ class Case:
     offload: bool = False
     autotp: int = 0
     split: bool = False  # the vocabulary, over an mpu's model axis
-    evaluate: bool = False
     num_items: int | None = None
     section: dict[str, Any] = dataclasses.field(default_factory=dict)
-    sequence_mean: bool = False
     reduce_scatter: bool = True
 
 
@@ -91,18 +88,6 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.down(F.gelu(self.up(hidden)))
-
-
-def prepare() -> None:
-    """Make this process one that DeepSpeed takes for a launcher's, without a compiler."""
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
-    begin_deepspeed()
-    import deepspeed
-
-    # Its CPUs have fp16 if they are fast at it; these tests are not about speed.
-    accelerator: Any = deepspeed.accelerator.get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
 
 
 def weighted_loss(logits: Any, labels: tuple[Tensor, Tensor]) -> Tensor:
@@ -150,9 +135,9 @@ def pipeline_module(case: Pipe, ours: bool = False, kind: Any = nn.Embedding, he
     return module
 
 
-def pipeline(case: Pipe, ours: bool) -> Any:
+def pipeline(case: Pipe, ours: bool, module: Any = None) -> Any:
     """Return the engine of such a module."""
-    module = pipeline_module(case, ours)
+    module = pipeline_module(case, ours) if module is None else module
     config = ds_config(ours, case, pipeline={"use_reentrant": False})
     if case.bf16:  # BF16_Optimizer, which clears what gradients there are where it sees backward begin
         config["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -180,38 +165,12 @@ def batches(step: int, weighted: bool, rank: int) -> Iterator[Any]:
         yield ids, (labels, torch.rand(labels.shape, generator=generator)) if weighted else labels
 
 
-def check_pipeline_evaluation(case: Pipe) -> None:
-    """Evaluate, return logits, save, and load into the other engine."""
-    stock, ours = engines(case)
-    for engine in (stock, ours):
-        engine.train_batch(batches(0, False, 0))
-    losses = [evaluated(engine, case) for engine in (stock, ours)]
-    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
-    if case.model == 1:
-        (_, expected), (loss, logits) = (e.eval_batch(batches(9, False, 0), return_logits=True) for e in (stock, ours))
-        torch.testing.assert_close(loss, losses[0], rtol=2e-5, atol=0)
-        if stock.is_last_stage():
-            torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
-    with shared_folder() as folder:
-        stock.save_checkpoint(os.path.join(folder, "stock"), tag="x")
-        ours.save_checkpoint(os.path.join(folder, "ours"), tag="x")
-        dist.barrier()
-        files = [sorted(path.name for path in Path(folder, name, "x").glob("layer_*")) for name in ("stock", "ours")]
-        assert files[0] == files[1] and len(files[0]) >= 3
-        for name in files[0]:
-            saved = [torch.load(Path(folder, engine, "x", name), weights_only=False) for engine in ("stock", "ours")]
-            assert saved[0].keys() == saved[1].keys()
-        other = pipeline(case, ours=case.model > 1)  # of the same sharding
-        other.load_checkpoint(os.path.join(folder, "ours"), tag="x", load_module_only=True)
-        dist.barrier()
-    torch.testing.assert_close(evaluated(other, case), losses[0], rtol=2e-5, atol=0)
-
-
 class Model(nn.Module):
     """A language model as people write them; ``head`` makes its last layer."""
 
-    def __init__(self, head: Callable[[], nn.Module], tied: bool = False) -> None:
+    def __init__(self, head: Callable[[], nn.Module] = lambda: nn.Linear(HIDDEN, VOCAB), tied: bool = False) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed, self.block = nn.Embedding(VOCAB, HIDDEN), Block()
         self.lm_head = head()
         if tied:
@@ -220,19 +179,12 @@ class Model(nn.Module):
     def forward(
         self, ids: Tensor, labels: Tensor | None = None, shift_labels: Tensor | None = None, **_: Any
     ) -> tuple[Tensor | None, Any]:
-        logits = self.logits(self.block(self.embed(ids)))
+        logits: Any = self.lm_head(self.block(self.embed(ids)))
         if shift_labels is not None:
             return cce.loss_fn(logits, shift_labels), logits
         if labels is None:
             return None, logits
         return F.cross_entropy(logits[..., :-1, :].reshape(-1, VOCAB), labels[:, 1:].flatten()), logits
-
-    def logits(self, hidden: Tensor) -> Any:
-        return self.lm_head(hidden)
-
-
-def linear() -> nn.Module:
-    return nn.Linear(HIDDEN, VOCAB, bias=True)
 
 
 def engine_of(model: nn.Module, ours: bool, case: Case, mpu: Any = None) -> Any:
@@ -243,7 +195,6 @@ def engine_of(model: nn.Module, ours: bool, case: Case, mpu: Any = None) -> Any:
         config["zero_force_ds_cpu_optimizer"] = False  # which a compiler would have to make
     if case.autotp:
         config["tensor_parallel"] = {"autotp_size": case.autotp, "vocab_parallel_lm_head": True}
-    config["cce_dist"]["sequence_mean"] = case.sequence_mean
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     return cce.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
 
@@ -252,13 +203,12 @@ def engines(case: Case, name: str = "") -> tuple[Any, Any]:
     """Return DeepSpeed's own engine and ours, of the same model: a pipeline, ``Model``, or one of transformers."""
     if isinstance(case, Pipe):
         return pipeline(case, ours=False), pipeline(case, ours=True)
-    torch.manual_seed(0)
     if name:
         stock = tiny_model(name, vocab_size=VOCAB, num_hidden_layers=1, tie_word_embeddings=case.tied)
         if case.zero == 3:
             stock.gradient_checkpointing_enable()
     else:
-        stock = Model(linear, case.tied)
+        stock = Model(tied=case.tied)
     ours = copy.deepcopy(stock)
     mpu = make_mpu(2) if case.split else None
     if mpu is not None:
@@ -324,8 +274,6 @@ def compare(case: Case, name: str = "") -> None:
     with pytest.raises(RuntimeError, match="no head of this engine"):
         cce.require(stock)
     assert_same(parameters(ours), parameters(stock), ours.module, tolerance)
-    if not isinstance(case, Pipe) and case.evaluate:
-        check_evaluation(stock, ours)
 
 
 def check_report(case: Case) -> None:
@@ -346,8 +294,7 @@ def check_report(case: Case) -> None:
 
 def check_filter(case: Case) -> None:
     """Catches: a filter that is lost on its way, or given other tokens than a microbatch's; a part of d_hidden left out."""
-    torch.manual_seed(0)
-    engine = pipeline(case, ours=True) if isinstance(case, Pipe) else engine_of(Model(linear), True, case)
+    engine = pipeline(case, ours=True) if isinstance(case, Pipe) else engine_of(Model(), True, case)
     module, data = engine.module, batches(0, False, data_rank(engine, case))
     body, head = module.forward_funcs[-2:] if isinstance(case, Pipe) else (module.block, module.lm_head)
     (name,) = (name for name, parameter in module.named_parameters() if parameter is head.weight)
@@ -372,24 +319,31 @@ def check_filter(case: Case) -> None:
     )
 
 
-def check_evaluation(stock: Any, ours: Any) -> None:
-    ids, labels = next(batches(9, False, 0))
+def logits_of(engine: Any, case: Case) -> Any:
+    data = batches(9, False, data_rank(engine, case))
+    if isinstance(case, Pipe):
+        return engine.eval_batch(data, return_logits=True)[1]
+    answer = engine(next(data)[0])
+    return answer[-1] if isinstance(answer, tuple) else answer.logits
+
+
+@torch.no_grad()
+def check_evaluation(case: Case, name: str = "") -> None:
+    """Evaluate, return logits, save, and load into another engine of the same sharding."""
+    stock, ours = engines(case, name)
     for engine in (stock, ours):
-        engine.eval()
-    with torch.no_grad():
-        expected, logits = (
-            engine(ids)[-1] if isinstance(engine(ids), tuple) else engine(ids).logits for engine in (stock, ours)
-        )
-        torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
-        expected, loss = (engine(ids, labels=labels)[0] for engine in (stock, ours))
-        torch.testing.assert_close(loss, expected, rtol=2e-5, atol=0)
-        with shared_folder() as folder:
-            ours.save_checkpoint(folder, tag="x")
-            dist.barrier()
-            stock.load_checkpoint(folder, tag="x")
-            assert stock.global_steps == ours.global_steps
-        again = stock(ids, labels=labels)[0]
-        torch.testing.assert_close(again, expected, rtol=0 if stock.zero_optimization_stage() else 1e-6, atol=1e-6)
+        with torch.enable_grad():
+            train(engine, 0, case)
+    losses = [evaluated(engine, case) for engine in (stock, ours)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
+    if not isinstance(case, Pipe) or case.model == 1:
+        torch.testing.assert_close(logits_of(ours, case), logits_of(stock, case), rtol=2e-5, atol=2e-5)
+    other = pipeline(case, ours=case.model > 1) if isinstance(case, Pipe) else stock
+    with shared_folder() as folder:
+        ours.save_checkpoint(folder, tag="x")
+        dist.barrier()
+        other.load_checkpoint(folder, tag="x", load_module_only=isinstance(case, Pipe))
+    torch.testing.assert_close(evaluated(other, case), losses[1], rtol=0, atol=1e-6)
 
 
 def check_pipeline_require(case: Pipe) -> None:
@@ -405,13 +359,8 @@ def check_pipeline_require(case: Pipe) -> None:
 
 def check_said_once(rows: int, build: Callable, *args: Any) -> None:
     """One line of one rank, though DeepSpeed's logger drops all below a warning, says what computes the loss."""
-    said, everywhere = io.StringIO(), [""] * dist.get_world_size()
-    with redirect_stderr(said):
-        build(*args)
-    dist.all_gather_object(everywhere, said.getvalue())
-    lines = [line for text in everywhere for line in text.splitlines() if "the loss comes from hidden states" in line]
-    assert len(lines) == 1 and f"rows [0, {rows}) of {VOCAB}; Options(grad_filter=None" in lines[0], lines
-    assert "workspace_bytes=None" in lines[0]
+    (line,) = said_by_all(build, *args)
+    assert f"rows [0, {rows}) of {VOCAB}; Options(grad_filter=None" in line and "workspace_bytes=None" in line
 
 
 def make_mpu(model: int) -> Any:
@@ -432,10 +381,9 @@ def check_sequence_shards(zero: int) -> None:
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=2)
-    torch.manual_seed(0)
-    model = Model(linear)
+    model = Model()
     reference = copy.deepcopy(model)
-    case = Case(zero=zero, clip=0.0, sequence_mean=True)
+    case = Case(zero=zero, clip=0.0, section={"sequence_mean": True})
     engine = engine_of(model, True, case, parallel_state_sp)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
     here = slice(0, SEQ // 2) if dist.get_rank() == 0 else slice(SEQ // 2, SEQ)
@@ -456,22 +404,18 @@ def check_sequence_shards(zero: int) -> None:
     assert_same(parameters(engine), dict(reference.named_parameters()), engine.module, 2e-5)
     if zero == 3:
         with pytest.raises(ValueError, match="averages the gradients of some parameters over these ranks"):
-            engine_of(Model(linear), True, dataclasses.replace(case, reduce_scatter=False), parallel_state_sp)
+            engine_of(Model(), True, dataclasses.replace(case, reduce_scatter=False), parallel_state_sp)
 
 
 def check_refusals() -> None:
-    """Raise on models that cannot be taken over before anything is built, and on a use of logits that are not there."""
+    """Raise on models that cannot be taken over, and on a loss outside of forward. test_convert.py has more models."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     def refused(model: nn.Module, message: str, **config: Any) -> None:
         with pytest.raises(ValueError, match=message):
             cce.initialize(model=model, config=ds_config(True, Case()) | config)
 
-    refused(nn.Sequential(nn.Linear(4, 4)), 'found none: .* or "cce_dist.head" in ds_config; it has the Linear 0')
-    refused(Model(lambda: nn.Sequential(linear())), "cannot take over a head that is a Sequential")
-    refused(Model(linear), "which Model does not have", cce_dist={"enabled": True, "head": "output"})
-    refused(Model(linear), "vocab_parallel_lm_head", tensor_parallel={"autotp_size": 2})
-    refused(Model(linear), "no key", cce_dist={"enabled": True, "eps": 1})
+    refused(Model(), "vocab_parallel_lm_head", tensor_parallel={"autotp_size": 2})
     refused(Model(lambda: cce.CCEHead(HIDDEN, VOCAB, tp_rank=0, tp_size=2)), "needs mpu=")
     embedding, tied = TiedLayerSpec("e", nn.Embedding, VOCAB, HIDDEN), TiedLayerSpec("e", nn.Embedding, VOCAB, HIDDEN)
     for layers, loss, message in (
@@ -485,13 +429,10 @@ def check_refusals() -> None:
     with pytest.raises(RuntimeError, match="nothing has turned cce_dist on"):
         cce.CCEHead(HIDDEN, VOCAB, tp_rank=0, tp_size=2)(torch.zeros(1, HIDDEN))
 
-    engine = engine_of(Model(linear), True, Case(zero=1))
+    engine = engine_of(Model(), True, Case(zero=1))
     ids = torch.zeros(1, 2, dtype=torch.long)
-    logits = engine(ids)[-1]
     with pytest.raises(RuntimeError, match="in the model's forward"):
-        F.cross_entropy(logits.flatten(0, 1), ids.flatten())
-    with pytest.raises(AttributeError, match="softmax of logits that are not computed"):
-        logits.softmax(-1)
+        F.cross_entropy(engine(ids)[-1].flatten(0, 1), ids.flatten())
 
 
 ON_TWO_RANKS: list[tuple[Callable, Any]] = [
@@ -500,11 +441,12 @@ ON_TWO_RANKS: list[tuple[Callable, Any]] = [
     (compare, Pipe(model=2, tied=True, zero=1, weighted=True)),
     (compare, Pipe(pipe=2, weighted=True, bf16=True, zero=1)),
     (compare, Pipe(pipe=2, fp16=True, zero=1)),
-    (compare, Case(zero=3, evaluate=True)),
+    (compare, Case(zero=3)),
     (compare, Case(zero=3, fp16=True, tied=True)),
     (compare, Case(zero=3, offload=True, tied=True)),
-    (check_pipeline_evaluation, Pipe(pipe=2)),
-    (check_pipeline_evaluation, Pipe(model=2, tied=True)),
+    (check_evaluation, Pipe(pipe=2)),
+    (check_evaluation, Pipe(model=2, tied=True)),
+    (check_evaluation, Case(zero=3)),
     (check_report, Pipe(pipe=2, section=REPORT)),
     (check_report, Pipe(model=2, tied=True, section=REPORT)),
     (check_report, Case(zero=3, section=REPORT)),
@@ -524,7 +466,7 @@ ON_FOUR_RANKS: list[tuple[Callable, Any]] = [
 
 def two_ranks() -> None:
     on_ranks(ON_TWO_RANKS)
-    run(check_said_once, VOCAB, engine_of, Model(linear), True, Case())
+    run(check_said_once, VOCAB, engine_of, Model(), True, Case())
     run(check_said_once, VOCAB, pipeline, Pipe(pipe=2), True)
     run(check_said_once, 19, pipeline, Pipe(model=2), True)
     for zero in (0, 2, 3):
@@ -534,13 +476,14 @@ def two_ranks() -> None:
         return
     run(compare, Case(zero=2, bf16=True), "Llama")
     run(compare, Case(zero=3, tied=True, num_items=7), "Llama")
-    run(compare, Case(zero=1, tied=True, evaluate=True), "Gemma2")
+    run(compare, Case(zero=1, tied=True), "Gemma2")
+    run(check_evaluation, Case(zero=1, tied=True), "Gemma2")
     # The last one: AutoTP changes DeepSpeed's state for good.
     run(compare, Case(zero=3, tied=True, autotp=2), "Llama")
 
 
 def on_ranks(checks: list[tuple[Callable, Any]]) -> None:
-    prepare()
+    begin_deepspeed()
     for check, case in checks:
         run(check, case)
 
@@ -568,9 +511,11 @@ def test_four_ranks() -> None:
     run_ranks(on_ranks, 4, ON_FOUR_RANKS)
 
 
-@pytest.fixture
-def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """deepspeed, whose own ``initialize`` makes no engine, so that no group of ranks is needed."""
+ON = {"cce_dist": {"enabled": True, "filter": "plain"}}
+
+
+def test_install_twice_reads_the_section_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's ``initialize`` makes no engine here, so that no group of ranks is needed."""
     deepspeed = pytest.importorskip("deepspeed")
 
     def initialize(args: Any = None, model: Any = None, config: Any = None, mpu: Any = None, config_params: Any = None):
@@ -578,14 +523,7 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(deepspeed, "initialize", initialize)
     monkeypatch.setattr(cce.engine, "convert", lambda engine, options: setattr(engine, "cce_heads", options))  # pyright: ignore
-    return deepspeed
-
-
-ON = {"cce_dist": {"enabled": True, "filter": "plain"}}
-
-
-def test_install_twice_reads_the_section_once(deepspeed: Any) -> None:
-    own, model, before = deepspeed.initialize, Model(linear), cce_engine.num_converted
+    own, model, before = deepspeed.initialize, Model(), cce_engine.num_converted
     cce.install()
     cce.install()
     assert deepspeed.initialize.cce_original is own
@@ -607,9 +545,9 @@ def test_install_twice_reads_the_section_once(deepspeed: Any) -> None:
 def test_a_section_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hugging_face, "section_of_trainer", lambda: ON["cce_dist"])
     with pytest.raises(RuntimeError, match='nobody has read "cce_dist" of ds_config'):
-        cce_dist.require(Model(linear))
+        cce_dist.require(Model())
     with pytest.raises(ValueError, match="is enabled in ds_config, and"):
-        cce_dist.convert(Model(linear))
+        cce_dist.convert(Model())
 
 
 @needs_deepspeed
@@ -678,15 +616,10 @@ def one_after_another(make: Callable[[], Any], case: Case) -> None:
         torch.testing.assert_close(losses_of(other, case), expected["off"], rtol=2e-5, atol=0)
 
 
-def one_model(tied: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    return Model(linear, tied)
-
-
 def engines_of_one_model() -> None:
-    prepare()
-    run(one_after_another, one_model, Case())
-    run(one_after_another, lambda: one_model(tied=True), Case(zero=2, tied=True))
+    begin_deepspeed()
+    run(one_after_another, Model, Case())
+    run(one_after_another, lambda: Model(tied=True), Case(zero=2, tied=True))
     for tied in (False, True):
         run(one_after_another, lambda tied=tied: pipeline_module(Pipe(tied=tied)), Pipe(tied=tied))
     run(tied_heads_are_one_product)
@@ -720,8 +653,7 @@ def tied_heads_are_one_product() -> None:
     for ours in (False, True):
         module = pipeline_module(Pipe(tied=True), kind=WithBias)
         module.tied_modules["embedding"].bias.data.fill_(3.0)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        engine = cce.initialize(model=module, optimizer=optimizer, config=ds_config(ours, Pipe()))[0]
+        engine = pipeline(Pipe(), ours, module)
         found.append([engine.train_batch(batches(step, False, 0)).item() for step in range(STEPS)])
     assert found[1] == pytest.approx(found[0], rel=2e-5)
 
@@ -744,8 +676,7 @@ def losses_may_be_modules() -> None:
     module, loss = pipeline_module(Pipe()), Loss()
     module.loss_fn = loss
     names = [name for name, _ in module.named_parameters()]
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    engine = cce.initialize(model=module, optimizer=optimizer, config=ds_config(True, Pipe()))[0]
+    engine = pipeline(Pipe(), True, module)
     engine.train_batch(batches(0, False, 0))
     cce.require(engine)
     assert [name for name, _ in module.named_parameters()] == names and "loss_fn.scale" in names
@@ -774,11 +705,11 @@ def what_initialize_reads() -> None:
             {"args": SimpleNamespace(deepspeed_config=file.name)},
             {"args": SimpleNamespace(deepscale_config=file.name)},
         ):
-            assert cce.initialize(model=one_model(), **given)[0].cce_heads
+            assert cce.initialize(model=Model(), **given)[0].cce_heads
     for wrong in (None, True, 2, "2", [2], {"autotp_size": None}, {"autotp_size": "2"}, {"autotp_size": 1.5}):
         with pytest.raises(ValueError, match="tensor_parallel"):
-            cce.initialize(model=one_model(), config=config | {"tensor_parallel": wrong})
-    model = one_model()
+            cce.initialize(model=Model(), config=config | {"tensor_parallel": wrong})
+    model = Model()
     with pytest.raises(ValueError, match="there is no sequence parallelism"):
         cce.initialize(model=model, config=config | {"cce_dist": {"enabled": True, "sequence_mean": True}})
     assert type(model.lm_head) is nn.Linear
@@ -791,7 +722,7 @@ def plain_initialize_says_that_it_ignores_the_section() -> None:
     patching.say_once.cache_clear()
     for call, enabled in itertools.product((cce.initialize, deepspeed.initialize), (False, True)):
         with redirect_stderr(io.StringIO()) as said:
-            call(model=one_model(), config=ds_config(enabled, Case()))
+            call(model=Model(), config=ds_config(enabled, Case()))
         assert ("ignores the section" in said.getvalue()) == (enabled and call is deepspeed.initialize)
     assert "cce_dist.integrations.deepspeed.install()" in said.getvalue()
 

@@ -37,8 +37,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 class Case:
     """A training of a tiny model, with norms clipped and AdamW fused."""
 
-    model: str = ""  # of transformers, or ``Headed``; empty: ``Small``
-    tied: bool = False
+    model: str = ""  # of transformers (Gemma2 has a tied head), or ``Headed``; empty: ``Small``
     replicas: int = 1
     microbatches: int = 1
     sync: bool = True  # of every microbatch
@@ -54,7 +53,7 @@ class Case:
 
 CASES = [
     Case("Llama", options={"z_loss_weight": 0.1, "label_smoothing": 0.1}),
-    Case("Gemma2", tied=True, microbatches=2, sync=False, count=True, in_groups=7),
+    Case("Gemma2", microbatches=2, sync=False, count=True, in_groups=7),
     Case("Phi", microbatches=2, factor=3.0, equal=True, in_groups=20),  # a bias
     Case(in_groups=5, scaled=True),
     Case("Headed", microbatches=2, sync=False, in_groups=7, factor=3.0),
@@ -74,7 +73,8 @@ class Small(nn.Module):
         super().__init__()
         self.model: Any = nn.Module()
         self.model.layers = nn.ModuleList([nn.Linear(16, 16)])
-        self.embed, self.lm_head = nn.Embedding(VOCAB, 16, padding_idx=3), nn.Linear(16, VOCAB)
+        self.embed = nn.Embedding(VOCAB, 16, padding_idx=3)
+        self.lm_head: Any = nn.Linear(16, VOCAB)
         self.lm_head.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
@@ -84,14 +84,12 @@ class Small(nn.Module):
         return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch}
 
 
-class Headed(nn.Module):
-    """A model of the user's own, with our head."""
+class Headed(Small):
+    """A model of the user's own, with our head, which is not tied."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        self.model: Any = nn.Module()
-        self.model.layers, self.embed = nn.ModuleList([nn.Linear(16, 16)]), nn.Embedding(VOCAB, 16)
-        self.lm_head = VocabParallelHead(16, VOCAB, bias=True, softcap=3.0, **given)
+        self.lm_head: Any = VocabParallelHead(16, VOCAB, bias=True, softcap=3.0, **given)
 
     def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None) -> dict[str, Any]:
         hidden = self.model.layers[0](self.embed(input_ids)).tanh()
@@ -107,14 +105,15 @@ def mesh_of(replicas: int = 1) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("replicate", "dp"))
 
 
-def build(case: Case, ours: bool) -> Any:
-    mesh = mesh_of(case.replicas)
+def build(case: Case, ours: bool, mesh: Any = None, over: Any = None) -> Any:
+    """Return a model under FSDP2. ``over`` is the head's mesh, if it has another one than FSDP2."""
+    mesh = mesh or mesh_of(case.replicas)
     torch.manual_seed(0)
-    split: dict[str, Any] = {"shard_over": mesh, "equal_tokens": case.equal} if ours else {}
+    split: dict[str, Any] = {"shard_over": over or mesh, "equal_tokens": case.equal} if ours else {}
     if case.model == "Headed":
         model: Any = Headed(**split)
     else:
-        model = tiny_model(case.model, tie_word_embeddings=case.tied, **case.sizes) if case.model else Small()
+        model = tiny_model(case.model, **case.sizes) if case.model else Small()
         cce_dist.convert(model, **split, **case.options)
     ignored = set(model.lm_head.parameters()) if ours else None
     for module in (*model.model.layers, model):
@@ -125,9 +124,9 @@ def build(case: Case, ours: bool) -> Any:
     return model
 
 
-def batch(case: Case, number: int = 0, rank: int | None = None) -> dict[str, Tensor]:
-    """Return ids and labels of one rank alone; None: of this one."""
-    rank = dist.get_rank() if rank is None else rank
+def batch(case: Case, number: int = 0) -> dict[str, Tensor]:
+    """Return ids and labels of this rank alone."""
+    rank = dist.get_rank()
     draw = torch.Generator().manual_seed(1000 * number + rank)
     length = LENGTH if case.equal else LENGTH - (number + rank) % 3
     ids = torch.randint(2, VOCAB, (2, length), generator=draw)
@@ -163,6 +162,10 @@ def whole(model: Any) -> dict[str, Tensor]:
 
 
 def compare(case: Case, steps: int = 3) -> None:
+    """Compare losses, norms and parameters with FSDP2's own, and the bits of replicas.
+
+    Catches: a gradient that is summed over the ranks of a shard alone.
+    """
     models = [build(case, ours) for ours in (False, True)]
     with groups.of_rows(case.in_groups), compared() as differed:
         (losses, norms), (our_losses, our_norms) = (train(model, case, adam(model), range(steps)) for model in models)
@@ -172,6 +175,11 @@ def compare(case: Case, steps: int = 3) -> None:
     torch.testing.assert_close(our_norms, norms, rtol=4 * REACH, atol=0, msg=lambda m: f"{case}: {m}")
     stock, ours = (whole(model) for model in models)
     torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5, msg=lambda m: f"{case}: {m}")
+    for rows in models[1].lm_head.parameters() if case.replicas > 1 else ():
+        mine = rows.to_local().detach()
+        theirs = [torch.empty_like(mine) for _ in range(case.replicas)]
+        dist.all_gather(theirs, mine, group=mesh_of(case.replicas).get_group(0))
+        assert all(torch.equal(other, mine) for other in theirs), f"{case}: replicas drift"
 
 
 def check_a_rank_without_tokens() -> None:
@@ -195,7 +203,7 @@ def check_precision() -> None:
 
     tests/benchmarks/test_steps.py has the bytes that ranks send.
     """
-    case = Case("Gemma2", tied=True, equal=True, precision=BF16, sizes={"hidden_size": 24})
+    case = Case("Gemma2", equal=True, precision=BF16, sizes={"hidden_size": 24})
     truth = build(dataclasses.replace(case, precision=FP32), False)
     stock, ours = build(case, False), build(case, True)
     found, embedded = [], []
@@ -211,7 +219,7 @@ def check_precision() -> None:
 
 def check_evaluation() -> None:
     """Logits, losses and generated ids, and gradients through logits."""
-    case, found = Case("Gemma2", tied=True, equal=True), []
+    case, found = Case("Gemma2", equal=True), []
     for ours in (False, True):
         model = build(case, ours).eval()
         one = batch(case)
@@ -230,7 +238,7 @@ def check_evaluation() -> None:
 
 def check_compiled_body() -> None:
     """A body that is compiled, the lookup with it."""
-    case = Case("Llama", tied=True)
+    case = Case("Gemma2")
     plain, compiled = build(case, True), build(case, True)
     compiled.model.compile(backend="eager")
     torch.testing.assert_close(compiled(**batch(case)).loss, plain(**batch(case)).loss, rtol=REACH, atol=0)
@@ -293,15 +301,11 @@ def check_what_is_refused() -> None:
             promised(**batch(Case()))
 
 
-class Around(nn.Module):
+class Around(nn.Sequential):
     """A wrapper of the user's own."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
     def forward(self, **given: Any) -> Any:
-        return self.inner(**given)
+        return self[0](**given)
 
 
 def check_a_wrapper_alone() -> None:
@@ -346,11 +350,7 @@ def check_a_mesh_of_other_names() -> None:
     named = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("other",))
     for name in ("Headed", ""):
         case = Case(name)
-        expected = build(case, True)
-        torch.manual_seed(0)
-        model: Any = Headed(shard_over=named) if name else cce_dist.convert(Small(), shard_over=named)
-        for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh_of(), ignored_params=set(model.lm_head.parameters()))
+        expected, model = build(case, True), build(case, True, over=named)
         model.load_state_dict(model.state_dict())
         assert train(model, case, adam(model), range(2)) == train(expected, case, adam(expected), range(2))
         if not name:
@@ -391,10 +391,7 @@ def check_arguments_of_the_loss() -> None:
             with pytest.raises(ValueError, match=r"this rank \(1\) is not a member of .*DeviceMesh"):
                 make()
     else:
-        model = cce_dist.convert(Small(), shard_over=alone)
-        fully_shard(model, mesh=alone, ignored_params=set(model.lm_head.parameters()))
-        model(**batch(Case()))["loss"].backward()
-        torch.manual_seed(0)
+        build(Case(), True, mesh=alone)(**batch(Case()))["loss"].backward()
 
 
 def check_engines_that_are_refused() -> None:
@@ -417,30 +414,8 @@ def check_engines_that_are_refused() -> None:
         cce_dist.convert(Small(), shard_over=mesh)
 
 
-def check_that_replicas_do_not_drift() -> None:
-    """After steps the replicas' rows have the same bits, and all rows are those of one process that has all tokens.
-
-    Catches: a gradient that is summed over the ranks of a shard alone.
-    """
-    mesh = mesh_of(replicas=2)
-    for name in ("Headed", ""):
-        case = Case(name, replicas=2)
-        model, truth = build(case, True), Headed() if name else Small()
-        truth.load_state_dict(whole(model), strict=False)  # which has a tied weight once
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, truth)]
-        for step in range(2):
-            model(**batch(case, step))["loss"].backward()
-            sum(truth(**batch(case, step, rank))["loss"] / 4 for rank in range(4)).backward()  # pyright: ignore
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        torch.testing.assert_close(whole(model), dict(truth.named_parameters()), rtol=1e-5, atol=1e-6)
-        for rows in model.lm_head.parameters():
-            mine = rows.to_local().detach()
-            theirs = [torch.empty_like(mine) for _ in range(2)]
-            dist.all_gather(theirs, mine, group=mesh.get_group(0))
-            assert all(torch.equal(other, mine) for other in theirs)
-    flat = DeviceMesh("cpu", range(4))
+def check_meshes_with_replicas_that_are_refused() -> None:
+    mesh, flat = mesh_of(replicas=2), DeviceMesh("cpu", range(4))
     for over, given in ((mesh["dp"], mesh), (mesh["replicate"], mesh["dp"]), (flat, mesh), (mesh, flat)):
         for model in (cce_dist.convert(Small(), shard_over=over), Headed(shard_over=over)):
             with pytest.raises(ValueError, match="give both the same mesh"):
@@ -483,7 +458,7 @@ def test_two_ranks(ranks2: Callable) -> None:
 def replicated() -> None:
     for case in REPLICATED:
         compare(case)
-    check_that_replicas_do_not_drift()
+    check_meshes_with_replicas_that_are_refused()
 
 
 def test_replicas(ranks4: Callable) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import gc
 import inspect
-import io
 import os
 import subprocess
 import sys
@@ -27,7 +26,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_on_cpu import Norm, OwnTokenAttention, use_cpu
 from support.ranks import Pool, run_ranks
-from tiny_trainer import assert_filtered, compared, counted, watched
+from tiny_trainer import assert_filtered, compared, counted, said_by_all, watched
 
 from cce_dist import GradFilter, VocabShard, groups
 from cce_dist.integrations import megatron as cce
@@ -50,7 +49,7 @@ class Case:
     tied: bool = False
     mtp: int | None = None
     per_token: bool = False
-    ddp: str = ""  # "", "ddp", "distributed-optimizer"
+    ddp: str = ""  # "", "ddp", "distopt": with the distributed optimizer
     overlap: bool = False
     main_grad: bool = False
     dtype: torch.dtype = torch.float32
@@ -93,37 +92,19 @@ EXPERTS = dict(
     add_bias_linear=False,
 )
 
-CASES = {
-    "tp4-sp-tied-recompute-selective": Case(tp=4, sequence_parallel=True, tied=True, settings=SELECTIVE),
-    "tp-pp-tied-mtp2-ddp-per-token": Case(tp=2, pp=2, tied=True, mtp=2, ddp="ddp", per_token=True),
-    "vpp-ddp": Case(pp=2, vpp=2, ddp="ddp"),
-    "main-grad-tied-overlap-recompute-block": Case(
-        tp=2, tied=True, ddp="ddp", overlap=True, main_grad=True, settings=BLOCK
-    ),
-    "main-grad-pp-sp-mtp-distopt": Case(
-        tp=2,
-        pp=2,
-        sequence_parallel=True,
-        mtp=1,
-        ddp="distributed-optimizer",
-        overlap=True,
-        main_grad=True,
-        in_groups=5,
-    ),
-    "bf16-main-grad": Case(tp=2, sequence_parallel=True, ddp="ddp", main_grad=True, dtype=torch.bfloat16, in_groups=5),
-    "fp16-sp-distopt-main-grad": Case(
-        tp=2, sequence_parallel=True, ddp="distributed-optimizer", main_grad=True, dtype=torch.float16
-    ),
-    "frozen-head-pp-distopt-main-grad": Case(
-        tp=2, pp=2, ddp="distributed-optimizer", overlap=True, main_grad=True, frozen_head=True
-    ),
-    "cp-sp-mtp-distopt": Case(
-        tp=2, cp=2, own_tokens=True, sequence_parallel=True, mtp=1, ddp="distributed-optimizer", overlap=True
-    ),
-    "moe-ep-sp-per-token-distopt": Case(
-        tp=2, ep=2, sequence_parallel=True, per_token=True, ddp="distributed-optimizer", settings=EXPERTS
-    ),
-}
+FP16 = Case(tp=2, sequence_parallel=True, ddp="distopt", main_grad=True, dtype=torch.float16)
+CASES = [
+    Case(tp=4, sequence_parallel=True, tied=True, settings=SELECTIVE),
+    Case(tp=2, pp=2, tied=True, mtp=2, ddp="ddp", per_token=True),
+    Case(pp=2, vpp=2, ddp="ddp"),
+    Case(tp=2, tied=True, ddp="ddp", overlap=True, main_grad=True, settings=BLOCK),
+    Case(tp=2, pp=2, sequence_parallel=True, mtp=1, ddp="distopt", overlap=True, main_grad=True, in_groups=5),
+    Case(tp=2, sequence_parallel=True, ddp="ddp", main_grad=True, dtype=torch.bfloat16, in_groups=5),
+    FP16,
+    Case(tp=2, pp=2, ddp="distopt", overlap=True, main_grad=True, frozen_head=True),
+    Case(tp=2, cp=2, own_tokens=True, sequence_parallel=True, mtp=1, ddp="distopt", overlap=True),
+    Case(tp=2, ep=2, sequence_parallel=True, per_token=True, ddp="distopt", settings=EXPERTS),
+]
 
 
 def build(case: Case, **overrides: Any) -> list[Any]:
@@ -214,7 +195,7 @@ class Trainer:
             self.chunks = [Float16Module(self.config, chunk) for chunk in self.chunks]
         self.optimizer: Any
         if case.ddp:
-            distributed = case.ddp == "distributed-optimizer"
+            distributed = case.ddp == "distopt"
             ddp_config = ddp.DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=distributed,
@@ -377,13 +358,11 @@ def logits_without_labels(case: Case) -> None:
     It takes a budget of its own, and one token at a time where there is less.
     """
     reference, ours = build(case)[0].eval(), cce.convert(build(case))[0].eval()
-    ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
-    inputs = (ids, torch.arange(SEQ).expand(BATCH, SEQ), torch.ones(SEQ, SEQ).tril()[None, None] < 0.5)
-    head = ours.output_layer
+    inputs, head = batch()[0], ours.output_layer
     with torch.no_grad():
         for gather in (None,) if case.sequence_parallel else (None, True):
-            logits = ours(*inputs, runtime_gather_output=gather)
-            assert torch.equal(logits, reference(*inputs, runtime_gather_output=gather))
+            logits = ours(**inputs, runtime_gather_output=gather)
+            assert torch.equal(logits, reference(**inputs, runtime_gather_output=gather))
             assert logits.shape[-1] == (VOCAB if gather else VOCAB // case.tp)
             hidden = torch.randn(SEQ // case.tp if case.sequence_parallel else SEQ, BATCH, 16)
             real, _ = head(hidden, runtime_gather_output=gather)
@@ -398,14 +377,9 @@ def logits_without_labels(case: Case) -> None:
 
 def one_rank_says_that_the_loss_is_in_use(case: Case) -> None:
     """In one line that names filter, budget and shard, whatever of tensor, pipeline and data parallelism there is."""
-    said, everywhere = io.StringIO(), [""] * dist.get_world_size()
-    with contextlib.redirect_stderr(said):
-        cce.convert(build(case), cce.Options(GradFilter(), workspace_bytes=1 << 20))
-    dist.all_gather_object(everywhere, said.getvalue())
-    lines = [line for text in everywhere for line in text.splitlines() if "cce_dist" in line]
-    assert len(lines) == 1, lines
+    (line,) = said_by_all(cce.convert, build(case), cce.Options(GradFilter(), workspace_bytes=1 << 20))
     for what in ("shard 0 of 2: rows [0, 32) of 64", "GradFilter(eps=0.0009765625", "workspace_bytes=1048576"):
-        assert what in lines[0]
+        assert what in line
 
 
 def a_filter_looks_at_each_microbatch(case: Case) -> None:
@@ -453,13 +427,13 @@ def megatron_ranks() -> Iterator[Callable]:
 
 
 ON_RANKS: list[Any] = [
-    *(pytest.param(compare, case, id=name) for name, case in CASES.items()),
+    *((compare, case) for case in CASES),
     (logits_without_labels, Case(tp=2)),
     (logits_without_labels, Case(tp=2, sequence_parallel=True)),
     (one_rank_says_that_the_loss_is_in_use, Case(tp=2, pp=2, sequence_parallel=True)),
     (a_filter_looks_at_each_microbatch, Case(tp=2, ddp="ddp")),
     (a_filter_looks_at_each_microbatch, Case(tp=2, sequence_parallel=True, ddp="ddp", main_grad=True)),
-    (overflows_skip_the_step, CASES["fp16-sp-distopt-main-grad"]),
+    (overflows_skip_the_step, FP16),
 ]
 
 
@@ -467,7 +441,7 @@ ON_RANKS: list[Any] = [
 @pytest.mark.xdist_group("megatron")
 @pytest.mark.parametrize(("check", "case"), ON_RANKS, ids=lambda value: getattr(value, "__name__", None))
 def test_on_four_ranks(megatron_ranks: Callable, check: Callable, case: Case) -> None:
-    if OLDEST and (case.vpp or case.ddp == "distributed-optimizer"):
+    if OLDEST and (case.vpp or case.ddp == "distopt"):
         pytest.skip("it knows its virtual stage from a global, and its distributed optimizer needs Transformer Engine")
     megatron_ranks(on_layout, case, check)
 
@@ -578,7 +552,7 @@ def the_weight_is_there_only_between_the_heads_hooks() -> None:
 
 
 def others_get_the_logits_that_they_want() -> None:
-    """A loss of the instance's own, as distillation has, and one computed from logits, as in reinforcement learning."""
+    """A loss of the instance's own, as distillation has; one from logits, as in RL; ``output_processor`` of 0.18 on."""
     model = one_model(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="cce")
     inputs, labels = batch(inside=True)
     losses = model(**inputs, labels=labels)
@@ -587,6 +561,20 @@ def others_get_the_logits_that_they_want() -> None:
     assert model.config.cross_entropy_loss_fusion
     model.compute_language_model_loss = lambda labels, logits: logits
     assert torch.equal(model(**inputs, labels=labels), logits)
+
+    def log_probs(hidden_states: Tensor, output_layer: Any, output_weight: Any, labels: Tensor, **_: Any) -> Tensor:
+        logits, _ = output_layer(hidden_states, weight=output_weight)
+        return torch.log_softmax(logits.float(), dim=-1).gather(-1, labels.t().unsqueeze(-1)).squeeze(-1).t()
+
+    if OLDEST:
+        return  # its model has no end of its own, where 0.18 calls a processor
+    model = cce.convert(with_processor(build(Case())[0]))
+    with counted(loss) as calls:
+        found = model(**inputs, labels=labels, output_processor=log_probs)
+        assert not calls.called
+        losses = model(**inputs, labels=labels)
+        assert calls.called
+    torch.testing.assert_close(found, -losses)
 
 
 def a_loss_that_is_not_ours_is_told() -> None:
@@ -616,25 +604,6 @@ def a_loss_that_is_not_ours_is_told() -> None:
     model.output_layer.register_full_backward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="the head has the hook"):
         model(**inputs, labels=labels)
-
-
-def an_output_processor_gets_logits() -> None:
-    """``GPTModel.forward(output_processor=...)``, of 0.18 on, or the stand-in."""
-
-    def log_probs(hidden_states: Tensor, output_layer: Any, output_weight: Any, labels: Tensor, **_: Any) -> Tensor:
-        logits, _ = output_layer(hidden_states, weight=output_weight)
-        return torch.log_softmax(logits.float(), dim=-1).gather(-1, labels.t().unsqueeze(-1)).squeeze(-1).t()
-
-    if OLDEST:
-        return  # its model has no end of its own, where 0.18 calls a processor
-    model = cce.convert(with_processor(build(Case())[0]))
-    inputs, labels = batch(inside=True)
-    with counted(loss) as calls:
-        found = model(**inputs, labels=labels, output_processor=log_probs)
-        assert not calls.called
-        losses = model(**inputs, labels=labels)
-        assert calls.called
-    torch.testing.assert_close(found, -losses)
 
 
 def deferred_logits_refuse_what_they_cannot_do() -> None:
@@ -780,7 +749,6 @@ CHECKS = (
     the_weight_is_there_only_between_the_heads_hooks,
     others_get_the_logits_that_they_want,
     a_loss_that_is_not_ours_is_told,
-    an_output_processor_gets_logits,
     deferred_logits_refuse_what_they_cannot_do,
     the_end_of_a_model_can_be_called_alone,
     heads_that_cannot_be_taken_over,

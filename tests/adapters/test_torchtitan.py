@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tiny_trainer import counted
+from tiny_trainer import counted, name_rank
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,8 +48,7 @@ for schedule in ("GPipe", "Interleaved1F1B"):
 
 def on_cpu() -> None:
     """Make torchtitan run on this rank's CPU, with the release of torch that is here, as it would on a GPU."""
-    rank = str(dist.get_rank())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
+    name_rank()
     import torch._utils as device
 
     device._get_available_device_type = lambda: "cpu"
@@ -154,14 +152,12 @@ def config_of(out: Path, parallelism: dict[str, Any]) -> Any:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.dump_folder = config.hf_assets_path = str(out)
     config.dataloader = config.validator.dataloader = toy_data()
-    training = {
-        "local_batch_size": BATCH,
-        "seq_len": 256 if context else 16,
-        "steps": STEPS,
-        "disable_cuda_graphs": True,
-    }
-    for name, value in {**training, "mixed_precision_param": "float32"}.items():
-        setattr(config.training, name, value)
+    training = config.training
+    training.local_batch_size = BATCH
+    training.seq_len = 256 if context else 16
+    training.steps = STEPS
+    training.disable_cuda_graphs = True
+    training.mixed_precision_param = "float32"
     config.optimizer = default_adamw(lr=1e-2, eps=1e-3)  # 1e-8 would make of a rounding a whole step
     config.debug.seed, config.checkpoint.enable = 0, False
     # Torch's schedules of this release evaluate whole batches.

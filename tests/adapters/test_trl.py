@@ -53,11 +53,12 @@ def _stock_again() -> Iterator[None]:
     cce_trl.uninstall()
 
 
-def add(model: Any, **how: Any) -> None:
-    """Call TRL's function, or ours in its place."""
+def add(model: Any, **how: Any) -> Any:
+    """Return the model, for which TRL's function was called, or ours in its place."""
     from trl.trainer import utils
 
     utils.add_fused_lm_head(model, **how)
+    return model
 
 
 def dense(model: Any, temperature: float, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -117,8 +118,7 @@ def test_all_outputs_and_gradients_are_trls(name: str, temperature: float) -> No
 def test_batch_invariance_reaches_the_head() -> None:
     """Catches an option that is dropped. test_log_probs.py compares the bits of a token in several batches."""
     cce_trl.install(backend="triton", batch_invariant=True)
-    model = tiny_model()
-    add(model, outputs=OUTPUTS)
+    model = add(tiny_model(), outputs=OUTPUTS)
     with counted(cce_trl, "linear_log_probs") as calls:
         model(**batch(), fused_lm_head=True)
     assert calls.call_args.kwargs["batch_invariant"] and calls.call_count == 1
@@ -179,7 +179,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>")
 
 
-def rows(kind: str) -> Any:
+def rows(columns: str) -> Any:
     from datasets import Dataset
 
     draw = torch.Generator().manual_seed(0)
@@ -187,12 +187,14 @@ def rows(kind: str) -> Any:
     def text(count: int) -> str:
         return " ".join(f"w{i}" for i in torch.randint(2, VOCAB, (count,), generator=draw).tolist())
 
-    whats = {
-        "prompt": lambda: {"prompt": text(4)},
-        "pairs": lambda: {"prompt": text(4), "chosen": " " + text(5), "rejected": " " + text(7)},
-        "rated": lambda: {"prompt": text(4), "completion": " " + text(6), "label": text(1) < "w4"},
+    drawn: dict[str, Callable] = {
+        "prompt": lambda: text(4),
+        "chosen": lambda: " " + text(5),
+        "rejected": lambda: " " + text(7),
+        "completion": lambda: " " + text(6),
+        "label": lambda: text(1) < "w4",
     }
-    return Dataset.from_list([whats[kind]() for _ in range(8)])
+    return Dataset.from_list([{name: drawn[name]() for name in columns.split()} for _ in range(8)])
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -230,8 +232,8 @@ ROLLOUT: dict[str, Any] = dict(num_generations=2, max_completion_length=6, tempe
 TRAINERS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
     "sft": (sft, "Llama", {}),
     # With WPO's weights, which need the sum of squared probabilities.
-    "dpo": (trainer_of("DPO", "pairs"), "Gemma2", {"use_weighting": True, "beta": 0.5}),
-    "kto": (trainer_of("KTO", "rated"), "Cohere", {}),
+    "dpo": (trainer_of("DPO", "prompt chosen rejected"), "Gemma2", {"use_weighting": True, "beta": 0.5}),
+    "kto": (trainer_of("KTO", "prompt completion label"), "Cohere", {}),
     # With a reference model, and an entropy bonus, whose gradient goes through the entropy.
     "grpo": (GRPO, "Gemma2", {"entropy_coef": 0.1, **ROLLOUT}),
     # The trainer replaces the head's forward.
@@ -388,15 +390,6 @@ def test_dft_is_trls() -> None:
     assert_same_loss(ours, theirs, leaves, 1e-9)
 
 
-def test_distillation_under_zero_3_is_refused() -> None:
-    from trl.trainer import distillation_trainer
-
-    cce_trl.install()
-    hidden, mask = torch.randn(1, 2, 8), torch.ones(1, 2)
-    with pytest.raises(ValueError, match="ZeRO-3 has the head's weight in parts"):
-        distillation_trainer._chunked_divergence_loss(hidden, hidden, torch.empty(0), torch.randn(9, 8), mask, 0.5)
-
-
 def compare_sft(folder: Path, name: str = "Llama", section: dict | None = None, **more: Any) -> None:
     """Compare SFTTrainer on a stock model with one that is converted, or has a section in its ds_config."""
     stock, expected, _ = trained(sft, tiny_model(name), folder, **more)
@@ -426,8 +419,7 @@ def test_a_call_that_asks_for_more_is_left_to_trl() -> None:
     """Temperature and mean logits are not what SFTTrainer asks for. A training forward says what to do in place of convert."""
     others: list[dict[str, Any]] = [{"temperature": 0.5}, {"outputs": ("log_probs", "mean_logits")}]
     for more in others:
-        model = cce_dist.convert(tiny_model())
-        add(model, **more)
+        model = add(cce_dist.convert(tiny_model()), **more)
         with torch.no_grad():
             assert model(**batch(), fused_lm_head=True).log_probs.shape == (3, LENGTH - 1)
         with pytest.raises(ValueError, match=r"trl\.install\(\) before the trainer is made, and revert the model"):
@@ -439,8 +431,7 @@ def test_labels_that_are_shifted_already() -> None:
     shifted = labels.roll(-1, 1)  # a sentence's first label is ignored, and so is what stands last
     results = []
     for model in (tiny_model(), cce_dist.convert(tiny_model())):
-        add(model, outputs=OUTPUTS)
-        out = model(input_ids=ids, shift_labels=shifted, fused_lm_head=True)
+        out = add(model, outputs=OUTPUTS)(input_ids=ids, shift_labels=shifted, fused_lm_head=True)
         results.append({field: out[field] for field in ("loss", *OUTPUTS, "label_mask")})
     torch.testing.assert_close(results[1], results[0], rtol=TOLERANCE, atol=TOLERANCE, check_dtype=False)
 
@@ -455,8 +446,7 @@ def loss_of(out: Any) -> Tensor:
 
 def one_rank(name: str) -> Any:
     """Train with TRL's own function on the batches of both ranks, and return the model."""
-    model = tiny_model(name)
-    add(model, outputs=OUTPUTS)
+    model = add(tiny_model(name), outputs=OUTPUTS)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
         for rank in range(2):
@@ -471,8 +461,7 @@ def parameters_of(model: Any) -> dict[str, Tensor]:
 
 
 def check_fsdp(name: str, head_alone: bool, expected: Any) -> None:
-    model = tiny_model(name)
-    add(model, outputs=OUTPUTS)
+    model = add(tiny_model(name), outputs=OUTPUTS)
     gathered: list[bool] = []
     if head_alone:
         fully_shard(model.lm_head)
@@ -492,8 +481,7 @@ def check_zero3(name: str, expected: Any) -> None:
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    model = tiny_model(name)
-    add(model, outputs=OUTPUTS)
+    model = add(tiny_model(name), outputs=OUTPUTS)
     config = zero(3, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=1, gradient_clipping=0.0)
     kept = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
     config["zero_optimization"] |= {f"stage3_{what}": 0 for what in kept}
@@ -533,8 +521,7 @@ def test_fsdp2_and_zero3_gather_the_head_themselves(tmp_path: Path) -> None:
 
 def test_without_a_label_there_is_a_gradient_of_zero() -> None:
     cce_trl.install()
-    model = tiny_model()
-    add(model)
+    model = add(tiny_model())
     out = model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.full((1, 4), -100), fused_lm_head=True)
     out.loss.backward()
     assert out.loss == 0 and not model.lm_head.weight.grad.any() and not model.model.embed_tokens.weight.grad.any()
@@ -559,20 +546,22 @@ def test_half_precision_is_no_worse(in_fp32: bool, autocast: bool) -> None:
     stock = tiny_model()
     truth = {**dense(copy.deepcopy(stock).double(), 1.0, **batch())}
     stock = stock if autocast else stock.bfloat16()
-    ours = copy.deepcopy(stock)
-    add(stock, cast_lm_head_to_fp32=in_fp32, outputs=OUTPUTS)
-    cce_trl.install()
-    add(ours, cast_lm_head_to_fp32=in_fp32, outputs=OUTPUTS)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        theirs, mine = (model(**batch(), fused_lm_head=True) for model in (stock, ours))
+    found = []
+    for model in (copy.deepcopy(stock), stock):
+        add(model, cast_lm_head_to_fp32=in_fp32, outputs=OUTPUTS)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(model(**batch(), fused_lm_head=True))
+        cce_trl.install()
     for key in ("log_probs", "entropy"):
-        assert mine[key].dtype == torch.float32
-        assert_no_worse(mine[key], theirs[key], truth[key], quantity=key)
+        theirs, mine = (out[key] for out in found)
+        assert mine.dtype == torch.float32
+        assert_no_worse(mine, theirs, truth[key], quantity=key)
 
 
 def test_what_is_not_served_is_one_line() -> None:
     from trl.experimental.gkd import GKDTrainer
     from trl.experimental.gold import GOLDTrainer
+    from trl.trainer import distillation_trainer
     from trl.trainer.sft_trainer import SFTTrainer
 
     stock = SFTTrainer.__init__
@@ -584,6 +573,9 @@ def test_what_is_not_served_is_one_line() -> None:
     cce_trl.uninstall()
     assert SFTTrainer.__init__ is stock
     cce_trl.install()
+    hidden, weight, mask = torch.randn(1, 2, 8), torch.randn(9, 8), torch.ones(1, 2)
+    with pytest.raises(ValueError, match="ZeRO-3 has the head's weight in parts"):
+        distillation_trainer._chunked_divergence_loss(hidden, hidden, torch.empty(0), weight, mask, 0.5)
     model = tiny_model()
     with pytest.raises(ValueError, match="top2_gap is none of them"):
         add(model, outputs=("log_probs", "top2_gap"))
