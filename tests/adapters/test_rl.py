@@ -135,16 +135,17 @@ class LossPostProcessor:
 
 
 def stand_in(path: str, **names: Any) -> Any:
-    """Return the module of a package, its own or one with these names."""
+    """Return the module of a package, its own or one with these names, to which other tests may have added more."""
     try:
-        return importlib.import_module(path)
+        module = importlib.import_module(path)
     except ImportError:
         parts = path.split(".")
         for count in range(1, len(parts)):
             sys.modules.setdefault(".".join(parts[:count]), types.ModuleType(".".join(parts[:count])))
         sys.modules[path] = module = types.ModuleType(path)
-        vars(module).update(names)
-        return module
+    if getattr(module, "__file__", None) is None:
+        vars(module).update({name: names[name] for name in names if not hasattr(module, name)})
+    return module
 
 
 def verl() -> Any:
