@@ -144,8 +144,8 @@ def linear_cross_entropy(
         workspace_bytes: Memory budget in bytes for logits and for what forward keeps for backward; identical on every rank of
             the group. None derives it from the shapes: enough to keep all exponentials, which saves a quarter of the time,
             within 256 and 2,100 MiB; 256 MiB if exponentials cannot be kept. 1 takes the least memory, 1 << 40 is fastest. If
-            the exponentials do not fit, and in fp32 on torch, a call without return_aux computes its gradients in forward, one
-            group of tokens after another, and holds them until backward.
+            the exponentials do not fit, or if torch can keep them, a call without return_aux computes its gradients in forward,
+            one group of tokens after another, and holds them until backward.
         expected_weights: For ``reduction="none"`` if forward computes the gradients: a tensor of target's shape that the
             upstream gradients will be proportional to, such as your loss mask. True expects equal upstream gradients.
             Backward compares; if they differ, it computes dC again, which takes two more matrix products. False expects
@@ -174,13 +174,13 @@ def linear_cross_entropy(
         replicated, or split with sequence_parallel, or partial with ``input_grad="partial"``. Padding rows get gradient 0.
 
     Communication:
-        Forward: one all-gather of 3 to 6 fp32 numbers per token, and one more of 3 with a filter on Triton.
+        Forward: one all-gather of 3 to 6 fp32 numbers per token of a group, and one more of 3 with a filter on Triton.
         Backward: one all-reduce of dE in reduce_dtype, or a reduce-scatter with sequence_parallel, overlapped with dC.
         If workspace_bytes splits the tokens into groups, each group's dE is reduced while the next group is computed; with
         sequence_parallel each slice is reduced to its rank. If forward computes the gradients, it also reduces dE.
-        sequence_parallel all-gathers input in forward and again in backward; forward overlaps it with this rank's slice,
-        unless there is a filter. A learnable logit_scale may all-reduce one number in backward; weight with label_smoothing
-        all-reduces D + 1 numbers in forward.
+        sequence_parallel all-gathers input in forward and again in backward; forward overlaps it with this rank's slice
+        if it keeps nothing for backward. A learnable logit_scale may all-reduce one number in backward; weight with
+        label_smoothing all-reduces D + 1 numbers in forward.
         input must require a gradient on all ranks of the group or on none: otherwise ranks wait for a collective that others
         do not enter. CCE_DIST_DEBUG=1 adds an exchange that checks the ranks' arguments, and one for each group of tokens that
         compares the losses of token_loss (not under torch.compile).

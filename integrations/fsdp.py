@@ -106,7 +106,7 @@ class Rows:
     def enter(self, module: nn.Module, hidden: Tensor | None = None) -> None:
         """Find the ``fully_shard`` call of a converted model, or of a head with its ``hidden``, if ``_watch`` has not seen it.
 
-        No call covers the rows before torch 2.13, or if only other parts of the model are wrapped. A model then
+        Before torch 2.13, or if only other parts of the model are wrapped, no call covers the rows. A model then
         takes the settings of a call inside of it. A head cannot find its model, so it refuses calls with other settings.
 
         Raises:

@@ -3,7 +3,7 @@
 ``logits_chunk`` serves the largest logits and the divergence of two heads. A token's logits do not depend on other tokens.
 
 ``dlogits_chunk`` writes the gradient (``kernels/__init__.py`` has the formula) in the hidden states' dtype. This is the
-backward recomputation of *Cut Your Losses* (Wijmans et al., 2024, algorithm 3), except that the tile goes to memory. The two
+backward recomputation of *Cut Your Losses* (Wijmans et al., 2025, algorithm 3), except that the tile goes to memory. The two
 products that follow are then plain matrix multiplications, which write each output once and need neither locks nor atomics.
 
 ``write_cells`` overwrites the gradient at the ids of each token, where a token has several. LABEL is 0 then, and the formula

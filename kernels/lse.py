@@ -1,7 +1,7 @@
 """Log-sum-exp of a shard's logits, tile by tile. Optionally keep the exponentials, or mark the logits that a filter keeps.
 
 Online softmax (Milakov and Gimelshein, 2018) over the vocabulary for a block of rows, as in the forward of *Cut Your Losses*
-(Wijmans et al., 2024, algorithm 2). Two things differ. Each program owns a row block and a part of the vocabulary and writes
+(Wijmans et al., 2025, algorithm 2). Two things differ. Each program owns a row block and a part of the vocabulary and writes
 fp32 partials that another kernel (``losses.py``) merges in order: no lock, no atomic, the same bits every run. The loops over
 tiles and over D are flattened into one, so the copy engine works through the epilogue.
 

@@ -1,1 +1,1 @@
-"""The commands of ``cce-dist``: nothing outside this folder imports them."""
+"""The commands of ``cce-dist``. The library does not import them."""

@@ -19,7 +19,7 @@ from cce_dist.shard import VocabShard, even_rows
 
 
 class _Split:
-    """How layers that hold rows of a vocabulary initialize and mark them. No nn.Module: zero.Init gives each an __init__."""
+    """How layers that hold rows of a vocabulary initialize and mark them. zero.Init would wrap a module's __init__."""
 
     def reset_parameters(self: Any) -> None:
         # Draw from a stream of this shard's own; the default generators of all ranks stay alike.

@@ -15,7 +15,7 @@ A token is unserved if its list is too long, backward needs more columns than fo
 number is not finite. The exact kernels compute the gradients of unserved tokens, and return at once if there are none. Only the
 device knows which tokens are unserved, and nothing waits for it.
 
-Source: the filter of *Cut Your Losses* (Wijmans et al., 2024, section 4.3), which judges tiles of a sorted vocabulary. Lists,
+Source: the filter of *Cut Your Losses* (Wijmans et al., 2025, section 4.3), which judges tiles of a sorted vocabulary. Lists,
 frequent columns and compensation are this project's.
 """
 

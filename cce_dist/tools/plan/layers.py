@@ -47,7 +47,7 @@ class Layout:
     recompute: str = "none"  # "full": a layer keeps nothing but its input
     sequence_parallel: bool = True  # activations between tensor-parallel products are slices
     framework: str = "megatron"  # or "deepspeed", "torchtitan", "torch", whose losses and dtypes are planned
-    elementwise: float = 0.0  # bytes that a layer's elementwise kernels move, over plain torch's; 0: all are hidden
+    elementwise: float = 0.0  # share of plain torch's elementwise bytes that a layer moves; 0: all are hidden
 
     @property
     def num_gpus(self) -> int:

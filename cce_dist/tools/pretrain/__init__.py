@@ -1,6 +1,6 @@
 """The main job, ``cce-dist pretrain``: a tensor-parallel GPT with a ``VocabParallelHead``.
 
-Reading order: recipe, launch, train, engine, model, data, ranks, checkpoint, log, plot.
+Reading order: recipe, launch, torchrun, exits, train, folder, engine, model, data, ranks, checkpoint, log, plot.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def tell_torchrun(code: int) -> None:
             ours = os.environ.get(AGENT) == str(os.getppid())
             os.kill(os.getppid(), NO_RESTART if ours else signal.SIGTERM)
         else:
-            time.sleep(1)  # the first of a node's ranks that leaves would be the reason for a restart
+            time.sleep(1)  # a rank that left before the agent knows would be restarted
 
 
 @contextlib.contextmanager

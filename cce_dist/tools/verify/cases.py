@@ -220,7 +220,7 @@ class Drawn(NamedTuple):
     options: dict[str, Any]  # arguments of the function, some of them tensors
     upstream: dict[str, Tensor]  # gradients of the outputs that are differentiated
     teacher: Problem | None = None  # the other head of a divergence
-    # What ``grad_weight_out`` holds before the call, as large as the gradient: it rounds no further.
+    # What ``grad_weight_out`` holds before the call: no more than the gradient, so the sum rounds no further.
     before: float = 2.0**-12
 
     def on(self, device: str) -> tuple[Tensor, dict[str, Any], dict[str, Tensor]]:
