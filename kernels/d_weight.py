@@ -1,6 +1,7 @@
 """Gradient of the weight and of the bias: d_weight = dlogits^T @ hidden, for a chunk of vocabulary rows; scaled gradients.
 
-A chunk usually holds every token, so each output tile is summed in registers and written once: no atomics, no fp32 copy of the weight's size. With ``add`` the tile is added to what is there (Megatron's fp32 ``main_grad``).
+A chunk usually holds every token, so each output tile is summed in registers and written once: no atomics, no fp32 copy. With
+``add`` the tile is added to what is there (Megatron's fp32 ``main_grad``).
 
 A bf16 sum over many calls would be rounded in each of them. So d_weight may have 8 extra bits in an int8 tensor, in units of
 1/256 of bf16's last place: the next byte of the sum in fp32.
