@@ -15,4 +15,4 @@ cases="no-descriptor or whole-tiles or groups-of-tokens or a-part or of-a-padded
 cases+=" fp16-full-c or drops_nothing or too_high or 64-entropy or not_finite or threshold or beside_kept or times or"
 cases+=" kept-everything"
 pytest -p no:cacheprovider -m "not slow and not sweep" -k "$cases" \
-    tests/kernels/test_{triton,filtered}.py tests/core/test_{divergence,top_k,log_probs,kept_ids,groups}.py "$@"
+    tests/kernels/test_{triton,filtered}.py tests/core/test_{divergence,log_probs,kept_ids,groups}.py "$@"

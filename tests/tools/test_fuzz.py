@@ -95,6 +95,18 @@ def of_field(name: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda found: found._replace(**{name: change(getattr(found, name))})
 
 
+def of_row(row: int, change: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
+    """Have a row of a shard's statistics be what ``change`` makes of them all, if they have the row."""
+
+    def of(found: Any) -> Any:
+        stats, saved = found[0].clone(), found[1]
+        if row < len(stats):
+            stats[row] = change(stats)
+        return stats, saved
+
+    return of
+
+
 def small_term(row: int) -> Callable[[Any], Any]:
     """Have a coefficient P, LABEL, UNIFORM or ENTROPY be 1 % off."""
     return lambda coef: coef * torch.where(torch.arange(4) == row, 1.01, 1.0)[:, None]
@@ -103,12 +115,14 @@ def small_term(row: int) -> Callable[[Any], Any]:
 RANDOM = "cce-dist verify --fuzz 1 --seed 1 --case"
 # A function, what becomes of its result, what random calls say, and which case of the matrix says so.
 MUTATIONS: dict[str, tuple[Any, str, Callable, str, tuple[str, ...], str]] = {
-    "target-logit-off": (dense, "merge", of_field("target", lambda x: x + 1e-3), "loss", (RANDOM, "nll: error"), "plain"),
-    "mean-off": (dense, "merge", of_field("mean_below", lambda x: 1.01 * x), "loss", ("loss: error",), "label-smoothing"),
-    "entropy-off": (dense, "merge", of_field("entropy", lambda x: x + 1e-2), "loss", ("entropy: error",), "aux"),
-    "log-sum-off": (dense, "merge", of_field("log_sum", lambda x: (1 + 1e-4) * x), "loss", ("lse: error",), "plain"),
+    "target-logit-off": (dense, "statistics", of_row(2, lambda s: s[2] + 1e-3), "loss", (RANDOM, "nll: error"), "plain"),
+    "mean-off": (dense, "statistics", of_row(3, lambda s: 1.01 * s[3]), "loss", ("loss: error",), "label-smoothing"),
+    "entropy-off": (  # the last of four or six rows is the moment
+        dense, "statistics", of_row(-1, lambda s: s[-1] - 1e-2 * (len(s) % 2 == 0) * s[1]), "loss", ("entropy: error",), "aux",
+    ),
+    "log-sum-off": (dense, "statistics", of_row(1, lambda s: s[1] ** 1.0001), "loss", ("lse: error",), "plain"),
     "maximum-floored": (
-        dense, "merge", of_field("max", lambda x: x.clamp(min=0)), "loss", ("lse: error",), "logits-at-minus-1e4",
+        dense, "statistics", of_row(0, lambda s: s[0].clamp(min=0)), "loss", ("lse: error",), "logits-at-minus-1e4",
     ),
     "reference": (
         reference, "cross_entropy", of_field("loss", lambda x: 1.01 * x), "loss", ("the reference's own loss",), "",
