@@ -159,7 +159,7 @@ def linear_log_probs(
         raise ValueError(f"top_k is {options.top_k}, the vocabulary has {shard.vocab_size} ids")
     tokens = ids.shape[: input.dim() - 1]
     if scale is None:
-        x = terms.with_factors(x, logit_scale, temperature, tokens, options.ignore_index)
+        x = terms.with_factors(x, logit_scale, temperature, tokens, options.ignore_index, checks.has_values(ids))
     needs_kernels = kept is not None or options.batch_invariant
     call = operands.call_of(x, _spec(x, logits, shard, options), shard, options, needs_kernels)
     if options.batch_invariant and call.backend == "torch":

@@ -115,16 +115,18 @@ def _dot(x: Tensor, d_x: Tensor | None) -> Tensor:
 
 
 def with_factors(
-    x: Operands, logit_scale: float | Tensor, temperature: float | Tensor, tokens: torch.Size, ignore_index: int
-) -> Operands:
+    x: Operands, logit_scale: float | Tensor, temperature: float | Tensor, tokens: torch.Size, ignore_index: int,
+    has_values: bool = False,
+) -> Operands:  # fmt: skip
     """Return the operands with per-token factors before and after the softcap.
 
-    An invalid factor becomes NaN. On a CPU, or with CCE_DIST_DEBUG=1, it raises ValueError if its token counts.
+    An invalid factor becomes NaN. On a CPU, or with CCE_DIST_DEBUG=1, it raises ValueError if its token counts, unless the ids
+    have no values, as in a compiled graph.
     """
     counts = x.ids != ignore_index
     counts = counts.any(1) if counts.dim() == 2 else counts
     # Reading values would wait for a GPU.
-    readable = checks.has_values(x.ids) and (environment()[1] or not x.ids.is_cuda)
+    readable = has_values and (environment()[1] or not x.ids.is_cuda)
     checked_N = counts if readable else None
     scale_N = _in_fp32("logit_scale", _of_tokens("logit_scale", logit_scale, x, tokens), checked_N)
     temperature_N = _in_fp32("temperature", _of_tokens("temperature", temperature, x, tokens), checked_N, True)
