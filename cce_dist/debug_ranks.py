@@ -132,8 +132,8 @@ def check_ranks(shard: VocabShard, debug: bool) -> None:
 def errors_reach_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a public function: with CCE_DIST_DEBUG=1, all ranks raise the error that one rank raises for its arguments.
 
-    The other ranks receive the error in ``check_ranks``. Errors stay on their rank if they come later, unless a ``token_loss``
-    raises them, or if the arguments do not contain the vocabulary-parallel group.
+    The other ranks receive the error in ``check_ranks``. An error stays on its rank if it comes later, unless a ``token_loss``
+    raises it. All errors do if the arguments do not contain the vocabulary-parallel group.
     """
 
     @functools.wraps(function)

@@ -5,10 +5,10 @@ forward finishes one group of tokens before it begins another: exponentials and 
 d_hidden, and the group's part of d_weight, which is added to the sum of the previous groups. With many groups, this sum has 8
 additional bits.
 
-Forward does not know the upstream gradient. If it is a scalar, backward multiplies by it. Those of per-token losses are
-expected to be proportional to weights: backward multiplies d_hidden of each token by its own, and d_weight by the common factor
-if the device finds one. Otherwise it recomputes d_weight, on Triton by launches that return early if there is a common factor.
-A second backward recomputes everything.
+Forward does not know the upstream gradient. If it is a scalar, backward multiplies by it. Upstream gradients of tokens are
+expected to be proportional to weights: backward multiplies each token's d_hidden by its upstream gradient, and d_weight by the
+common factor if the device finds one. Otherwise it recomputes d_weight, on Triton by launches that return early if there is a
+common factor. A second backward recomputes everything.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Rates(NamedTuple):
 
 # By bytes per element, as reached in practice at the power limit. Read on November 21, 2026: three plain bf16 matmuls of 8,192
 # tokens of Llama-3-8B's and Gemma-2-2B's heads; bytes per second of F.cross_entropy's elementwise passes over their logits.
-# Operations of 4-byte elements are those of tf32; ieee fp32 was not measured.
+# The rate for 4-byte elements is TF32's; IEEE fp32 was not measured.
 H200 = {2: Rates(7.0e14, 4.0e12), 4: Rates(3.5e14, 4.0e12)}
 
 

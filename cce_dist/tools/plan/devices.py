@@ -122,7 +122,7 @@ def measure() -> Device:
     copy_seconds = seconds(lambda: target.copy_(source))
     # ROCm's versions are not CUDA's compute capabilities, and its devices have small tiles (kernels/tiles.py).
     major = 0 if torch.version.hip else properties.major
-    # Links are those of a GPU in the table: of the same compute capability, or the slowest.
+    # Take the links of a GPU in the table: of the same compute capability, or the slowest.
     alike = [device for device in DEVICES.values() if device.major == major] or DEVICES.values()
     links = min(alike, key=lambda device: device.bus)
     return dataclasses.replace(

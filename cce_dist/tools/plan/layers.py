@@ -110,7 +110,7 @@ def stage_activations(model: Model, layout: Layout, layers: int, rank: int) -> i
 def state_bytes(params: int, experts: int, layout: Layout) -> dict[str, int]:
     """Return the bytes of a rank's weights, gradients and optimizer state, by item.
 
-    ``params`` includes those of ``experts``, which ``ep`` ranks share unless data parallelism splits them already. Under FSDP2
+    ``params`` includes the experts, which ``ep`` ranks share unless data parallelism splits them already. Under FSDP2
     weights are fp32; else bf16, with gradients, a copy and two moments in fp32.
     """
     ways = layout.dp * layout.cp

@@ -1,11 +1,11 @@
 """A folder of text files becomes token ids, once, in a cache that many may share; ids become batches.
 
-The ids are those of a byte-level BPE. The last twentieth of them is held out for validation. Documents stand one after
+A byte-level BPE makes the ids. The last twentieth of them is held out for validation. Documents stand one after
 another, each closed by the id EOS, whose own label is ignored, in an order drawn from their names. The cache keys a corpus by
 names and content, and is verified before it is used.
 
 Text is read and encoded in pieces, so that memory does not grow with a file. A piece ends where the tokenizer's own pattern
-ends a word, so the ids are those of the whole text.
+ends a word, so the ids do not depend on where pieces end.
 """
 
 from __future__ import annotations
