@@ -172,12 +172,10 @@ def _recompute_weight_gradients(
         # Logits of a token without a label count as 0, so its maximum must not be far below 0.
         softmax = Softmax(*(torch.where(x.ids >= 0, numbers_N, 0.0) for numbers_N in gradients.softmax[:2]))
         upstream = task.terms.gradients(upstream_N, softmax.max + softmax.log_sum)
-        # A pass without gradients keeps no exponentials.
-        saved = backend.saved_of_slices(x, spec._replace(want=spec.want._replace(grad=False)))
         grads = Grads(
             False, gradients.weight is not None, gradients.bias is not None, gradients.weight, often_empty=True
         )
-        d_bias = backend.gradients(x, softmax, upstream, saved or [], grads, spec)[2]
+        d_bias = backend.run(backend.gradients, x, softmax, upstream, backend.nothing_saved(x), grads, spec)[2]
         if gradients.bias is not None and d_bias is not None:
             gradients.bias.add_(d_bias)
 
@@ -274,10 +272,10 @@ def _finish(
     """
     backend, spec = named(call.way.backend), call.spec
     if ranks.size == 1:
-        found, merged, _, saved = backend.losses_alone(x, spec)
+        found, merged, _, saved = backend.run(backend.losses_alone, x, spec)
     else:
-        stats_KN, saved = backend.statistics(x, spec, ranks.gather)
-        found, merged = backend.token_losses(ranks.gather(stats_KN), x, spec)
+        stats_KN, saved = backend.run(backend.statistics, x, ranks.gather, spec)
+        found, merged = backend.run(backend.token_losses, ranks.gather(stats_KN), x, spec)
     if terms.token is None:
         losses_N = terms.losses(found.nll, found.lse, found.uniform)
         upstream = terms.gradients(expected_N, found.lse)
@@ -288,7 +286,7 @@ def _finish(
     softmax.max.copy_(merged.max)
     softmax.log_sum.copy_(merged.log_sum)
     softmax = softmax._replace(entropy=None if upstream.entropy is None else merged.entropy)
-    _, d_weight, d_bias = backend.gradients(x, softmax, upstream, saved, grads, spec)
+    _, d_weight, d_bias = backend.run(backend.gradients, x, softmax, upstream, saved, grads, spec)
     return d_weight, d_bias
 
 

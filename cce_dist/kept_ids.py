@@ -344,7 +344,7 @@ def _run_forward(
         saved = []
         if whole.shape[0]:
             backend, x_whole, sweep = _sweep(x, whole, call)
-            stats_KW, saved = backend.statistics(x_whole, sweep, ranks.gather)
+            stats_KW, saved = backend.statistics(x_whole, ranks.gather, sweep)
             stats_KN.index_copy_(1, whole, stats_KW.to(stats_KN.dtype))
         losses, softmax = dense.token_losses(ranks.gather(stats_KN), x, spec)
         merged = torch.stack([numbers_N for numbers_N in softmax if numbers_N is not None])

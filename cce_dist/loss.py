@@ -178,9 +178,8 @@ def linear_cross_entropy(
         Backward: one all-reduce of dE in reduce_dtype, or a reduce-scatter with sequence_parallel, overlapped with dC.
         If workspace_bytes splits the tokens into groups, each group's dE is reduced while the next group is computed; with
         sequence_parallel each slice is reduced to its rank. If forward computes the gradients, it also reduces dE.
-        sequence_parallel all-gathers input in forward and again in backward; forward overlaps it with this rank's slice
-        if it keeps nothing for backward. A learnable logit_scale may all-reduce one number in backward; weight with
-        label_smoothing all-reduces D + 1 numbers in forward.
+        sequence_parallel all-gathers input in forward and again in backward. A learnable logit_scale may all-reduce one
+        number in backward; weight with label_smoothing all-reduces D + 1 numbers in forward.
         input must require a gradient on all ranks of the group or on none: otherwise ranks wait for a collective that others
         do not enter. CCE_DIST_DEBUG=1 adds an exchange that checks the ranks' arguments, and one for each group of tokens that
         compares the losses of token_loss (not under torch.compile).

@@ -76,28 +76,33 @@ class Layout(NamedTuple):
         return bool(self.group_name) and not self.partial and (num_ranks > 1 or self.sequence_parallel)
 
 
+class Gather:
+    """All-gathers every rank's statistics, 4 K N bytes from each rank. [K, N] -> [T, K, N]. One rank sends nothing.
+
+    On "meta" nothing is sent, either. ``kind``: see ``kernels.passes.run``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group, self.kind = group, 1 if group is None else group.size()
+
+    def __call__(self, stats_KN: Tensor) -> Tensor:
+        if self.kind == 1:
+            return stats_KN.view(1, *stats_KN.shape)
+        whole = stats_KN.new_empty((self.kind * stats_KN.shape[0], *stats_KN.shape[1:]))
+        if not whole.is_meta:
+            _all_gather_into(whole, stats_KN.contiguous(), group=self.group)
+        return whole.view(self.kind, *stats_KN.shape)
+
+
 class Distributed:
     def __init__(self, layout: Layout) -> None:
         self.layout, self.group = layout, resolve(layout.group_name)
-        self.size = 1 if self.group is None else self.group.size()
-
-    def gather(self, stats_KN: Tensor) -> Tensor:
-        """All-gather every rank's statistics, 4 K N bytes from each rank. [K, N] -> [T, K, N]. One rank sends nothing."""
-        if self.group is None or self.size == 1:
-            return stats_KN.view(1, *stats_KN.shape)
-        whole = stats_KN.new_empty((self.size * stats_KN.shape[0], *stats_KN.shape[1:]))
-        _all_gather_into(whole, stats_KN.contiguous(), group=self.group)
-        return whole.view(self.size, *stats_KN.shape)
-
-    def arriving(self, *hidden: Tensor) -> list[SequenceGather]:
-        """With sequence parallelism, start to all-gather the ranks' slices of each tensor; else return an empty list."""
-        if self.group is None or not self.layout.sequence_parallel:
-            return []
-        return [SequenceGather(slice_, self.group) for slice_ in hidden]
+        self.gather = Gather(self.group)
+        self.size = self.gather.kind
 
     def whole(self, hidden: Tensor) -> Tensor:
-        arriving = self.arriving(hidden)
-        return arriving[0].wait() if arriving else hidden
+        """With sequence parallelism, all-gather the ranks' slices of dim 0."""
+        return gather_sequence(hidden, self.group) if self.group and self.layout.sequence_parallel else hidden
 
     def own(self, numbers_N: Tensor) -> Tensor:
         """Return the numbers of this rank's tokens: with sequence parallelism its slice, else all."""
@@ -114,28 +119,10 @@ class Distributed:
 
 
 def gather_sequence(local_hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return SequenceGather(local_hidden, group).wait()
-
-
-class SequenceGather:
-    """All-gather the ranks' slices of dim 0, [N/T, D] -> [N, D], while this rank works on its own slice.
-
-    The constructor starts the gather on the communication stream, after the work queued on the current stream. ``wait`` makes
-    the current stream, not the host, wait for the result. Both tensors are held until then, so that their memory is not reused.
-    ``here`` are the rows of this rank's slice in the result.
-    """
-
-    def __init__(self, local_hidden: Tensor, group: dist.ProcessGroup) -> None:
-        self.local = local_hidden.contiguous()
-        num_rows = self.local.shape[0]
-        self.here = slice(group.rank() * num_rows, (group.rank() + 1) * num_rows)
-        self.whole = local_hidden.new_empty((num_rows * group.size(), *local_hidden.shape[1:]))
-        self.work = _all_gather_into(self.whole, self.local, group=group, async_op=True)
-
-    def wait(self) -> Tensor:
-        assert self.work is not None
-        self.work.wait()
-        return self.whole
+    """All-gather the ranks' slices of dim 0. [N/T, D] -> [N, D]."""
+    whole = local_hidden.new_empty((local_hidden.shape[0] * group.size(), *local_hidden.shape[1:]))
+    _all_gather_into(whole, local_hidden.contiguous(), group=group)
+    return whole
 
 
 class OwnSlice(torch.autograd.Function):
@@ -172,8 +159,9 @@ class HiddenGradSum:
     or with ``scatter`` a reduce of each slice to its owner, because tokens are finished in order and a reduce-scatter would
     need a part of every slice. The chunks follow from the arguments alone, so all ranks agree on them.
 
-    Call ``start`` with all rows of d_hidden that are final so far, at last with all rows. Streams, ``wait`` and the life of
-    tensors are as in ``SequenceGather``; the result has d_hidden's dtype.
+    Call ``start`` with all rows of d_hidden that are final so far, at last with all rows. The sum runs on the communication
+    stream, after the work queued on the current stream. ``wait`` makes the current stream, not the host, wait for the result,
+    in d_hidden's dtype. Tensors are held until then, so that their memory is not reused.
     """
 
     def __init__(

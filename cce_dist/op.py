@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist import merge
 from cce_dist.autograd import Operator, build, without_autocast
 from cce_dist.call import Call
 from cce_dist.debug_ranks import check_labels
 from cce_dist.given import Given
 from cce_dist.kernels import Cells, Gradients, Grads, Head, Operands, Softmax, Spec, Upstream, accumulator
-from cce_dist.kernels.backends import Backend, named
+from cce_dist.kernels.backends import named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.outputs import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
 from cce_dist.merge import Distributed
@@ -61,7 +60,6 @@ def run_forward(
     x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
     compile_ahead(backend, spec, x, grad_weight_out, ranks.size)
     with without_autocast(hidden.device.type):
-        arriving = ranks.arriving(hidden)
         flat_labels, order, cells = labels if labels.dim() == 1 else labels.view(-1), None, None
         if spec.several:
             ids = backend.label_ids(flat_labels, spec.ignore_index, spec.vocab_size)
@@ -71,16 +69,13 @@ def run_forward(
         if spec.several:
             cells = Cells(ids.view(-1, spec.num_ids))
             ids = any_id(cells.ids_NI)
-        x = operands_of(hidden, weight, head, ids, spec, cells, order)
-        if ranks.size == 1 and not arriving:
-            found, softmax, stats_TKN, saved = backend.losses_alone(x, spec)
+        x = operands_of(ranks.whole(hidden), weight, head, ids, spec, cells, order)
+        if ranks.size == 1:
+            found, softmax, stats_TKN, saved = backend.run(backend.losses_alone, x, spec)
         else:
-            if arriving:
-                x, stats_KN, saved = _statistics_on_arrival(arriving[0], backend, x, spec, ranks.gather)
-            else:
-                stats_KN, saved = backend.statistics(x, spec, ranks.gather)
+            stats_KN, saved = backend.run(backend.statistics, x, ranks.gather, spec)
             stats_TKN = ranks.gather(stats_KN)
-            found, softmax = backend.token_losses(stats_TKN, x, spec)
+            found, softmax = backend.run(backend.token_losses, stats_TKN, x, spec)
         *losses, count = found
         if not spec.want.tokens:
             losses[:3] = None, None, None
@@ -104,31 +99,6 @@ def operands_of(
     return Operands(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid, cells, order)
 
 
-def _statistics_on_arrival(
-    arriving: merge.SequenceGather, backend: Backend, x: Operands, spec: Spec, gather: Callable[[Tensor], Tensor]
-) -> tuple[Operands, Tensor, list[Tensor]]:
-    """With sequence parallelism, compute this rank's slice while the other slices arrive, and then the other slices.
-
-    If the backend keeps something of every token for backward, wait and compute all tokens together. The returned operands
-    have the hidden states of all tokens.
-    """
-    saved = backend.saved_of_slices(x, spec)
-    if saved is None:
-        x = x._replace(hidden=arriving.wait())
-        return x, *backend.statistics(x, spec, gather)
-    keep_nothing = spec._replace(want=spec.want._replace(grad=False))
-
-    def of(rows: slice, hidden: Tensor) -> Tensor:
-        return backend.statistics(x.of_tokens(rows, hidden), keep_nothing, gather)[0]
-
-    here = arriving.here
-    before, after = slice(0, here.start), slice(here.stop, x.num_tokens)
-    local_KN = of(here, arriving.local)
-    hidden = arriving.wait()
-    stats_KN = torch.cat((of(before, hidden[before]), local_KN, of(after, hidden[after])), 1)
-    return x._replace(hidden=hidden), stats_KN, saved
-
-
 def run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, head: list[Tensor], saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
@@ -148,7 +118,7 @@ def run_backward(
         softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else entropy_N)
 
         def gradients(grads: Grads) -> Gradients:
-            return backend.gradients(x, softmax, upstream, saved, grads, spec)
+            return backend.run(backend.gradients, x, softmax, upstream, saved, grads, spec)
 
         return summed(gradients, want, grad_weight_out, ranks, ids.numel(), call.way.ready_rows or None)
 
@@ -194,10 +164,25 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     return nll, *losses, empty() if want.mean else empty(0), others, saved.listed()
 
 
+def _in_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the backend run an operator's function, as a ``passes.Pass`` where it can, unless collectives interrupt it.
+
+    With CCE_DIST_DEBUG=1 it reads labels. Inside a graph the call is decided when it runs.
+    """
+
+    def run(*args: Any) -> Any:
+        call = args[-1]
+        if call.layout.group_name or call.debug or not call.way.backend:
+            return function(*args)
+        return named(call.way.backend).run(function, *args)
+
+    return run
+
+
 _OPERATOR = Operator(
     "linear_cross_entropy (or linear_log_probs)",
-    run_forward,
-    run_backward,
+    _in_pass(run_forward),
+    _in_pass(run_backward),
     "forward",
     "backward",
     "Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor? grad_weight_out",

@@ -40,7 +40,7 @@ def prepare(
 def flat_ids(labels: Tensor, several: bool = False) -> Tensor:
     """Return labels as contiguous int64 ids, [N], or with ``several`` [N, I]."""
     ids = labels if labels.dtype == torch.int64 else labels.long()
-    if ids.dim() != 1 + several:  # a view takes the host as long as all checks of a call, and autograd one more node
+    if ids.dim() != 1 + several:  # a view is one more node for autograd
         ids = ids.reshape(-1, ids.shape[-1]) if several else ids.reshape(-1)
     return plain(ids)
 

@@ -90,7 +90,7 @@ class Head(NamedTuple):
     scale: float | None = None  # Multiplies the products and the bias
     softcap: float | None = None
     # 1 if the softcap is above FAR_SOFTCAP, else None. Logits may then be so far below the softcap that tanh must be exact for
-    # small arguments: a logit is off by some 1e-7 softcaps otherwise. The exact form takes 5 to 7 % of a step (H200, 2026-11).
+    # small arguments: a logit is off by some 1e-7 softcaps otherwise.
     far: int | None = None
     # [N, 2] fp32 contiguous: each token's factors, before and after the softcap. ``scale`` is None then.
     factors: torch.Tensor | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from cce_dist.kernels import Gradients, Grads, Losses, Operands, Softmax, Spec, 
 
 class Backend(Protocol):
     """One shard's arithmetic, first the functions of one number per token, then the passes over the vocabulary."""
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function(*args)``, one of these functions or one that calls them. See ``passes.run`` for the arguments."""
 
     def label_ids(self, labels_N: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
         """Replace ``ignore_index`` by IGNORED and labels outside the vocabulary by OUTSIDE. [N] int64 -> [N] int64."""
@@ -30,19 +33,17 @@ class Backend(Protocol):
     def saved_like(self, x: Operands, spec: Spec) -> list[Tensor]:
         """Return tensors with the shapes and dtypes that ``statistics`` saves."""
 
-    def saved_of_slices(self, x: Operands, spec: Spec) -> list[Tensor] | None:
-        """Return the tensors saved for backward if forward may process the tokens in slices, else None.
-
-        None: forward saves data of every token, so it needs all tokens at once. Only dtype and D of ``x.hidden`` count.
-        """
+    def nothing_saved(self, x: Operands) -> list[Tensor]:
+        """Return the tensors that ``gradients`` takes where forward has kept nothing. A filter always keeps something."""
 
     def statistics(
-        self, x: Operands, spec: Spec, gather: Callable[[Tensor], Tensor]
+        self, x: Operands, gather: Callable[[Tensor], Tensor], spec: Spec
     ) -> tuple[Tensor, list[Tensor]]:
         """Return this shard's statistics, stats_KN, and the tensors saved for backward.
 
         Args:
-            gather: Gathers [3, N] of each rank to [T, 3, N]. A backend calls it once on every rank, or on none.
+            gather: Gathers [3, N] of each rank to [T, 3, N]; see ``merge.Gather``. A backend calls it once on every rank, or
+                on none.
         """
 
     def losses_alone(self, x: Operands, spec: Spec) -> tuple[Losses, Softmax, Tensor | None, list[Tensor]]:

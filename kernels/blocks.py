@@ -9,18 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist.kernels.direct import Kernel, passes_triton_by
+from cce_dist.kernels.direct import Kernel
 from cce_dist.kernels.tiles import has_descriptors, interpreted
 
-NO_CHANGE = nullcontext()
 LOG2_E, LOG_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
@@ -52,7 +49,7 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager:
     """Return a context in which launches go to the tensor's device, nearly always the current one."""
     device = tensor.device
     is_current = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
-    return NO_CHANGE if is_current else torch.cuda.device(device)
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 def has_tma(*matrices: torch.Tensor) -> bool:
@@ -63,44 +60,9 @@ def has_tma(*matrices: torch.Tensor) -> bool:
     return has_descriptors(matrices[0].device)
 
 
-class Memory(NamedTuple):
-    """The memory of a matrix, in place of a tensor: whoever holds it keeps no tensor alive."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class Described(TensorDescriptor):
-    """A tensor descriptor of a matrix's memory, which two launches may share.
-
-    Attributes:
-        kind: The part of it that Triton compiles for.
-    """
-
-    __eq__: Any = object.__eq__  # two are equal if they are one
-    __hash__: Any = object.__hash__
-
-    def __init__(self, memory: Memory, shape: Any, strides: Any, block_shape: list[int]) -> None:
-        """Make a descriptor without the checks of Triton: ``has_tma`` has looked at its alignment."""
-        self.base, self.shape, self.strides, self.block_shape = memory, shape, strides, block_shape
-        self.kind = (memory.dtype, *block_shape)
-
-
-@lru_cache(maxsize=1024)
-def _described(address: int, dtype: torch.dtype, shape: Any, strides: Any, rows: int, cols: int) -> Described:
-    return Described(Memory(address, dtype), shape, strides, [rows, cols])
-
-
 def operand(matrix: torch.Tensor, rows: int, cols: int, tma: bool) -> TensorDescriptor | torch.Tensor:
     """Return a matrix in the form a kernel reads: a descriptor of [rows, cols] blocks, or itself."""
-    if not tma:
-        return matrix
-    if passes_triton_by():
-        return _described(matrix.data_ptr(), matrix.dtype, matrix.shape, matrix.stride(), rows, cols)
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, cols])
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, cols]) if tma else matrix
 
 
 @triton.jit

@@ -12,7 +12,6 @@ tiles into parts if they fill less than half of a wave. A part collects all chun
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, operand
-from cce_dist.kernels.direct import MOST_KINDS, Launch
 from cce_dist.kernels.tiles import Tile, Tiles, cdiv, cut_last_wave, fitted, num_programs, precision
 
 
@@ -56,20 +54,30 @@ def add_d_hidden(
     if total.low_RD is None and total.high_ND.itemsize == 2:
         # One chunk needs no remainder, but uses the kernel for several chunks, so that fewer kernels are compiled.
         assert first
-        write, total = 2, total._replace(low_RD=_nothing(device))
-    num_rows = dlogits_RV.shape[0]
-    few = None if total.parts_PRC is None else (total.few_rows, total.parts_PRC.shape[0])
-    sizes = (num_rows, *weight_VD.shape, dlogits_RV.stride(0), write, num_rows if first and few is None else 0)
-    dot_precision = precision(dlogits_RV.dtype)
-    tile, parts, products, add_cut = _launches(
-        sizes, tile, num_programs(device), few, tma, dot_precision
+        write, total = 2, total._replace(low_RD=torch.empty(0, dtype=torch.bfloat16, device=device))
+    num_rows, at_once, dot_precision = dlogits_RV.shape[0], num_programs(device), precision(dlogits_RV.dtype)
+    num_cols, hidden_size = weight_VD.shape
+    tile, num_parts, num_set = fitted(tile, hidden_size), 0, num_rows if first and total.parts_PRC is None else 0
+    num_tiles = cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols)
+    often_empty = total.parts_PRC is not None
+    if total.parts_PRC is not None:  # the device cuts
+        num_whole, splits, programs = total.few_rows, total.parts_PRC.shape[0], min(num_tiles, at_once)
+    else:
+        num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), at_once)
+        num_parts = (num_tiles - num_whole) * splits
+        parts_PRC = torch.empty(num_parts, tile.rows, tile.cols, dtype=torch.float32, device=device)
+        total, programs = total._replace(parts_PRC=parts_PRC), num_whole + num_parts
+    target, cut = _target(total, rows, scale_R, gain, outer), (num_whole, splits)
+    _grad_hidden_kernel[(programs,)](
+        operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma), *target,
+        num_rows, num_cols, hidden_size, dlogits_RV.stride(0), write, num_set, *cut,
+        BLOCK_N=tile.rows, BLOCK_D=tile.cols, OFTEN_EMPTY=often_empty, BLOCK_V=tile.inner, TMA=tma, PRECISION=dot_precision,
+        num_warps=tile.warps, num_stages=tile.stages,
     )
-    if total.parts_PRC is None:
-        total = total._replace(parts_PRC=torch.empty(parts, dtype=torch.float32, device=device))
-    target = _target(total, rows, scale_R, gain, outer)
-    products(operand(dlogits_RV, tile.rows, tile.inner, tma), operand(weight_VD, tile.inner, tile.cols, tma), *target)
-    if add_cut is not None:
-        add_cut(*target)
+    if num_parts:
+        _add_parts_kernel[(num_tiles - num_whole, 4)](
+            *target, hidden_size, write, num_set, *cut, BLOCK_N=tile.rows, BLOCK_D=tile.cols, OFTEN_EMPTY=False
+        )
 
 
 def _target(
@@ -103,38 +111,6 @@ def add_parts(total: Sum, rows: Rows, gain: torch.Tensor | None) -> None:
             *_target(total, rows, None, gain, None), *numbers,
             BLOCK_N=block_n, BLOCK_D=block_d, OFTEN_EMPTY=True,
         )
-
-
-@lru_cache(maxsize=16)
-def _nothing(device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.bfloat16, device=device)
-
-
-@lru_cache(maxsize=MOST_KINDS)
-def _launches(
-    sizes: tuple[int, ...], tile: Tile, at_once: int, few: tuple[int, int] | None, tma: bool, dot_precision: str
-) -> tuple[Tile, tuple[int, int, int], Launch, Launch | None]:
-    """Return the tile, the shape of the parts of cut tiles, and both kernels' launches."""
-    num_rows, num_cols, hidden_size, _, write, num_set = sizes
-    tile = fitted(tile, hidden_size)
-    num_tiles = cdiv(num_rows, tile.rows) * cdiv(hidden_size, tile.cols)
-    if few is None:
-        num_whole, splits = cut_last_wave(num_tiles, cdiv(num_cols, tile.inner), at_once)
-        num_parts = (num_tiles - num_whole) * splits
-        programs = num_whole + num_parts
-    else:  # the device cuts
-        num_parts, (num_whole, splits), programs = 0, few, min(num_tiles, at_once)
-    options = {"BLOCK_N": tile.rows, "BLOCK_D": tile.cols}
-    products = _grad_hidden_kernel.prepared(
-        (programs,), *sizes, num_whole, splits,
-        **options, OFTEN_EMPTY=few is not None, BLOCK_V=tile.inner, TMA=tma, PRECISION=dot_precision, num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    numbers = (hidden_size, write, num_set, num_whole, splits)
-    add_cut = None
-    if num_parts:
-        add_cut = _add_parts_kernel.prepared((num_tiles - num_whole, 4), *numbers, **options, OFTEN_EMPTY=False)
-    return tile, (num_parts, tile.rows, tile.cols), products, add_cut
 
 
 @kernel("dlogits", "weight", "scale_ptr", "of_column_ptr", "d_hidden_ptr", "low_ptr", "parts_ptr", "hidden_size")

@@ -9,15 +9,12 @@ A bf16 sum over many calls would be rounded in each of them. So d_weight may hav
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from cce_dist.kernels import Rows
 from cce_dist.kernels.blocks import halves, has_tma, kernel, load_tile, on_device, operand, row_and_split, store_tile
-from cce_dist.kernels.direct import MOST_KINDS, Launch
 from cce_dist.kernels.tiles import Tile, beside_collectives, cdiv, fitted, num_programs, precision
 
 GROUP = tl.constexpr(8)  # row blocks that a loop over tiles walks together
@@ -42,36 +39,25 @@ def add_d_weight(
     ``often_empty``: write nothing if no row is kept.
 
     Where shared memory allows a loop over tiles, calls that are often empty or set d_weight_VD launch only as many programs as
-    run at a time. The loop overlaps a tile's first loads and its store with the tiles before and after: H200, 0.89 of the time
-    at 1,024 tokens, 0.98 to 1.00 at 8,192. Beside collectives it can take twice as long.
+    run at a time. The loop overlaps a tile's first loads and its store with the tiles before and after. Beside collectives it
+    can take twice as long.
     """
     tma = has_tma(dlogits_RV, rows.hidden, d_weight_VD)
     is_set = not add and low_VD is None
     in_one_wave = tma and d_weight_VD.itemsize == 2 and (often_empty or (is_set and not beside_collectives()))
-    at_once = num_programs(d_weight_VD.device) if in_one_wave else 0
-    sizes = (rows.hidden.shape[0], *d_weight_VD.shape, dlogits_RV.stride(0))
-    tile, launch = _launch(sizes, add, often_empty, tile, at_once, tma, precision(rows.hidden.dtype))
-    launch(
+    tile = fitted(tile, rows.hidden.shape[1])
+    num_tiles = cdiv(d_weight_VD.shape[0], tile.rows) * cdiv(d_weight_VD.shape[1], tile.cols)
+    _grad_weight_kernel[(min(num_tiles, num_programs(d_weight_VD.device)) if in_one_wave else num_tiles,)](
         # in
         operand(dlogits_RV, tile.inner, tile.rows, tma), operand(rows.hidden, tile.inner, tile.cols, tma), rows.num_labelled,
         gain, more_D,
         # out, or in and out
         operand(d_weight_VD, tile.rows, tile.cols // 2, tma and is_set), low_VD,
-    )
-
-
-@lru_cache(maxsize=MOST_KINDS)
-def _launch(
-    sizes: tuple[int, ...], add: bool, often_empty: bool, tile: Tile, at_once: int, tma: bool, dot_precision: str
-) -> tuple[Tile, Launch]:
-    """Return the tile and the launch. ``at_once``: programs of a loop over tiles; 0: one program for each tile."""
-    _, num_cols, hidden_size, _ = sizes
-    tile = fitted(tile, hidden_size)
-    num_tiles = cdiv(num_cols, tile.rows) * cdiv(hidden_size, tile.cols)
-    return tile, _grad_weight_kernel.prepared(
-        (min(num_tiles, at_once or num_tiles),), *sizes,
-        ADD=add, SKIP_EMPTY=often_empty, ONE_WAVE=at_once > 0,
-        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_N=tile.inner, TMA=tma, PRECISION=dot_precision,
+        # sizes
+        rows.hidden.shape[0], *d_weight_VD.shape, dlogits_RV.stride(0),
+        # options
+        ADD=add, SKIP_EMPTY=often_empty, ONE_WAVE=in_one_wave,
+        BLOCK_V=tile.rows, BLOCK_D=tile.cols, BLOCK_N=tile.inner, TMA=tma, PRECISION=precision(rows.hidden.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )
 

@@ -38,6 +38,10 @@ from cce_dist.kernels.outputs import NO_ID, largest, merge_largest, normalised
 FLOOR = torch.finfo(torch.float32).min  # replaces a maximum of -inf where -inf - -inf would be NaN
 
 
+def run(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 def label_ids(labels_N: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
     inside = (labels_N >= 0) & (labels_N < vocab_size)
     return torch.where(inside, labels_N, OUTSIDE).masked_fill_(labels_N == ignore_index, IGNORED)
@@ -51,7 +55,7 @@ def saved_like(x: Operands, spec: Spec) -> list[Tensor]:
     return []
 
 
-def saved_of_slices(x: Operands, spec: Spec) -> list[Tensor] | None:
+def nothing_saved(x: Operands) -> list[Tensor]:
     return []
 
 
@@ -163,7 +167,7 @@ def _zeros(*shape: int, like: Tensor) -> Tensor:
 
 
 def statistics(
-    x: Operands, spec: Spec, gather: Callable[[Tensor], Tensor] | None = None
+    x: Operands, gather: Callable[[Tensor], Tensor] | None, spec: Spec
 ) -> tuple[Tensor, list[Tensor]]:
     stats_KN = _zeros(spec.num_rows, x.num_tokens, like=x.hidden)
     stats_KN[0] = -torch.inf
@@ -395,7 +399,7 @@ def _add_compensation(
 
 
 def losses_alone(x: Operands, spec: Spec) -> tuple[Losses, Softmax, Tensor, list[Tensor]]:
-    stats_KN, saved = statistics(x, spec)
+    stats_KN, saved = statistics(x, None, spec)
     return *token_losses(stats_KN[None], x, spec), stats_KN[None], saved
 
 

@@ -1,93 +1,40 @@
-"""Launch kernels without Triton's own checks, which take the host 40 to 60 us each time.
+"""Kernels as this project launches them: through Triton, instead of it by ``passes``, or in a dry run by a function.
 
-The first launch with arguments of a kind goes through Triton, which compiles. Later ones of that kind call Triton's launcher
-in C with that compiled kernel. The kind is a key (``kinds``) that differs wherever Triton would compile differently.
-
-Launches go through Triton if this version's launcher is unknown here, while hooks are set on launches, and with
-``CCE_DIST_LAUNCH=triton``. In a dry run they go to a function instead (``launching``).
+Triton's own checks take the host 40 to 60 us a launch. ``launcher_of`` finds its launcher in C, which takes 14 us.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import math
-import os
 import re
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, partial
-from itertools import accumulate, count
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
-from torch.nn import Parameter
+from typing import Any
 
 _LOG = logging.getLogger("cce_dist")
-Launch = Callable[..., Any]  # takes a kernel's tensors
 Launcher = tuple[Callable[..., None], list[Any], list[Callable[[Any], list[Any]]], bool]  # of ``launcher_of``
-MOST_KINDS = 1024  # of launches of one kernel; then the dictionary begins anew
-_COUNT = count()
-MOST_CODES = 64  # of tensor descriptors of one argument of a kind
 
 
-@lru_cache(maxsize=1)
-def available() -> bool:
-    """Return whether kernels run on an NVIDIA GPU with a known launcher. Warn once if it is unknown."""
-    if torch.version.hip is not None:
-        return False
-    import triton
-
-    if knobs().runtime.interpret or not torch.cuda.is_available():
-        return False
-    call = "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
-    try:
-        is_known = call in inspect.getsource(triton.runtime.jit.JITFunction.run) and hasattr(knobs(), "HookChain")
-    except OSError:  # no source
-        is_known = False
-    if not is_known:
-        _LOG.warning(
-            "cce_dist launches kernels through Triton, which is slower: it does not know the launcher of Triton %s",
-            triton.__version__,
-        )
-    return is_known
-
-
-def watched() -> bool:
-    """Return whether hooks are set on Triton's launches."""
-    runtime = knobs().runtime
-    return bool(getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True))
-
-
-@lru_cache(maxsize=1)
-def knobs() -> Any:
-    from triton import knobs
-
-    return knobs
-
-
-class _Thread(threading.local):
-    launch: Callable[..., Any] | None = None  # called in place of each launch
-
-
-_THREAD = _Thread()
+_LAUNCH: ContextVar[Callable[..., Any] | None] = ContextVar("cce_dist_launch", default=None)
 
 
 @contextmanager
 def launching(instead: Callable[..., Any]) -> Iterator[None]:
     """Call ``instead(kernel, args, grid, options)`` in place of each launch of this thread."""
-    before, _THREAD.launch = _THREAD.launch, instead
+    token = _LAUNCH.set(instead)
     try:
         yield
     finally:
-        _THREAD.launch = before
+        _LAUNCH.reset(token)
 
 
 def launches_are_replaced() -> bool:
     """Return whether this thread is inside ``launching``."""
-    return _THREAD.launch is not None
+    return _LAUNCH.get() is not None
 
 
 # Triton loads each launcher in C as a module of the same name. If the file was loaded before, CPython puts its functions into
@@ -101,53 +48,6 @@ def load(kernel: Any) -> None:
         _ = kernel.run
 
 
-def passes_triton_by() -> bool:
-    return _THREAD.launch is None and _is_wanted()
-
-
-class Part:
-    """A part of an allocation, in fp32, that kernels take for a tensor. A view takes the host longer."""
-
-    __slots__ = ("address", "first", "shape", "whole")
-    dtype = torch.float32
-
-    def __init__(self, whole: Tensor, address: int, first: int, shape: tuple[int, ...]) -> None:
-        self.whole, self.address, self.first, self.shape = whole, address, first, shape
-
-    def of_rows(self, num_rows: int) -> Part:
-        """Return the part with another size of its last dimension."""
-        if num_rows == self.shape[-1]:
-            return self
-        return Part(self.whole, self.address, self.first, (*self.shape[:-1], num_rows))
-
-    def tensor(self) -> Tensor:
-        return self.whole[self.first : self.first + math.prod(self.shape)].view(self.shape)
-
-
-def allocate(device: torch.device, *shapes: tuple[int, ...]) -> list[Part]:
-    """Allocate parts at once, at multiples of 256 bytes."""
-    firsts = _firsts(shapes)
-    whole = torch.empty(firsts[-1], dtype=torch.float32, device=device)
-    address = whole.data_ptr()
-    return [Part(whole, address + 4 * first, first, shape) for first, shape in zip(firsts, shapes, strict=False)]
-
-
-@lru_cache(maxsize=MOST_KINDS)
-def _firsts(shapes: tuple[tuple[int, ...], ...]) -> list[int]:
-    return [0, *accumulate(-(-math.prod(shape) // 64) * 64 for shape in shapes)]
-
-
-def _tensors(args: Any) -> Any:
-    """Return arguments with tensors in place of parts."""
-    of = type(args)
-    if of is Part:
-        return args.tensor()
-    if isinstance(args, tuple):
-        items = map(_tensors, args)
-        return of._make(items) if hasattr(of, "_make") else tuple(items)
-    return args
-
-
 class Kernel:
     """A kernel of ``triton.jit``, launched by ``kernel[grid](*args, **options)`` as Triton's own object is.
 
@@ -155,7 +55,7 @@ class Kernel:
     """
 
     def __init__(self, jitted: Any) -> None:
-        self.jitted, self.known, self.kinds = jitted, dict[tuple, _Known](), dict[tuple, int]()
+        self.jitted = jitted
         parameters = getattr(jitted, "params", ())  # none if interpreted
         self.names = [parameter.name for parameter in parameters]
         self.constants = {parameter.name for parameter in parameters if parameter.is_constexpr}
@@ -163,158 +63,44 @@ class Kernel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.jitted, name)
 
-    def __getitem__(self, grid: Sequence[int]) -> Launch:
-        return partial(self._launch, grid)
+    def __getitem__(self, grid: Sequence[int]) -> Callable[..., Any]:
+        return partial(self.launch, (*grid, 1, 1)[:3])
 
-    def _launch(self, grid: Sequence[int], *args: Any, **options: Any) -> Any:
-        return self.launch((*grid, 1, 1)[:3], (), options, (tuple(options), *options.values()), *args)
-
-    def prepared(self, grid: Sequence[int], *numbers: Any, **options: Any) -> Launch:
-        """Return a launch that takes the arguments before ``numbers``, to be kept for equal sizes and options."""
-        kind = (tuple(options), *options.values(), *kinds(numbers)[0])
-        number = self.kinds.get(kind)
-        if number is None:
-            number = _keep(self.kinds, kind, next(_COUNT))
-        return partial(self.launch, (*grid, 1, 1)[:3], numbers, options, number)
-
-    def launch(
-        self, grid: Sequence[int], numbers: tuple[Any, ...], options: dict[str, Any], kind: Hashable, *args: Any
-    ) -> Any:
-        """Launch with arguments and ``numbers``. ``kind`` stands for the kind of numbers and options."""
-        if _THREAD.launch is not None:
-            return _THREAD.launch(self, (*_tensors(args), *numbers), grid, options)
-        if not _is_wanted() or watched() or self.jitted.pre_run_hooks:
-            return self.by_triton((*_tensors(args), *numbers), grid, options)
-        device = torch._C._cuda_getDevice()
-        of_args, values = kinds(args)
-        key = (device, kind, *of_args)
-        known = self.known.get(key)
-        if known is None:
-            args = (*_tensors(args), *numbers)
-            compiled = self.by_triton(args, grid, options)
-            if hasattr(compiled, "packed_metadata") and self._are_constants(len(args), options):
-                _keep(self.known, key, _Known.of(compiled, self.names, args, options))
-            return compiled
-        known.launch(grid, torch._C._cuda_getCurrentRawStream(device), values, numbers)
-        return known.compiled
-
-    def by_triton(self, args: Sequence[Any], grid: Sequence[int], options: dict[str, Any]) -> Any:
-        """Launch through Triton, which loads the launcher in C of a kernel that is new."""
+    def launch(self, grid: Sequence[int], *args: Any, **options: Any) -> Any:
+        """Launch through Triton, which compiles the kernel if it is new. Return the compiled kernel."""
+        instead = _LAUNCH.get()
+        if instead is not None:
+            return instead(self, args, grid, options)
         with _LOADING:
             return self.jitted.run(*args, grid=grid, warmup=False, **options)
 
-    def _are_constants(self, num_args: int, options: dict[str, Any]) -> bool:
-        """Return whether exactly the kernel's constexprs are passed by name."""
+    def constants_of(self, args: Sequence[Any], options: dict[str, Any]) -> list[Any] | None:
+        """Return the values of the constexprs in the kernel's order, or None unless exactly these are passed by name."""
         given = [name for name in options if name in self.names]
-        return {*given} == self.constants and num_args + len(given) == len(self.names)
+        if {*given} != self.constants or len(args) + len(given) != len(self.names):
+            return None
+        return [options[name] for name in self.names[len(args) :]]
 
 
-def _keep(records: dict[tuple, Any], key: tuple, record: Any) -> Any:
-    if len(records) >= MOST_KINDS:
-        records.clear()
-    records[key] = record
-    return record
+@lru_cache(maxsize=1)
+def _say_once(error: str) -> None:
+    _LOG.warning("cce_dist launches kernels through Triton, which is slower: it does not know its launcher: %s", error)
 
 
-def kinds(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the kind of arguments, and the arguments with addresses in place of tensors.
+def launcher_of(compiled: Any) -> Launcher | None:
+    """Return Triton's launcher in C for a compiled kernel, or None if it is unknown, or if its Python allocates memory.
 
-    The kind has all that Triton may compile differently for: dtypes, alignment, integers that are 1 or multiples of 16, which
-    arguments are None. A tuple such as ``Head`` stays a tuple.
-    """
-    key, values = [], []
-    for value in args:
-        of = type(value)
-        if of is Part:
-            values.append(value.address)
-            key.append(Part.dtype)
-            continue
-        if of is Tensor or of is Parameter:  # isinstance() of a tensor is slow
-            address = value.data_ptr()
-            values.append(address)
-            key.append(value.dtype)
-            if address & 15:
-                key.append("unaligned")
-            continue
-        values.append(value)
-        if value is None:
-            key.append(None)
-        elif of is int:
-            if value == 1:
-                key.append(1)
-            elif 0 <= value < 1 << 31:  # nearly all
-                key.append(3 if value & 15 else 16)
-            else:
-                key.append((value & 15 == 0, value.bit_length() >> 5, value < 0))
-        elif of is bool:
-            key.append((of, value))  # apart from the integer 1
-        elif of is float:
-            key.append(of)
-        elif isinstance(value, tuple):
-            inner, items = kinds(value)
-            key.append(tuple(inner))
-            values[-1] = tuple(items)
-        elif hasattr(value, "kind"):  # ``blocks.Described``
-            key.append(value.kind)
-        elif isinstance(value, Tensor):  # a subclass
-            address = values[-1] = value.data_ptr()
-            key.append((of, value.dtype, address & 15))
-        else:
-            key.append(of)
-    return key, values
-
-
-class _Known(NamedTuple):
-    """A compiled kernel, and how it is launched.
-
-    Attributes:
-        compiled: Triton's compiled kernel.
-        run, behind, in_one: From ``launcher_of``.
-        constants: Values of the constexprs, in the kernel's order.
-        matrices: For each tensor descriptor, the last first, its position among the arguments and the function that encodes it.
-            The function caches codes, because a training step passes the same descriptors again and again.
-    """
-
-    compiled: Any
-    run: Callable[..., None]
-    behind: list[Any]
-    in_one: bool
-    constants: list[Any]
-    matrices: list[tuple[int, Callable[[Any], list[Any]]]]
-
-    @classmethod
-    def of(cls, compiled: Any, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> _Known:
-        (run, behind, encoders, in_one), constants = launcher_of(compiled), [kwargs[name] for name in names[len(args) :]]
-        places = [place for place, value in enumerate(args) if hasattr(value, "block_shape")]
-        encoders = [lru_cache(maxsize=MOST_CODES)(encode) for encode in encoders]
-        return cls(compiled, run, behind, in_one, constants, [*zip(places, encoders, strict=False)][::-1])
-
-    def launch(self, grid: Sequence[int], stream: int, values: list[Any], numbers: Sequence[Any]) -> None:
-        for place, encode in self.matrices:
-            values[place : place + 1] = encode(values[place])
-        if self.in_one:
-            self.run(*grid, stream, self.compiled.function, *self.behind, [*values, *numbers, *self.constants])
-        else:
-            self.run(*grid, stream, self.compiled.function, *self.behind, *values, *numbers, *self.constants)
-
-
-def launcher_of(compiled: Any) -> Launcher:
-    """Return Triton's launcher in C for a compiled kernel, or the Python around it if this Triton's is unknown.
-
-    The Python allocates scratch memory, and encodes descriptors at each launch. A launcher is called with the grid's three
-    sizes, the stream, the kernel's handle, ``behind``, and the kernel's arguments.
+    A launcher is called with the grid's three sizes, the stream, the kernel's handle, ``behind``, and the kernel's arguments.
 
     Returns:
-        The launcher; ``behind``; for each tensor descriptor that the launcher does not encode, a function that returns the
-        arguments which replace it; and whether the kernel's arguments are passed as one list.
+        The launcher; ``behind``; for each tensor descriptor a function that returns the arguments which replace it; and whether
+        the kernel's arguments are passed as one list.
     """
     try:
-        known = _known_launcher(compiled)
+        return _known_launcher(compiled)
     except Exception as error:
-        _say_once(f"cce_dist launches through Triton's Python: {error!r}")
-        known = None
-    # The three Nones are metadata for hooks and two hooks. If there were hooks, the launch would go through Triton.
-    return known or (compiled.run, [compiled.packed_metadata, None, None, None], [], False)
+        _say_once(repr(error))
+        return None
 
 
 def _known_launcher(compiled: Any) -> Launcher | None:
@@ -339,9 +125,8 @@ def _known_launcher(compiled: Any) -> Launcher | None:
         return None
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    others = [None] * (
-        len(inspect.signature(make_tensordesc_arg).parameters) - 2
-    )  # from 3.8 on one more, which it ignores
+    # From 3.8 on it takes one more, which it ignores.
+    others = [None] * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
 
     def encoder(meta: Any) -> Callable[[Any], list[Any]]:
         return lambda descriptor: make_tensordesc_arg(descriptor, meta, *others)
@@ -350,15 +135,5 @@ def _known_launcher(compiled: Any) -> Launcher | None:
 
 
 @lru_cache(maxsize=8)
-def _say_once(message: str) -> None:
-    _LOG.warning(message)
-
-
-@lru_cache(maxsize=8)
 def _source_of_call(launcher: type) -> str:
     return inspect.getsource(launcher.__call__)
-
-
-@lru_cache(maxsize=1)
-def _is_wanted() -> bool:
-    return os.environ.get("CCE_DIST_LAUNCH", "") != "triton" and available()

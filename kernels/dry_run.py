@@ -128,7 +128,7 @@ def anew_peak(sizes: Sizes, spec: Spec, device: Planned | None) -> int:
     d_weight = torch.empty_like(x.weight)
     softmax = Softmax(*(torch.empty(sizes.num_tokens, device="meta") for _ in range(2)))
     with planned(device), launching(lambda *_: None), torch.no_grad(), Live() as live:
-        kept = x, module.saved_of_slices(x, spec) or [], softmax, Losses(*(softmax.max,) * 3)
+        kept = x, module.nothing_saved(x), softmax, Losses(*(softmax.max,) * 3)
         _backward(module, spec, kept, Grads(False, True, False, d_weight, often_empty=True))
     return live.peak
 
@@ -148,7 +148,7 @@ def _forward(backend: Backend, spec: Spec, x: Operands, num_ranks: int = 1) -> _
     if num_ranks == 1:
         losses, softmax, _, saved = backend.losses_alone(x, spec)
     else:
-        stats_KN, saved = backend.statistics(x, spec, lambda stats_3N: stats_3N[None])
+        stats_KN, saved = backend.statistics(x, lambda stats_3N: stats_3N[None], spec)
         losses, softmax = backend.token_losses(stats_KN[None], x, spec)
     return x, saved, softmax, losses
 

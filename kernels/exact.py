@@ -13,7 +13,7 @@ Tokens without a label come last in both. Nothing here waits for the device, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,28 +22,26 @@ from cce_dist.kernels import Cells, Gradients, Grads, Operands, Rows, Softmax, S
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.d_hidden import Sum, add_d_hidden, add_parts, with_parts
 from cce_dist.kernels.d_weight import add_d_bias, add_d_weight
-from cce_dist.kernels.direct import MOST_KINDS, Part, allocate
 from cce_dist.kernels.dlogits import dlogits_chunk, logits_chunk, write_cells
 from cce_dist.kernels.losses import Finished, Results, finish, of_statistics, rows_per_program, token_losses
 from cce_dist.kernels.lse import NOTHING_MORE, Keep, Span, gathered_with_targets, lse_partials, shape_of_partials
 from cce_dist.kernels.memory import Sizes
 from cce_dist.kernels.outputs import NO_ID, largest, normalised
+from cce_dist.kernels.passes import run
 from cce_dist.kernels.saved_exp import Leveling, SavedExp, scaled_rows
 from cce_dist.kernels.tiles import Tiles, cdiv, choose_tiles, num_parts, num_programs, thinned
 from cce_dist.kernels.tokens import (
     coefficients,
     compact,
-    first_rows,
     gathered,
     label_ids,
     ordered_ids,
-    some_rows,
     token_groups,
     weighted_sums,
 )
 
 __all__ = [
-    "gradients", "label_ids", "losses_alone", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
+    "gradients", "label_ids", "losses_alone", "nothing_saved", "ordered_ids", "run", "saved_like", "statistics",
     "token_losses",
 ]
 
@@ -66,8 +64,8 @@ def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
     return new_saved(x, order, saved_columns(x, spec), spec.want.entropy).listed()
 
 
-def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
-    return None if saved_columns(x, spec) > 0 else new_saved(x, order_of(x)).listed()
+def nothing_saved(x: Operands) -> list[torch.Tensor]:
+    return new_saved(x, order_of(x)).listed()
 
 
 def new_saved(x: Operands, order: list[torch.Tensor], columns: int = 0, entropy: bool = False) -> SavedExp:
@@ -84,7 +82,7 @@ def order_of(x: Operands) -> list[torch.Tensor]:
 
 
 def statistics(
-    x: Operands, spec: Spec, gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+    x: Operands, gather: Callable[[torch.Tensor], torch.Tensor] | None, spec: Spec
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN, and ``SavedExp``. Tokens without a label hold MAX 0, SUM_EXP 1 and zeros."""
     order, stats_KN = order_of(x), _empty(x, spec.num_rows, x.num_tokens)
@@ -98,7 +96,7 @@ def statistics(
 
 def losses_alone(x: Operands, spec: Spec) -> Results:
     if x.num_tokens == 0 or x.num_valid == 0:
-        return of_statistics(x, spec, *statistics(x, spec))
+        return of_statistics(x, spec, *statistics(x, None, spec))
     stats_TKN = _empty(x, 1, spec.num_rows, x.num_tokens) if spec.num_rows > spec.num_stats else None
     stats_KN = None if stats_TKN is None else stats_TKN[0]
     saved = _saved_after_largest(x, spec, order_of(x), stats_KN)
@@ -133,7 +131,7 @@ def _write_largest(x: Operands, spec: Spec, order: list[torch.Tensor], top_2KN: 
         z_RV = torch.empty(at_once, cols, dtype=torch.float32, device=x.hidden.device)
         for group in token_groups(order, at_once):
             rows = gathered(x.hidden, group, buffer_RD)
-            group_z_RV = first_rows(z_RV, rows.index.shape[0])
+            group_z_RV = z_RV[: rows.index.shape[0]]
             logits_chunk(x, rows, 0, group_z_RV, tiles)
             z_RK, columns_RK = largest(group_z_RV, top_k)
             z_KN[:top_k].index_copy_(1, rows.index.long(), z_RK.t())
@@ -149,21 +147,21 @@ def _sweep(x: Operands, spec: Spec, saved: SavedExp, stats_KN: torch.Tensor | No
         stats_KN[2].zero_()
     with on_device(x.hidden):
         tiles = choose_tiles(x.hidden.dtype, x.hidden.device)
-        how = _sweep_of(sizes_of(x), spec, saved.exp_NV.shape[1], tiles, num_programs(x.hidden.device), alone)
-        buffer_RD = torch.empty(how.at_once, x.hidden.shape[1], dtype=x.hidden.dtype, device=x.hidden.device)
-        inner = allocate(x.hidden.device, *how.shapes)
-        out = Finished.new(x, saved.num_labelled, spec.want, inner[3:]) if alone else None
+        how = _sweep_of(sizes_of(x), spec, saved.exp_NV.shape[1], tiles, num_programs(x.hidden.device))
+        buffer_RD = x.hidden.new_empty(how.at_once, x.hidden.shape[1])
+        all_programs = cdiv(x.num_tokens, rows_per_program(how.keeping is not None))
+        out = Finished.new(x, saved.num_labelled, spec.want, all_programs) if alone else None
         targets, programs = _targets(spec, saved, stats_KN, out), 0
         target_N = None if out is None or spec.several else targets[0]
         for number, group in enumerate(token_groups(saved.order, how.at_once)):
             rows, leveling = gathered_with_targets(x, group, buffer_RD, *targets), None
-            partials = [part.of_rows(rows.index.shape[0]) for part in inner[:3]]
+            partials_KPR = _empty(x, *shape_of_partials(how.num_parts, rows.index.shape[0], spec.want))
             if how.keeping is not None:
-                leveling = _keep_exponentials(x, rows, how, partials, saved.of_group(number, how.at_once), spec.want)
+                leveling = _keep_exponentials(x, rows, how, partials_KPR, saved.of_group(number, how.at_once), spec.want)
             if how.others is not None:
-                lse_partials(x, rows, tiles, how.others, partials[0], want=spec.want)
+                lse_partials(x, rows, tiles, how.others, partials_KPR, want=spec.want)
             programs += finish(
-                x, rows, partials[0], want=spec.want, leveling=leveling, target_N=target_N, vocab_size=spec.vocab_size,
+                x, rows, partials_KPR, want=spec.want, leveling=leveling, target_N=target_N, vocab_size=spec.vocab_size,
                 stats_KN=stats_KN, out=out, first_program=programs,
             )
         if stats_KN is not None and spec.want.best:  # columns become ids
@@ -179,12 +177,10 @@ class _Sweep(NamedTuple):
     first_tiles: Tiles  # For the first tile of columns, whose maximum saved exponentials are relative to
     keeping: Span | None  # Tiles whose exponentials are saved
     others: Span | None  # The tiles after them
-    # Of ``allocate``: partials of all parts, partials of the first tile, references of tiles, and what ``Finished`` needs
-    shapes: list[tuple[int, ...]]
+    num_parts: int  # Of both spans
 
 
-@lru_cache(maxsize=MOST_KINDS)
-def _sweep_of(sizes: Sizes, spec: Spec, saved: int, tiles: Tiles, programs: int, alone: bool) -> _Sweep:
+def _sweep_of(sizes: Sizes, spec: Spec, saved: int, tiles: Tiles, programs: int) -> _Sweep:
     """Return how to sweep if ``saved`` columns are saved. The device runs ``programs`` at a time."""
     at_once, tile = min(sizes.num_tokens, memory.forward_rows(sizes, spec.workspace_bytes, saved)), tiles.lse
     num_tiles = cdiv(sizes.num_columns, tile.cols)
@@ -198,14 +194,7 @@ def _sweep_of(sizes: Sizes, spec: Spec, saved: int, tiles: Tiles, programs: int,
     others = Span(num_kept, num_tiles, other_parts, kept_parts) if other_parts else None
     if tile.warps >= 8:  # one tile per block of rows occupies half of a device: halve them
         tile = tile._replace(rows=tile.rows // 2, warps=tile.warps // 2)
-    shapes: list[tuple[int, ...]] = [
-        shape_of_partials(kept_parts + other_parts, at_once, spec.want),
-        shape_of_partials(min(1, num_kept), at_once, NOTHING_MORE),
-        (num_kept, at_once),
-    ]
-    if alone:
-        shapes += Finished.shapes_inside(sizes.num_tokens, spec.want, cdiv(sizes.num_tokens, rows_per_program(num_kept > 0)))
-    return _Sweep(at_once, tiles, tiles._replace(lse=tile), keeping, others, shapes)
+    return _Sweep(at_once, tiles, tiles._replace(lse=tile), keeping, others, kept_parts + other_parts)
 
 
 def _targets(
@@ -221,14 +210,16 @@ def _targets(
 
 
 def _keep_exponentials(
-    x: Operands, rows: Rows, how: _Sweep, partials: list[Part], saved: SavedExp, want: Want
+    x: Operands, rows: Rows, how: _Sweep, partials_KPR: torch.Tensor, saved: SavedExp, want: Want
 ) -> Leveling:
     """Run the log-sum-exp over a span and keep its exponentials, relative to the maximum of each row's first tile.
 
     ``finish`` still has to level them.
     """
     assert how.keeping is not None
-    partials_KPR, first_KPR, tile_reference_BR = partials
+    num_rows = rows.index.shape[0]
+    first_KPR = _empty(x, *shape_of_partials(1, num_rows, NOTHING_MORE))
+    tile_reference_BR = _empty(x, how.keeping.last, num_rows)
     lse_partials(x, rows, how.first_tiles, FIRST_TILE, first_KPR)
     keep = Keep(first_KPR, tile_reference_BR)
     lse_partials(x, rows, how.tiles, how.keeping, partials_KPR, keep=keep, exp_RV=saved.exp_NV, want=want)
@@ -239,12 +230,12 @@ def _recompute_exponentials(x: Operands, saved: SavedExp, tiles: Tiles, spec: Sp
     """Compute exponentials again that an earlier backward has overwritten. Otherwise launches return at once."""
     assert saved.overwritten is not None
     # The same groups, cut into the same parts, as in forward.
-    how = _sweep_of(sizes_of(x), spec, saved.exp_NV.shape[1], tiles, num_programs(x.hidden.device), False)
-    buffer_RD, inner = x.hidden.new_empty(how.at_once, x.hidden.shape[1]), allocate(x.hidden.device, *how.shapes)
+    how = _sweep_of(sizes_of(x), spec, saved.exp_NV.shape[1], tiles, num_programs(x.hidden.device))
+    buffer_RD = x.hidden.new_empty(how.at_once, x.hidden.shape[1])
     for number, group in enumerate(token_groups([saved.index_N, saved.num_labelled * saved.overwritten], how.at_once)):
         rows = gathered(x.hidden, group, buffer_RD)
-        partials = [part.of_rows(rows.index.shape[0]) for part in inner]
-        leveling = _keep_exponentials(x, rows, how, partials, saved.of_group(number, how.at_once), spec.want)
+        partials_KPR = _empty(x, *shape_of_partials(how.num_parts, rows.index.shape[0], spec.want))
+        leveling = _keep_exponentials(x, rows, how, partials_KPR, saved.of_group(number, how.at_once), spec.want)
         finish(x, rows, None, want=NOTHING_MORE, leveling=leveling)
 
 
@@ -379,13 +370,13 @@ def add_chunks(
         scale_R: A factor on each row of dlogits_RV. The rows of ``rows.hidden`` have it already.
         uniform: Label smoothing's part, added to the products.
     """
-    grads, grads_RV = out.grads, first_rows(dlogits_RV, rows.index.shape[0])
+    grads, grads_RV = out.grads, dlogits_RV[: rows.index.shape[0]]
 
     def add_hidden(first: int, stop: int) -> None:
         if out.hidden is None:
             return
         add_d_hidden(
-            out.hidden, grads_RV, some_rows(out.x.weight, first, stop), rows, scale_R, out.gain, out.tiles.grad_hidden,
+            out.hidden, grads_RV, out.x.weight[first:stop], rows, scale_R, out.gain, out.tiles.grad_hidden,
             first=sets_hidden and first == chunks[0][0],
             outer=None if uniform is None else (uniform.coef_N, uniform.columns_D),
         )
@@ -401,7 +392,7 @@ def add_chunks(
             add_hidden(first, stop)
         if out.weight is not None:
             add_d_weight(
-                some_rows(out.weight, first, stop), grads_RV, rows, out.gain, out.tiles.grad_weight, add=add,
+                out.weight[first:stop], grads_RV, rows, out.gain, out.tiles.grad_weight, add=add,
                 low_VD=None if grads.weight_low is None else grads.weight_low[first:stop],
                 more_D=None if uniform is None else uniform.d_weight_D, often_empty=grads.often_empty,
             )
@@ -420,7 +411,7 @@ def new_gradients(x: Operands, grads: Grads) -> Gradients:
     """
     d_hidden, num_written = None, x.num_valid if x.num_tokens else 0
     if grads.want_hidden:
-        d_hidden = _new_like(x.hidden) if grads.hidden_out is None else grads.hidden_out
+        d_hidden = torch.empty_like(x.hidden) if grads.hidden_out is None else grads.hidden_out
         if not num_written:  # ``add_d_hidden`` sets rows without a label to 0
             d_hidden.zero_()
             if grads.hidden_ready is not None:
@@ -429,14 +420,10 @@ def new_gradients(x: Operands, grads: Grads) -> Gradients:
     d_bias = torch.zeros(num_rows, dtype=torch.float32, device=x.weight.device) if grads.want_bias else None
     if not grads.want_weight or grads.weight_out is not None:
         return d_hidden, grads.weight_out if grads.want_weight else None, d_bias
-    d_weight = _new_like(x.weight)
+    d_weight = torch.empty_like(x.weight)
     if num_written < num_rows:
         d_weight[num_written:].zero_()
     return d_hidden, d_weight, d_bias
-
-
-def _new_like(matrix: torch.Tensor) -> torch.Tensor:
-    return torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
 
 
 def remainder(hidden_ND: torch.Tensor, num_rows: int) -> torch.Tensor | None:

@@ -10,8 +10,6 @@ counts arrivals, in the second element of ``num_labelled``, which the last progr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +18,6 @@ import triton.language as tl
 
 from cce_dist.kernels import IGNORED, Losses, Operands, Rows, Softmax, Spec, Want
 from cce_dist.kernels.blocks import kernel, on_device
-from cce_dist.kernels.direct import MOST_KINDS, Launch, Part, allocate
 from cce_dist.kernels.lse import BELOW, BEST, COUNT, MAX, MOMENT, SHIFT, SLOPED, SMALLER, SQUARE, SUM, Sums
 from cce_dist.kernels.saved_exp import Leveling, leveled
 from cce_dist.kernels.tiles import cdiv
@@ -38,29 +35,20 @@ class Finished(NamedTuple):
 
     losses: Losses
     softmax: Softmax
-    part_2B: Part | None  # fp32: sum of nll and number of labels, by program; with the mean
+    part_2B: torch.Tensor | None  # fp32: sum of nll and number of labels, by program; with the mean
     arrived: torch.Tensor | None  # ``num_labelled``, which has the counter of arrivals; with the mean
 
     @classmethod
-    def new(cls, x: Operands, num_labelled: torch.Tensor | None, want: Want, inner: Sequence[Part]) -> Finished:
-        """Allocate the tensors, except for ``inner``, which has the shapes that ``shapes_inside`` returns."""
-
-        def new(is_wanted: bool = True, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
+    def new(cls, x: Operands, num_labelled: torch.Tensor | None, want: Want, num_programs: int) -> Finished:
+        def new(is_wanted: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
             return torch.empty(shape, dtype=dtype, device=x.ids.device) if is_wanted else None
 
-        num_tokens = x.ids.shape[0]
-        tokens: Any = [new(True, num_tokens) for _ in range(3)] if want.tokens else inner[1:]
-        entropy, of_softmax = new(want.entropy, num_tokens), new(want.entropy, num_tokens)
-        losses = Losses(
-            *tokens, new(want.uniform, num_tokens), entropy, new(want.mean), new(want.mean, dtype=torch.int64)
-        )
-        softmax = Softmax(new(True, num_tokens), new(True, num_tokens), of_softmax)
-        return cls(losses, softmax, inner[0] if want.mean else None, num_labelled)
-
-    @staticmethod
-    def shapes_inside(num_tokens: int, want: Want, num_programs: int) -> list[tuple[int, ...]]:
-        """Return the shapes of parts of the mean, and of losses that only kernels need."""
-        return [(2, num_programs if want.mean else 0), *([] if want.tokens else [(num_tokens,)] * 3)]
+        num_tokens, mean = x.ids.shape[0], want.mean
+        nll, lse, target, maximum, log_sum = (new(True, num_tokens) for _ in range(5))
+        uniform, entropy = new(want.uniform, num_tokens), new(want.entropy, num_tokens)
+        losses = Losses(nll, lse, target, uniform, entropy, new(mean), new(mean, dtype=torch.int64))
+        softmax = Softmax(maximum, log_sum, new(want.entropy, num_tokens))
+        return cls(losses, softmax, new(mean, 2, num_programs), num_labelled)
 
 
 def rows_per_program(levels: bool) -> int:
@@ -70,7 +58,7 @@ def rows_per_program(levels: bool) -> int:
 def finish(
     x: Operands,
     rows: Rows,
-    partials_KPR: torch.Tensor | Part | None,
+    partials_KPR: torch.Tensor | None,
     *,
     want: Want,
     leveling: Leveling | None = None,
@@ -98,30 +86,21 @@ def finish(
     programs = cdiv(num_rows, block)
     losses, softmax, part_2B, arrived = out or (None, None, None, None)
     exp_RV, tile_reference_BR, reference_R, tile_cols = leveling or (None, None, None, 0)
-    sizes = (
-        num_rows, x.num_tokens, 0 if partials_KPR is None else partials_KPR.shape[1], x.num_valid, vocab_size,
-        0 if tile_reference_BR is None else tile_reference_BR.shape[0], 0 if exp_RV is None else exp_RV.shape[1],
-        first_program, 0 if part_2B is None else part_2B.shape[1],
-    )  # fmt: skip
-    _finish_launch(sizes, want, sloped_N is not None, out is not None, block, tile_cols)(
+    _finish_kernel[(programs,)](
         # in
         partials_KPR, rows.index, rows.num_labelled, x.ids, target_N, tile_reference_BR,
         # in, out
         exp_RV, part_2B, arrived,
         # out
         reference_R, stats_KN, sloped_N, losses, softmax,
+        # sizes
+        num_rows, x.num_tokens, 0 if partials_KPR is None else partials_KPR.shape[1], x.num_valid, vocab_size,
+        0 if tile_reference_BR is None else tile_reference_BR.shape[0], 0 if exp_RV is None else exp_RV.shape[1],
+        first_program, 0 if part_2B is None else part_2B.shape[1],
+        # options
+        WANT=Sums.of(want, sloped_N is not None), WANT_LOSSES=out is not None, BLOCK_N=block, BLOCK_V=tile_cols, BLOCK_T=32,
     )
     return programs
-
-
-@lru_cache(maxsize=MOST_KINDS)
-def _finish_launch(
-    sizes: tuple[int, ...], want: Want, want_sloped: bool, want_losses: bool, block: int, tile_cols: int
-) -> Launch:
-    return _finish_kernel.prepared(
-        (cdiv(sizes[0], block),), *sizes,
-        WANT=Sums.of(want, want_sloped), WANT_LOSSES=want_losses, BLOCK_N=block, BLOCK_V=tile_cols, BLOCK_T=32,
-    )
 
 
 @kernel("partial_ptr", "exp_ptr", "tile_reference_ptr", "exp_cols")
@@ -301,18 +280,15 @@ def token_losses(stats_TKN: torch.Tensor, x: Operands, spec: Spec) -> tuple[Loss
     stats_TKN = stats_TKN.contiguous()
     num_shards, num_stats, num_tokens = stats_TKN.shape
     programs = max(1, cdiv(num_tokens, _BLOCK))  # without tokens the mean is still to be written
-    inner = allocate(x.ids.device, *Finished.shapes_inside(num_tokens, spec.want, programs))
     num_labelled = (x.order or compact(x.ids))[1] if spec.want.mean else None
-    out = Finished.new(x, num_labelled, spec.want, inner)
+    out = Finished.new(x, num_labelled, spec.want, programs)
     with on_device(stats_TKN):
-        launch = _token_losses_launch(num_shards, num_stats, spec.vocab_size, num_tokens, programs)
-        launch(stats_TKN, x.ids, out.part_2B, out.arrived, out.losses, out.softmax)
+        _token_losses_kernel[(programs,)](
+            stats_TKN, x.ids, out.part_2B, out.arrived, out.losses, out.softmax,
+            num_shards, num_stats, spec.vocab_size, num_tokens, programs,
+            BLOCK_N=_BLOCK,
+        )
     return out.losses, out.softmax
-
-
-@lru_cache(maxsize=MOST_KINDS)
-def _token_losses_launch(*sizes: int) -> Launch:
-    return _token_losses_kernel.prepared((sizes[-1],), *sizes, BLOCK_N=_BLOCK)
 
 
 @kernel("stats_ptr")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -37,10 +36,8 @@ from cce_dist.kernels.blocks import (
     store_tile,
     tile_of_products,
 )
-from cce_dist.kernels.direct import MOST_KINDS, Launch, Part
 from cce_dist.kernels.head import logits_of, sloped, token_factors
-from cce_dist.kernels.tiles import MAX_SIDE, Tile, Tiles, cdiv, precision
-from cce_dist.kernels.tokens import first_rows
+from cce_dist.kernels.tiles import MAX_SIDE, Tiles, cdiv, precision
 
 HEADROOM = tl.constexpr(40.0)  # nats; sums and products with exp(40) are far from overflow
 NUM_PLANES = 7  # planes of the partials that are always allocated
@@ -78,8 +75,8 @@ class Span(NamedTuple):
 class Keep(NamedTuple):
     """Tensors for saved exponentials."""
 
-    reference_R: torch.Tensor | Part  # in: each row's first reference, fp32
-    tile_reference_BR: torch.Tensor | Part  # out: the reference of each tile's exponentials, fp32
+    reference_R: torch.Tensor  # in: each row's first reference, fp32
+    tile_reference_BR: torch.Tensor  # out: the reference of each tile's exponentials, fp32
 
 
 class Marks(NamedTuple):
@@ -100,7 +97,7 @@ def lse_partials(
     rows: Rows,
     tiles: Tiles,
     span: Span,
-    partials_KPR: torch.Tensor | Part,
+    partials_KPR: torch.Tensor,
     *,
     want: Want = NOTHING_MORE,
     keep: Keep | None = None,
@@ -109,40 +106,24 @@ def lse_partials(
     want_sloped: bool = False,
 ) -> None:
     """Write the partials of a span of tiles. With ``marks``, also write marks, with ``keep`` exponentials and references."""
-    tile = tiles.lse
+    tile, (_, num_splits, num_rows) = tiles.lse, partials_KPR.shape
     tma = has_tma(rows.hidden, x.weight) and (exp_RV is None or has_tma(exp_RV))
-    num_columns = (
-        x.num_valid, 0 if exp_RV is None else exp_RV.shape[1], 0 if marks is None else marks.words_RW.shape[1]
-    )  # fmt: skip
-    options = (tma, has_fast_math(), precision(rows.hidden.dtype))
-    launch = _lse_launch(
-        partials_KPR.shape, rows.hidden.shape[1], num_columns, span, want, want_sloped, tile, tiles.group, options
-    )
-    launch(
+    _lse_kernel[(cdiv(num_rows, tile.rows) * span.num_parts,)](
         # in
         operand(rows.hidden, tile.rows, tile.inner, tma), operand(x.weight, tile.cols, tile.inner, tma), x.head,
         rows.index, rows.num_labelled,
         # out
         partials_KPR, None if exp_RV is None else operand(exp_RV, tile.rows, tile.cols // 2, tma), keep, marks,
-    )
-
-
-@lru_cache(maxsize=MOST_KINDS)
-def _lse_launch(
-    partials: Sequence[int], hidden_size: int, num_columns: tuple[int, int, int], span: Span, want: Want, want_sloped: bool,
-    tile: Tile, group: int, options: tuple[bool, bool, str],
-) -> Launch:
-    (_, num_splits, num_rows), (num_valid, exp_cols, num_words), (tma, fast, dot_precision) = partials, num_columns, options
-    return _lse_kernel.prepared(
-        (cdiv(num_rows, tile.rows) * span.num_parts,),
         # sizes
-        num_rows, hidden_size, num_valid, num_splits, span.first, span.last, span.num_parts, span.first_part,
-        *longest_first(span.last - span.first, span.num_parts), exp_cols, num_words,
+        num_rows, rows.hidden.shape[1], x.num_valid, num_splits, span.first, span.last, span.num_parts, span.first_part,
+        *longest_first(span.last - span.first, span.num_parts), 0 if exp_RV is None else exp_RV.shape[1],
+        0 if marks is None else marks.words_RW.shape[1],
         # options
-        WANT=Sums.of(want, want_sloped), MASK_V=num_valid % tile.cols != 0,
-        FAST=fast and not want.best,  # with all outputs together, fast math would spill registers
+        WANT=Sums.of(want, want_sloped), MASK_V=x.num_valid % tile.cols != 0,
+        FAST=has_fast_math() and not want.best,  # with all outputs together, fast math would spill registers
         # tiles
-        TILE=tile, GROUP=group, TMA=tma, PRECISION=dot_precision, num_warps=tile.warps, num_stages=tile.stages,
+        TILE=tile, GROUP=tiles.group, TMA=tma, PRECISION=precision(rows.hidden.dtype), num_warps=tile.warps,
+        num_stages=tile.stages,
     )
 
 
@@ -334,23 +315,18 @@ def gathered_with_targets(
 
     The logits go to row ``row`` of out_KN, with several ids a token to I rows from there on, and to ``copy_N``, if given.
     """
-    rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
+    rows = Rows(order[0], order[1], buffer_RD[: order[0].shape[0]])
     num_rows, hidden_size = rows.hidden.shape
     ids, num_ids = x.ids, None
     if x.cells is not None:
         ids, num_ids = x.cells.ids_NI, x.cells.ids_NI.shape[1]
-    launch = _gather_targets_launch(num_rows, hidden_size, ids.shape[0], row, x.start, x.num_valid, num_ids)
-    launch(x.hidden, x.weight, x.head, ids, rows.index, rows.num_labelled, rows.hidden, out_KN, copy_N)
-    return rows
-
-
-@lru_cache(maxsize=MOST_KINDS)
-def _gather_targets_launch(num_rows: int, *sizes: int | None) -> Launch:
-    num_ids = sizes[-1]
-    return _gather_targets_kernel.prepared(
-        (cdiv(num_rows, 4) * (num_ids or 1),), num_rows, *sizes,
+    _gather_targets_kernel[(cdiv(num_rows, 4) * (num_ids or 1),)](
+        x.hidden, x.weight, x.head, ids, rows.index, rows.num_labelled,
+        rows.hidden, out_KN, copy_N,
+        num_rows, hidden_size, ids.shape[0], row, x.start, x.num_valid, num_ids,
         MAX_SIDE=MAX_SIDE, BLOCK_N=4, BLOCK_D=512,
     )
+    return rows
 
 
 @kernel("hidden_ptr", "weight_ptr", "rows_ptr", "hidden_size")

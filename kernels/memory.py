@@ -18,11 +18,10 @@ from cce_dist.kernels.tiles import Tiles, cdiv, fill_waves, usual_waves
 LEAST_BYTES = 32 << 20  # smaller budgets count as this when chunks are cut
 CHUNK_COST = 2500  # fixed cost of a chunk, in recomputed columns: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
 LEAST_TILES = 16  # keep exponentials of fewer tiles than this only if these are all tiles
-# Bounds of the default budget. The upper one holds a group of 4,096 tokens at a vocabulary of 262,144 to 262,400 ids (Gemma 3).
-# With 2,048 MiB groups have half as many, and Gemma-3-1b's head takes 27.6 ms in place of 23.9 (H200, 8,192 tokens, 2026-11).
+# Bounds of the default budget. The upper one holds a group of 4,096 tokens at a vocabulary of 262,400 ids (Gemma 3).
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2100 << 20
 ROWS = 128  # chunks of tokens are cut at multiples of this
-# Fewest tokens of a group whose logits are read twice: groups of 128 took 2.5 of forward KL's time, groups of 768 took 1.25.
+# Fewest tokens of a group whose logits are read twice
 LEAST_PAIR_ROWS = 256
 TILE_COLS = 256  # columns of a tile whose exponentials are kept together
 REFERENCE_BYTES = 4  # bytes of one row's reference in one tile, alive while exponentials are computed
@@ -34,7 +33,7 @@ LEAST_LINEAR = 1 << 16  # fewest columns of a shard that is worth a linear corre
 MOST_COVARIANCE = 1 << 25  # most elements of the rows that ``covariance_columns`` samples
 SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient; a power of 2
 
-# Slots of a token's list at this eps or a larger one. On nine softmaxes the longest list at 2^-10 has 145 columns (2026-11).
+# Slots of a token's list at this eps or a larger one. On nine softmaxes the longest list has 145 columns.
 USUAL_SLOTS, USUAL_EPS = 256, 2.0**-10
 SLOT_UNIT = 16  # a list has a multiple of this, and at least as many
 SLOT_BYTES = 20  # of a slot: column, gradient and place; then token and gradient in sorted order
@@ -43,12 +42,12 @@ COLUMNS_PER_SLOT = 64  # columns of exact gradient that cost as much as a listed
 LIVE_BLOCKS = 8  # most blocks of logits that the dense backend has alive at a time
 BLOCK_N, BLOCK_V = 128, 256  # groups of tokens are multiples of BLOCK_N, the dense backend's blocks of both
 DENSE_N = 32  # the dense backend's groups of tokens are multiples of this
-# Most tokens and columns of a block on a CPU: on an AMD EPYC 0.6 to 0.9 of the time of blocks of 32 MiB (2026-11).
+# Most tokens and columns of a block on a CPU
 CPU_ROWS, CPU_COLUMNS = 1024, 2048
 
 # LEAST_GROUP: fewest tokens of a group; groups of 768 took as long as computing logits twice. MOST_ROUNDED: most groups after
-# each of which dC is rounded to bf16: its relative error is 3.8e-3, with 16 groups 6.9e-3, of dense bf16 6.4e-3 to 8.1e-3.
-# With more groups dC has 8 extra bits. If these exceed a third of the budget, there are at most MOST_GROUPS.
+# each of which dC is rounded to bf16. With more groups dC has 8 extra bits. If these exceed a third of the budget, there are at
+# most MOST_GROUPS.
 LEAST_GROUP, MOST_ROUNDED, MOST_GROUPS = 896, 5, 16
 # Uneven groups are taken if they need less than FULLER of even groups' time. Time counts d_hidden and one pass over d_weight
 # per group (1e-4 of a wave for each hidden unit), in waves of d_hidden's tiles.
@@ -342,10 +341,7 @@ def dense_groups(sizes: Sizes, workspace_bytes: int, uniform: bool, *, holds_wei
 
 
 def piece_columns(num_columns: int, top_k: int) -> int:
-    """Return the columns of a piece, a power of 2, so that ``outputs.largest`` sorts about as many pieces as their columns.
-
-    H200, 8,192 tokens, 128,256 to 262,144 columns, k up to 64: 3 to 11 ms, where torch.topk takes 12 to 23 ms.
-    """
+    """Return the columns of a piece, a power of 2, so that ``outputs.largest`` sorts about as many pieces as their columns."""
     return min(MOST_PIECE, 1 << math.isqrt(num_columns // top_k).bit_length())
 
 

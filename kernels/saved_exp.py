@@ -11,7 +11,6 @@ computes the exponentials again, with the same bits.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ import triton.language as tl
 
 from cce_dist.kernels import Operands, Rows, Softmax, Upstream
 from cce_dist.kernels.blocks import LOG_2, fast_log2, has_fast_math, kernel, rows_with_zeros
-from cce_dist.kernels.direct import MOST_KINDS, Launch, Part
 from cce_dist.kernels.head import slope_of, token_factors
 from cce_dist.kernels.lse import HEADROOM
 from cce_dist.kernels.tiles import MAX_SIDE, cdiv
@@ -49,8 +47,6 @@ class SavedExp(NamedTuple):
 
     def of_group(self, number: int, rows: int) -> SavedExp:
         """Return the exponentials of group ``number``, where groups have ``rows`` tokens."""
-        if rows >= self.index_N.shape[0]:
-            return self
         here = slice(number * rows, (number + 1) * rows)
         return self._replace(exp_NV=self.exp_NV[here], reference_N=self.reference_N[here])
 
@@ -59,7 +55,7 @@ class Leveling(NamedTuple):
     """A group's exponentials, whose tiles may have different references, and where the final one is written."""
 
     exp_RV: torch.Tensor  # in, out
-    tile_reference_BR: Part  # in: the reference of each tile's exponentials, fp32
+    tile_reference_BR: torch.Tensor  # in: the reference of each tile's exponentials, fp32
     reference_R: torch.Tensor  # out: each row's largest reference, fp32
     tile_cols: int
 
@@ -110,14 +106,16 @@ def scaled_rows(
     if x.cells is not None:
         labels, grad_NI, num_ids = x.cells.ids_NI, x.cells.grad_NI, x.cells.ids_NI.shape[1]
     scale_R = torch.empty(num_rows, dtype=torch.float32, device=x.hidden.device)
-    launch = _scaled_rows_launch(
-        gather, num_rows, hidden_size, saved.exp_NV.shape[1], x.start, x.num_valid, num_ids, *strides_of(upstream), vocab_size
-    )  # fmt: skip
-    launch(
+    # A program of many columns computes the scales once, which takes long for several ids a token.
+    col_blocks = cdiv(hidden_size, 256) if gather and num_ids is None else 1
+    _scaled_rows_kernel[(cdiv(num_rows, 16), col_blocks)](
         # in
         x.hidden, saved.reference_N, saved.target_N, labels, x.head, rows.index, rows.num_labelled, softmax, *upstream, grad_NI,
         # out
         rows.hidden if gather else None, saved.exp_NV, scale_R, factor_2R,
+        # sizes
+        num_rows, hidden_size, saved.exp_NV.shape[1], x.start, x.num_valid, num_ids, *strides_of(upstream), vocab_size,
+        MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
     )
     if factor_2R is not None:
         num_cols = saved.exp_NV.shape[1]
@@ -125,17 +123,6 @@ def scaled_rows(
             saved.exp_NV, factor_2R, rows.num_labelled, num_rows, num_cols, FAST=has_fast_math(), BLOCK_V=2048
         )
     return scale_R
-
-
-@lru_cache(maxsize=MOST_KINDS)
-def _scaled_rows_launch(gather: bool, num_rows: int, hidden_size: int, *sizes: int | None) -> Launch:
-    num_ids = sizes[3]
-    # A program of many columns computes the scales once, which takes long for several ids a token.
-    col_blocks = cdiv(hidden_size, 256) if gather and num_ids is None else 1
-    return _scaled_rows_kernel.prepared(
-        (cdiv(num_rows, 16), col_blocks), num_rows, hidden_size, *sizes,
-        MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
-    )
 
 
 @kernel("hidden_ptr", "rows_ptr", "exp_ptr", "scale_ptr", "hidden_size", "exp_cols")

@@ -7,7 +7,6 @@ first, in order, and ``num_labelled`` is their number, on the device. Every late
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ import triton.language as tl
 
 from cce_dist.kernels import IGNORED, OUTSIDE, Rows, Upstream
 from cce_dist.kernels.blocks import kernel, on_device, rows_with_zeros
-from cce_dist.kernels.direct import MOST_KINDS, Launch
 from cce_dist.kernels.tiles import MAX_SIDE, cdiv, num_programs, stages_of_rows, thinned
 
 _IGNORED, _OUTSIDE = tl.constexpr(IGNORED), tl.constexpr(OUTSIDE)
@@ -24,46 +22,37 @@ _BLOCK = 128  # tokens per program
 
 
 def label_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> torch.Tensor:
-    return _of_labels(labels_N, torch.empty_like(labels_N), None, ignore_index, vocab_size)
+    ids_N = torch.empty_like(labels_N)
+    _write_ids(labels_N, ids_N, None, ignore_index, vocab_size)
+    return ids_N
 
 
 def ordered_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    order = _new_order(labels_N)
-    ids_N = torch.empty(labels_N.shape, dtype=labels_N.dtype, device=labels_N.device)
-    return _of_labels(labels_N, ids_N, order, ignore_index, vocab_size), order
+    ids_N = torch.empty_like(labels_N)
+    return ids_N, _write_ids(labels_N, ids_N, _new_order(labels_N), ignore_index, vocab_size)
 
 
 def compact(ids_N: torch.Tensor) -> list[torch.Tensor]:
     """Return the compact order: index_N int32, the tokens with labelled ones first, and num_labelled and a 0, [2] int32."""
-    order = _new_order(ids_N)
-    _of_labels(ids_N, None, order, IGNORED, None)
-    return order
+    return _write_ids(ids_N, None, _new_order(ids_N), IGNORED, None)
 
 
 def _new_order(ids_N: torch.Tensor) -> list[torch.Tensor]:
     return [torch.empty(n, dtype=torch.int32, device=ids_N.device) for n in (ids_N.shape[0], 2)]
 
 
-def _of_labels(
-    labels_N: torch.Tensor, ids_N: torch.Tensor | None, order: list[torch.Tensor] | None, ignore_index: int,
-    vocab_size: int | None,
+def _write_ids(
+    labels_N: torch.Tensor, ids_N: torch.Tensor | None, order: Any, ignore_index: int, vocab_size: int | None
 ) -> Any:
-    """Fill ``ids_N`` and ``order`` unless they are None. Return ``ids_N``."""
     num_tokens = labels_N.shape[0]
-    index_N, num_labelled = order or (None, None)
-    if num_tokens or order is not None:
-        launch = _labels_launch(num_tokens, order is not None, ignore_index, vocab_size)
-        with on_device(labels_N):
-            launch(labels_N, ids_N, index_N, num_labelled)
-    return ids_N
-
-
-@lru_cache(maxsize=MOST_KINDS)
-def _labels_launch(num_tokens: int, in_order: bool, ignore_index: int, vocab_size: int | None) -> Launch:
     # The order is computed by one program: 65,536 tokens take it eight steps, and no second launch is needed.
-    block, warps = (8192, 16) if in_order else (_BLOCK, 4)
-    grid = (1 if in_order else cdiv(num_tokens, block),)
-    return _labels_kernel.prepared(grid, ignore_index, vocab_size, num_tokens, BLOCK=block, num_warps=warps)
+    programs, block, warps = (cdiv(num_tokens, _BLOCK), _BLOCK, 4) if order is None else (1, 8192, 16)
+    if programs:
+        with on_device(labels_N):
+            _labels_kernel[(programs,)](
+                labels_N, ids_N, *(order or (None, None)), ignore_index, vocab_size, num_tokens, BLOCK=block, num_warps=warps
+            )
+    return order
 
 
 @kernel("ids_ptr", "index_ptr", "num_labelled_ptr")
@@ -112,7 +101,7 @@ def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor
 
 def gathered(hidden_ND: torch.Tensor, order: Sequence[torch.Tensor], buffer_RD: torch.Tensor) -> Rows:
     """Gather the hidden states of a group into the buffer's first rows; zeros fill the last tile's rest."""
-    rows = Rows(order[0], order[1], first_rows(buffer_RD, order[0].shape[0]))
+    rows = Rows(order[0], order[1], buffer_RD[: order[0].shape[0]])
     num_rows, hidden_size = rows.hidden.shape
     _gather_rows_kernel[(cdiv(num_rows, 16), cdiv(hidden_size, 256))](
         hidden_ND, rows.index, rows.num_labelled, rows.hidden,
@@ -120,16 +109,6 @@ def gathered(hidden_ND: torch.Tensor, order: Sequence[torch.Tensor], buffer_RD: 
         MAX_SIDE=MAX_SIDE, BLOCK_R=16, BLOCK_D=256,
     )
     return rows
-
-
-def first_rows(buffer: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the first rows of a buffer, or the buffer itself if these are all: a view takes the host time."""
-    return some_rows(buffer, 0, num_rows)
-
-
-def some_rows(matrix: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-    """Return the rows [first, stop) of a matrix, or the matrix itself if these are all."""
-    return matrix if stop - first == matrix.shape[0] else matrix[first:stop]
 
 
 @kernel("hidden_ptr", "rows_ptr", "hidden_size")

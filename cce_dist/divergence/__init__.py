@@ -392,11 +392,9 @@ def _gathered(
     hidden: Tensor, weight: Tensor, head: list[Tensor], mask: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
     teacher_head: list[Tensor], *, call: DivergenceCall, ranks: Distributed,
 ) -> Heads:  # fmt: skip
-    arriving = ranks.arriving(hidden, teacher_hidden)
-    if arriving:
-        hidden, teacher_hidden = (gather.wait() for gather in arriving)
+    student = ranks.whole(hidden), weight, head
     ids = torch.where(mask, 0, IGNORED)
-    return _operands((hidden, weight, head), (teacher_hidden, teacher_weight, teacher_head), ids, call.spec)
+    return _operands(student, (ranks.whole(teacher_hidden), teacher_weight, teacher_head), ids, call.spec)
 
 
 def _operands(student: tuple[Any, ...], teacher: tuple[Any, ...], ids: Tensor, spec: Divergence) -> Heads:

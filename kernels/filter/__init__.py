@@ -30,7 +30,6 @@ from cce_dist.kernels import Gradients, Grads, Operands, Rows, Softmax, Spec, Up
 from cce_dist.kernels.blocks import on_device
 from cce_dist.kernels.d_hidden import Sum
 from cce_dist.kernels.d_weight import add_d_weight
-from cce_dist.kernels.direct import allocate
 from cce_dist.kernels.filter.bound import bound_of_shard, most_labelled, num_frequent
 from cce_dist.kernels.filter.d_hidden import add_products
 from cce_dist.kernels.filter.d_weight import add_listed
@@ -48,17 +47,13 @@ from cce_dist.kernels.filter.shares import dropped_columns, sample_tokens
 from cce_dist.kernels.losses import Finished, Results, finish, of_statistics, rows_per_program, token_losses
 from cce_dist.kernels.lse import Marks, Span, lse_partials, shape_of_partials
 from cce_dist.kernels.memory import SAMPLE
+from cce_dist.kernels.passes import run
 from cce_dist.kernels.tiles import Tiles, cdiv, choose_tiles, num_parts, num_programs
-from cce_dist.kernels.tokens import coefficients, first_rows, gathered, label_ids, ordered_ids, token_groups
+from cce_dist.kernels.tokens import coefficients, gathered, label_ids, ordered_ids, token_groups
 
 __all__ = [
-    "gradients", "label_ids", "losses_alone", "ordered_ids", "saved_like", "saved_of_slices", "statistics",
-    "token_losses",
+    "gradients", "label_ids", "losses_alone", "ordered_ids", "run", "saved_like", "statistics", "token_losses",
 ]
-
-
-def saved_of_slices(x: Operands, spec: Spec) -> list[torch.Tensor] | None:
-    return None  # the lists come from all tokens
 
 
 def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
@@ -76,20 +71,20 @@ def saved_like(x: Operands, spec: Spec) -> list[torch.Tensor]:
 
 
 def statistics(
-    x: Operands, spec: Spec, gather: Callable[[torch.Tensor], torch.Tensor]
+    x: Operands, gather: Callable[[torch.Tensor], torch.Tensor], spec: Spec
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return stats_KN as ``exact`` does, and ``Lists``."""
     if x.num_tokens and x.num_valid:
         stats_KN, lists, _ = _sweep(x, spec, gather)
         return stats_KN, list(lists)
-    stats_KN, _ = exact.statistics(x, spec)
+    stats_KN, _ = exact.statistics(x, None, spec)
     gather(stats_KN[:3])  # the other ranks merge their bounds
     return stats_KN, saved_like(x, spec)  # not read: nothing is filtered
 
 
 def losses_alone(x: Operands, spec: Spec) -> Results:
     if not (x.num_tokens and x.num_valid):
-        return of_statistics(x, spec, *statistics(x, spec, lambda stats_3N: stats_3N[None]))
+        return of_statistics(x, spec, *statistics(x, lambda stats_3N: stats_3N[None], spec))
     stats_KN, lists, out = _sweep(x, spec, None)
     assert out is not None
     return out.losses, out.softmax, stats_KN[None], list(lists)
@@ -126,8 +121,7 @@ def _sweep(
         groups, programs, log_eps = token_groups(order, at_once), 0, math.log(spec.filter.eps / SLACK)
         if gather is None:
             all_programs = sum(cdiv(index.shape[0], rows_per_program(False)) for index, _ in groups)
-            inner = allocate(device, *Finished.shapes_inside(num_tokens, spec.want, all_programs))
-            out = Finished.new(x, order[1], spec.want, inner)
+            out = Finished.new(x, order[1], spec.want, all_programs)
         sloped_N = None if x.head.softcap is None else torch.empty_like(bound.bound_N)
         # Marks, and behind them room for a list.
         width = num_words + lists.columns_NL.shape[1]
@@ -138,8 +132,8 @@ def _sweep(
             else:  # the bound's pass has gathered all
                 rows = Rows(group[0], group[1], buffer_RD)
             num_rows = rows.index.shape[0]
-            words, parts = first_rows(words_RW, num_rows), num_parts(num_rows, num_tiles, tiles.lse.rows, num_programs(device))
-            (partials_KPR,) = allocate(device, shape_of_partials(parts, num_rows, spec.want))
+            words, parts = words_RW[:num_rows], num_parts(num_rows, num_tiles, tiles.lse.rows, num_programs(device))
+            partials_KPR = torch.empty(shape_of_partials(parts, num_rows, spec.want), dtype=torch.float32, device=device)
             lse_partials(
                 x, rows, tiles, Span(0, num_tiles, parts), partials_KPR, want=spec.want,
                 marks=Marks(bound.bound_N, log_eps, words), want_sloped=sloped_N is not None,
@@ -262,7 +256,7 @@ def _add_rows(
     groups = exact.finished_groups(how.listed_labels, [how.index, how.num_listed], at_once, grads.ready_rows)
     for number, (*group, num_final) in enumerate(groups):
         rows = gathered(x.hidden, group, buffer_RD)
-        grads_RC = first_rows(buffer_RC, rows.index.shape[0])
+        grads_RC = buffer_RC[: rows.index.shape[0]]
         column_gradients(columns, rows, x, how, comp.factors_4, comp.along_N, tiles.dlogits, grads_RC, sums_BR)
         if total is not None:
             add_products(total, rows, grads_RC, sums_BR, block_cols, how, comp, tiles.grad_hidden)

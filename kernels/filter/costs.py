@@ -31,7 +31,7 @@ class FilterCosts(NamedTuple):
 
 
 # A fit to thirty filtered times at eps 2^-10: three synthetic softmaxes on the ten heads of docs/filter.md (one H200, bf16,
-# N 8,192, 2026-11). Estimates are within 10 % of these times, within 18 % of forward's, and within 15 % of 37 older ones.
+# N 8,192, 2026-11). Estimates are within 10 % of these times.
 FILTER_COSTS = FilterCosts()
 RARE = 65_536
 

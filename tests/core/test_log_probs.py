@@ -292,7 +292,7 @@ def test_two_shards() -> None:
         logits = ShardLogits(start, len(weight[rows]))
         x = Operands.of(hidden, weight[rows], labels, logits, bias=bias[rows])
         spec = Spec(logits, WIDE, want=Want(grad=False, top_k=K), workspace_bytes=256 << 20)
-        stats.append(exact.statistics(x, spec)[0])
+        stats.append(exact.statistics(x, None, spec)[0])
     z, ids = outputs.merge_top(torch.stack(stats), spec)
     values, expected = largest(hidden @ weight.t() + bias, K)
     assert torch.equal(ids[labels >= 0], expected[labels >= 0])

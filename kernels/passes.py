@@ -1,0 +1,436 @@
+"""A function of the host as a list of launches, worked out once for each kind of arguments.
+
+What a pass over the vocabulary allocates and launches depends on sizes, dtypes and options alone. When arguments of a kind come
+again, its code runs once on "meta" tensors, without launches, as in ``dry_run``. The result is a ``Pass``: launches with
+compiled kernels, grids and constants, and for each tensor its place: an argument, a result, or an offset into one workspace.
+Later calls of the kind allocate results and workspace, and launch, which takes the host a third to half of the time.
+
+A kind is all that the code may depend on: shapes, strides and dtypes of tensors, options, the device, modes of torch. Functions
+of torch between launches, such as ``zero_``, become steps too, and so do calls of functions among the arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cce_dist.kernels.direct import Kernel, launcher_of, launches_are_replaced, launching
+from cce_dist.kernels.tiles import beside_collectives, fp32_precision
+
+_LOG = logging.getLogger("cce_dist")
+CALLS = 3  # of a kind that run as written before it gets a ``Pass``
+ALIGNED = 256  # bytes; offsets into the workspace are multiples
+MORE_MEMORY = 8 << 20  # most bytes that a ``Pass`` may take beyond the code that it stands for
+_EMPTY = {
+    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+}  # fmt: skip
+# torch.empty takes four times as long. The graphs of torch.compile allocate so, too.
+_EMPTY_CUDA = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+class Place(NamedTuple):
+    """A tensor: its slot (``Pass``), the bytes between the slot's beginning and its own, and what it looks like."""
+
+    slot: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_whole: bool = False  # It is the slot's tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def tensor(self, slots: Sequence[Tensor]) -> Tensor:
+        of = slots[self.slot]
+        if self.is_whole:
+            return of
+        first = (of.storage_offset() * of.itemsize + self.offset) // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=of.device)
+        return empty.set_(of.untyped_storage(), first, self.shape, self.stride)
+
+
+class Matrix(NamedTuple):
+    """A matrix that a kernel takes as a tensor descriptor of blocks."""
+
+    place: Place
+    block: list[int]
+
+    def described(self, base: Any) -> TensorDescriptor:
+        return TensorDescriptor(base, list(self.place.shape), list(self.place.stride), self.block)
+
+
+def _filled(value: Any, slots: Sequence[Tensor]) -> Any:
+    """Return a value with tensors in their places."""
+    of = type(value)
+    if of is Place:
+        return value.tensor(slots)
+    if of is Matrix:
+        return value.described(value.place.tensor(slots))
+    return _each(lambda item: _filled(item, slots), value)
+
+
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to the items of a tuple, record or list. Return any other value as it is."""
+    if not isinstance(value, (tuple, list)):
+        return value
+    items = [function(item) for item in value]
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+
+class _Launch:
+    """A kernel's launch. ``args`` has a ``Place`` or a ``Matrix`` for each tensor."""
+
+    def __init__(self, kernel: Kernel, args: tuple[Any, ...], grid: Sequence[int], options: dict[str, Any]) -> None:
+        self.kernel, self.args, self.options = kernel, args, options
+        self.grid = (*grid, 1, 1)[:3]
+        self.run: Callable[..., None] | None = None  # Triton's launcher in C, once it is known
+
+    def __call__(self, slots: list[Tensor], addresses: list[int], stream: int, _: Any) -> None:
+        if self.run is None or self.kernel.jitted.pre_run_hooks:
+            self._as_written(slots)
+            return
+        args = self.values.copy()
+        for at, slot, offset in self.pointers:
+            args[at] = addresses[slot] + offset
+        for at, items in self.records:
+            args[at] = tuple([
+                addresses[item[0]] + item[1] if type(item) is Place else item
+                for item in items
+            ])
+        for at, slot, offset, encode in self.matrices:
+            args[at : at + 1] = encode(addresses[slot] + offset)
+        if self.in_one:
+            self.run(*self.grid, stream, *self.before, args)
+        else:
+            self.run(*self.grid, stream, *self.before, *args)
+
+    def _as_written(self, slots: list[Tensor]) -> None:
+        """Launch through Triton, and keep how to launch the compiled kernel without it."""
+        args = _filled(self.args, slots)
+        compiled = self.kernel[self.grid](*args, **self.options)
+        constants = self.kernel.constants_of(args, self.options)
+        is_nested = any(isinstance(item, tuple) for value in args if isinstance(value, tuple) for item in value)
+        if constants is None or is_nested or not hasattr(compiled, "packed_metadata"):  # which is interpreted
+            return
+        launcher = launcher_of(compiled)
+        if launcher is None:
+            return
+        run, behind, encoders, self.in_one = launcher
+        values = [*enumerate(self.args)]
+        matrices = [(at, value) for at, value in values if type(value) is Matrix]
+        self.values = [*self.args, *constants]
+        self.pointers = [(at, value.slot, value.offset) for at, value in values if type(value) is Place]
+        self.records = [
+            (at, value)
+            for at, value in values
+            if isinstance(value, tuple) and type(value) not in (Place, Matrix)
+        ]
+        # The last one first, because a descriptor's code takes the place of several arguments.
+        self.matrices = [
+            (at, matrix.place.slot, matrix.place.offset, _encoder(matrix, encode))
+            for (at, matrix), encode in [*zip(matrices, encoders, strict=True)][::-1]
+        ]
+        self.before, self.run = [compiled.function, *behind], run
+
+
+def _encoder(matrix: Matrix, encode: Callable[[TensorDescriptor], list[Any]]) -> Callable[[int], list[Any]]:
+    """Return a function that turns an address into a descriptor's code. A step of training passes the same addresses often."""
+
+    def code(address: int) -> list[Any]:
+        return encode(matrix.described(SimpleNamespace(data_ptr=lambda: address, dtype=matrix.place.dtype)))
+
+    return lru_cache(maxsize=64)(code)
+
+
+class _Call(NamedTuple):
+    """A call of a function of torch, or of a function among the arguments. What it returns gets a slot of its own."""
+
+    function: Callable[..., Any] | int  # or its number among the arguments that are functions
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    returns: bool
+
+    def __call__(self, slots: list[Tensor], addresses: list[int], _: int, given: list[Callable[..., Any]]) -> None:
+        args = _filled(self.args, slots)
+        if isinstance(self.function, int):
+            found = given[self.function](*args)
+        else:
+            # As kernels do, write past autograd, which would refuse a saved tensor whose version has changed.
+            args = [value.data if isinstance(value, Tensor) else value for value in args]
+            found = self.function(*args, **self.kwargs)
+        if self.returns:
+            slots.append(found)
+            addresses.append(found.data_ptr())
+
+
+class Pass(NamedTuple):
+    """A function's steps.
+
+    Slots hold its tensor arguments, then its new results, the workspace, and what calls of functions return.
+    """
+
+    device: torch.device
+    made: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]  # New results, and the workspace in bytes
+    steps: list[Callable[..., None]]
+    results: Any  # With a place for each tensor
+
+    def run(self, tensors: list[Tensor], addresses: list[int], given: list[Callable[..., Any]]) -> Any:
+        device, slots = self.device, tensors
+        if device.type == "cuda" and _EMPTY_CUDA is not None:
+            made = [_EMPTY_CUDA(*how) for how in self.made]
+        else:
+            made = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in self.made]
+        slots += made
+        addresses += [tensor.data_ptr() for tensor in made]
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+        for step in self.steps:
+            step(slots, addresses, stream, given)
+        return _filled(self.results, slots)
+
+
+class _Buffer(NamedTuple):
+    tensor: Place  # That it was allocated for
+    beside: list[int]  # Earlier ones that are alive at its birth
+    storage: StorageWeakRef
+
+
+class _Planner(TorchDispatchMode):
+    """Lists the steps of a function that runs on "meta" tensors, and what it allocates."""
+
+    def __init__(self, device: torch.device, arguments: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.device, self.steps, self.num_arguments = device, list[Any](), len(arguments)
+        self.buffers = list[_Buffer]()
+        self.numbers = dict[int, int]()  # Of buffers, by storage
+        self.returned = list[int]()  # Buffers that calls of functions return
+        for tensor in arguments:
+            self._add(tensor)
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata not in self.numbers
+
+    def _add(self, tensor: Tensor) -> None:
+        storage, number = tensor.untyped_storage(), len(self.buffers)
+        beside = [other for other, buffer in enumerate(self.buffers) if not buffer.storage.expired()]
+        place = Place(number, 0, tensor.shape, tensor.stride(), tensor.dtype)
+        self.buffers.append(_Buffer(place, beside, StorageWeakRef(storage)))
+        self.numbers[storage._cdata] = number  # which the weak reference reserves
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in _EMPTY:
+            self._add(out)
+        elif func._schema.is_mutable or any(map(self._is_new, _tensors(out))):
+            if "device" in kwargs:
+                kwargs = kwargs | {"device": self.device}
+            self._call(func, args, kwargs, out)
+        return out
+
+    def _call(self, function: Callable[..., Any] | int, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        returns = any(map(self._is_new, _tensors(out)))
+        is_simple = isinstance(out, Tensor) or not returns
+        if _tensors(kwargs) or not is_simple:
+            raise NotImplementedError(f"{function} as a step")
+        self.steps.append(_Call(function, self.placed(args), kwargs, returns))
+        if returns:
+            self.returned.append(len(self.buffers))
+            self._add(out)
+
+    def launch(self, kernel: Kernel, args: tuple[Any, ...], grid: Sequence[int], options: dict[str, Any]) -> None:
+        self.steps.append(_Launch(kernel, self.placed(args), grid, options))
+
+    def call(self, number: int, function: Callable[..., Any], *args: Any) -> Any:
+        out = None
+        if hasattr(function, "kind"):
+            with _disable_current_modes():
+                out = function(*args)
+        self._call(number, args, {}, out)
+        return out
+
+    def placed(self, value: Any) -> Any:
+        """Return a value with a place for each tensor, whose slot is the number of its buffer."""
+        if isinstance(value, Tensor):
+            if self._is_new(value):
+                if value.numel():
+                    raise NotImplementedError("a tensor that is no argument")
+                self._add(value)
+            number = self.numbers[value.untyped_storage()._cdata]
+            offset = value.storage_offset() * value.itemsize
+            return Place(number, offset, value.shape, value.stride(), value.dtype)
+        if isinstance(value, TensorDescriptor):
+            return Matrix(self.placed(value.base), value.block_shape)
+        return _each(self.placed, value)
+
+    def finished(self, results: Any) -> Pass:
+        results = self.placed(results)
+        tensors = [buffer.tensor for buffer in self.buffers]
+        own = [n for n in range(self.num_arguments, len(tensors)) if n not in self.returned]
+        returned = {place.slot for place in _places(results)}
+        made = [number for number in own if number in returned]
+        offsets, size = self._fitted([number for number in own if number not in made])
+        alive = [
+            sum(tensors[n].num_bytes for n in (number, *self.buffers[number].beside) if n in own)
+            for number in own
+        ]
+        of_results = sum(tensors[number].num_bytes for number in made)
+        if size + of_results > max(alive, default=0) + MORE_MEMORY:
+            raise NotImplementedError(f"a workspace of {size:,} bytes in one piece")
+        order = [*range(self.num_arguments), *made]
+        slots = {number: (slot, 0) for slot, number in enumerate(order)}
+        slots |= {number: (len(order), offset) for number, offset in offsets.items()}
+        slots |= {number: (len(order) + 1 + i, 0) for i, number in enumerate(self.returned)}
+
+        def moved(value: Any) -> Any:
+            if type(value) is not Place:
+                return _each(moved, value)
+            slot, offset = slots[value.slot]
+            is_whole = value.slot not in offsets and value == tensors[value.slot]
+            return value._replace(slot=slot, offset=offset + value.offset, is_whole=is_whole)
+
+        for at, step in enumerate(self.steps):
+            if isinstance(step, _Launch):
+                step.args = moved(step.args)
+            else:
+                self.steps[at] = step._replace(args=moved(step.args))
+        new = [(tuple(tensors[n].shape), tensors[n].stride, tensors[n].dtype) for n in made]
+        new.append(((size,), (1,), torch.uint8))
+        return Pass(self.device, new, self.steps, moved(results))
+
+    def _fitted(self, inner: list[int]) -> tuple[dict[int, int], int]:
+        """Return offsets of buffers in one workspace, and its size. Only buffers that are not alive together overlap."""
+        offsets, size = dict[int, int](), 0
+        for number in inner:
+            first, num_bytes = 0, _rounded(self.buffers[number].tensor.num_bytes)
+            others = set(self.buffers[number].beside) & offsets.keys()
+            for other in sorted(others, key=lambda other: offsets[other]):
+                if first + num_bytes <= offsets[other]:
+                    break
+                first = max(first, offsets[other] + _rounded(self.buffers[other].tensor.num_bytes))
+            offsets[number], size = first, max(size, first + num_bytes)
+        return offsets, size
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNED) * ALIGNED
+
+
+def _places(value: Any) -> Iterator[Place]:
+    if type(value) is Place:
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _places(item)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def planned(function: Callable[..., Any], args: tuple[Any, ...], options: Any, tensors: list[Tensor]) -> Pass:
+    """Return the pass of a function for arguments of this kind."""
+    meta = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
+    planner, left, numbers = _Planner(tensors[0].device, meta), iter(meta), count()
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return next(left)
+        return partial(planner.call, next(numbers), value) if callable(value) else _each(stand_in, value)
+
+    args = _each(stand_in, args)
+    with torch.no_grad(), launching(planner.launch), planner:
+        return planner.finished(function(*args, options))
+
+
+class _Kind:
+    calls = 0
+    found: Pass | None = None  # None: its calls run as written
+
+
+@lru_cache(maxsize=1024)
+def _known(kind: tuple[Any, ...]) -> _Kind:
+    return _Kind()
+
+
+@lru_cache(maxsize=1)
+def is_wanted() -> bool:
+    """Return whether calls run by passes: on an NVIDIA GPU, unless CCE_DIST_LAUNCH is "triton"."""
+    is_nvidia = torch.version.hip is None and not knobs.runtime.interpret and torch.cuda.is_available()
+    return is_nvidia and os.environ.get("CCE_DIST_LAUNCH", "") != "triton"
+
+
+def _is_watched() -> bool:
+    """Return whether hooks are set on Triton's launches."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", True) for hook in hooks)
+
+
+def run(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(*args)``, by its ``Pass`` if these arguments' kind has one.
+
+    The last argument has options, which are hashable. The other arguments are tensors, plain values, functions, and records or
+    lists of them. A function among the arguments returns nothing, or a tensor if it has a ``kind``, which is hashable. Such a
+    function is also called with "meta" tensors.
+    """
+    *args, options = args
+    key: list[Any] = [function, options]
+    tensors, addresses, given = [], [], []
+    if not is_wanted() or launches_are_replaced() or _is_watched() or torch._C._len_torch_dispatch_stack():
+        return function(*args, options)
+    device = _facts(args, key, tensors, addresses, given) and tensors[0].device
+    if not device or (device.type == "cuda" and device.index != torch._C._cuda_getDevice()):
+        return function(*args, options)
+    known = _known((*key, device, beside_collectives(), tensors[0].dtype == torch.float32 and fp32_precision()))
+    known.calls += 1
+    if known.calls == CALLS + 1:
+        try:
+            known.found = planned(function, tuple(args), options, tensors)
+        except Exception as reason:  # the code itself needs no ``Pass``
+            _LOG.debug("cce_dist runs %s as written: %r", function.__qualname__, reason)
+    return function(*args, options) if known.found is None else known.found.run(tensors, addresses, given)
+
+
+def _facts(
+    values: Any, key: list[Any], tensors: list[Tensor], addresses: list[int], given: list[Callable[..., Any]]
+) -> bool:
+    """Append the kind of values to ``key``, and their tensors and functions. Return whether tensors are plain and aligned."""
+    for value in values:
+        of = type(value)
+        if of is Tensor or of is Parameter:
+            address = value.data_ptr()
+            if address & 15:
+                return False
+            tensors.append(value)
+            addresses.append(address)
+            key.append((value.shape, value.stride(), value.dtype))
+        elif value is None or of is bool or of is int or of is float:
+            key.append(value)
+        elif isinstance(value, (tuple, list)):
+            key.append((of, len(value)))
+            if not _facts(value, key, tensors, addresses, given):
+                return False
+        elif isinstance(value, Tensor):
+            return False
+        elif callable(value):
+            given.append(value)
+            key.append(getattr(value, "kind", None))
+        else:
+            key.append(value)
+    return True
