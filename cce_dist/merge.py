@@ -76,29 +76,18 @@ class Layout(NamedTuple):
         return bool(self.group_name) and not self.partial and (num_ranks > 1 or self.sequence_parallel)
 
 
-class Gather:
-    """All-gathers every rank's statistics, 4 K N bytes from each rank. [K, N] -> [T, K, N]. One rank sends nothing.
-
-    On "meta" nothing is sent, either. ``kind``: see ``kernels.passes.run``.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group, self.kind = group, 1 if group is None else group.size()
-
-    def __call__(self, stats_KN: Tensor) -> Tensor:
-        if self.kind == 1:
-            return stats_KN.view(1, *stats_KN.shape)
-        whole = stats_KN.new_empty((self.kind * stats_KN.shape[0], *stats_KN.shape[1:]))
-        if not whole.is_meta:
-            _all_gather_into(whole, stats_KN.contiguous(), group=self.group)
-        return whole.view(self.kind, *stats_KN.shape)
-
-
 class Distributed:
     def __init__(self, layout: Layout) -> None:
         self.layout, self.group = layout, resolve(layout.group_name)
-        self.gather = Gather(self.group)
-        self.size = self.gather.kind
+        self.size = 1 if self.group is None else self.group.size()
+
+    def gather(self, stats_KN: Tensor) -> Tensor:
+        """All-gather every rank's statistics, 4 K N bytes from each rank. [K, N] -> [T, K, N]. One rank sends nothing."""
+        if self.group is None or self.size == 1:
+            return stats_KN.view(1, *stats_KN.shape)
+        whole = stats_KN.new_empty((self.size * stats_KN.shape[0], *stats_KN.shape[1:]))
+        _all_gather_into(whole, stats_KN.contiguous(), group=self.group)
+        return whole.view(self.size, *stats_KN.shape)
 
     def whole(self, hidden: Tensor) -> Tensor:
         """With sequence parallelism, all-gather the ranks' slices of dim 0."""

@@ -60,15 +60,12 @@ def run_forward(
     x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
     compile_ahead(backend, spec, x, grad_weight_out, ranks.size)
     with without_autocast(hidden.device.type):
-        flat_labels, order, cells = labels if labels.dim() == 1 else labels.view(-1), None, None
-        if spec.several:
-            ids = backend.label_ids(flat_labels, spec.ignore_index, spec.vocab_size)
-        else:
-            ids, order = backend.ordered_ids(flat_labels, spec.ignore_index, spec.vocab_size)
+        flat_labels, cells = labels if labels.dim() == 1 else labels.view(-1), None
+        ids, order = backend.ordered_ids(flat_labels, spec.ignore_index, spec.vocab_size)
         check_labels(call, flat_labels, ids)
         if spec.several:
             cells = Cells(ids.view(-1, spec.num_ids))
-            ids = any_id(cells.ids_NI)
+            ids, order = any_id(cells.ids_NI), None
         x = operands_of(ranks.whole(hidden), weight, head, ids, spec, cells, order)
         if ranks.size == 1:
             found, softmax, stats_TKN, saved = backend.run(backend.losses_alone, x, spec)

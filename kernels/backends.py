@@ -18,11 +18,11 @@ class Backend(Protocol):
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call ``function(*args)``, one of these functions or one that calls them. See ``passes.run`` for the arguments."""
 
-    def label_ids(self, labels_N: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
-        """Replace ``ignore_index`` by IGNORED and labels outside the vocabulary by OUTSIDE. [N] int64 -> [N] int64."""
-
     def ordered_ids(self, labels_N: Tensor, ignore_index: int, vocab_size: int) -> tuple[Tensor, list[Tensor] | None]:
-        """Return ``label_ids`` of all tokens, and ``Operands.order``."""
+        """Replace ``ignore_index`` by IGNORED and labels outside the vocabulary by OUTSIDE. [N] int64 -> [N] int64.
+
+        Return these ids, and ``Operands.order``.
+        """
 
     def token_losses(self, stats_TKN: Tensor, x: Operands, spec: Spec) -> tuple[Losses, Softmax]:
         """Merge the shards' statistics by log-add-exp, in rank order, so that every rank computes the same bits.
@@ -42,8 +42,7 @@ class Backend(Protocol):
         """Return this shard's statistics, stats_KN, and the tensors saved for backward.
 
         Args:
-            gather: Gathers [3, N] of each rank to [T, 3, N]; see ``merge.Gather``. A backend calls it once on every rank, or
-                on none.
+            gather: Gathers [3, N] of each rank to [T, 3, N]. A backend calls it once on every rank, or on none.
         """
 
     def losses_alone(self, x: Operands, spec: Spec) -> tuple[Losses, Softmax, Tensor | None, list[Tensor]]:

@@ -3,8 +3,8 @@
 A chunk's product is added to what earlier chunks left. The sum is kept as two 16-bit numbers, ``d_hidden`` itself and a
 remainder ``low``: 16 bits of mantissa for half the workspace of an fp32 buffer.
 
-d_hidden has few tiles: 576 on 132 multiprocessors take five waves, not 4.4. The tiles after the last whole wave are cut along
-the vocabulary into parts that fill one wave or two, and a second kernel adds the parts in order.
+d_hidden has few tiles, so a last wave that is not full takes long. Its tiles are cut along the vocabulary into parts that fill
+one wave or two, and a second kernel adds the parts in order.
 
 A filter's exact path often has no token, or a few, and only the device knows how many. There (OFTEN_EMPTY) the device cuts the
 tiles into parts if they fill less than half of a wave. A part collects all chunks; the second kernel then adds the parts.

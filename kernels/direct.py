@@ -1,22 +1,48 @@
-"""Kernels as this project launches them: through Triton, instead of it by ``passes``, or in a dry run by a function.
+"""Launch kernels without Triton's own checks, which take the host 40 to 60 us each time.
 
-Triton's own checks take the host 40 to 60 us a launch. ``launcher_of`` finds its launcher in C, which takes 14 us.
+The first launch with arguments of a kind goes through Triton, which compiles. Later ones call Triton's launcher in C. All
+launches go through Triton if its launcher is unknown here, while hooks are set on them, and with ``CCE_DIST_LAUNCH=triton``. In
+a dry run they go to a function instead (``launching``).
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 _LOG = logging.getLogger("cce_dist")
-Launcher = tuple[Callable[..., None], list[Any], list[Callable[[Any], list[Any]]], bool]  # of ``launcher_of``
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})  # isinstance() of a tensor is slow
+
+
+@lru_cache(maxsize=1)
+def is_wanted() -> bool:
+    """Return whether launches may pass Triton by: on an NVIDIA GPU, unless CCE_DIST_LAUNCH is "triton"."""
+    is_nvidia = torch.version.hip is None and not knobs().runtime.interpret and torch.cuda.is_available()
+    return is_nvidia and os.environ.get("CCE_DIST_LAUNCH", "") != "triton"
+
+
+def is_watched() -> bool:
+    """Return whether hooks are set on Triton's launches."""
+    runtime = knobs().runtime
+    return any(getattr(hook, "calls", True) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+
+
+@lru_cache(maxsize=1)
+def knobs() -> Any:
+    from triton import knobs
+
+    return knobs
 
 
 _LAUNCH: ContextVar[Callable[..., Any] | None] = ContextVar("cce_dist_launch", default=None)
@@ -55,7 +81,7 @@ class Kernel:
     """
 
     def __init__(self, jitted: Any) -> None:
-        self.jitted = jitted
+        self.jitted, self.known = jitted, dict[tuple[Any, ...], Known]()
         parameters = getattr(jitted, "params", ())  # none if interpreted
         self.names = [parameter.name for parameter in parameters]
         self.constants = {parameter.name for parameter in parameters if parameter.is_constexpr}
@@ -66,20 +92,85 @@ class Kernel:
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., Any]:
         return partial(self.launch, (*grid, 1, 1)[:3])
 
-    def launch(self, grid: Sequence[int], *args: Any, **options: Any) -> Any:
-        """Launch through Triton, which compiles the kernel if it is new. Return the compiled kernel."""
+    def launch(self, grid: Sequence[int], *args: Any, **options: Any) -> Known | None:
+        """Launch, and return how the next launch with arguments of this kind passes Triton by, or None if it does not."""
         instead = _LAUNCH.get()
         if instead is not None:
             return instead(self, args, grid, options)
+        passes_by = is_wanted() and not is_watched() and not self.jitted.pre_run_hooks
+        key = ()
+        if passes_by:
+            key = (torch._C._cuda_getDevice(), tuple(options), *options.values(), *map(kind, args))
+        known = self.known.get(key)
+        if known is not None:
+            known.launch(grid, torch._C._cuda_getCurrentRawStream(key[0]), [_value(arg) for arg in args])
+            return known
         with _LOADING:
-            return self.jitted.run(*args, grid=grid, warmup=False, **options)
+            compiled = self.jitted.run(*args, grid=grid, warmup=False, **options)
+        known = Known.of(self, compiled, args, options) if passes_by else None
+        if known is not None:
+            self.known[key] = known
+        return known
 
-    def constants_of(self, args: Sequence[Any], options: dict[str, Any]) -> list[Any] | None:
-        """Return the values of the constexprs in the kernel's order, or None unless exactly these are passed by name."""
-        given = [name for name in options if name in self.names]
-        if {*given} != self.constants or len(args) + len(given) != len(self.names):
+
+def kind(value: Any) -> Any:
+    """Return what Triton may compile differently for: dtype, alignment, integers that are 1 or multiples of 16, None."""
+    of = type(value)
+    if of is int:
+        return 1 if value == 1 else (value & 15 == 0, value.bit_length() >> 5, value < 0)
+    if of in _TENSORS:
+        return value.dtype, value.data_ptr() & 15 == 0
+    if isinstance(value, tuple):
+        return tuple([kind(item) for item in value])
+    if hasattr(value, "block_shape"):
+        return value.base.dtype, *value.block_shape
+    return (of, value) if of is bool else value if value is None else of
+
+
+def _value(arg: Any) -> Any:
+    """Return a kernel's argument with addresses in place of tensors."""
+    if type(arg) in _TENSORS:
+        return arg.data_ptr()
+    return tuple([_value(item) for item in arg]) if isinstance(arg, tuple) else arg
+
+
+class Known(NamedTuple):
+    """How a compiled kernel is launched without Triton."""
+
+    run: Callable[..., None]  # Triton's launcher in C
+    before: list[Any]  # Its arguments after grid and stream, before the kernel's own
+    in_one: bool  # The kernel's arguments are passed as one list
+    constants: list[Any]  # Constexprs, the kernel's last arguments
+    # For each tensor descriptor, the last first: its position, and a function that returns the arguments that replace it
+    encoders: list[tuple[int, Callable[[Any], list[Any]]]]
+
+    @classmethod
+    def of(cls, kernel: Kernel, compiled: Any, args: Sequence[Any], options: dict[str, Any]) -> Known | None:
+        """Return None unless exactly the kernel's constexprs are passed by name, and Triton's launcher is known."""
+        given = [name for name in options if name in kernel.names]
+        if {*given} != kernel.constants or len(args) + len(given) != len(kernel.names):
             return None
-        return [options[name] for name in self.names[len(args) :]]
+        try:
+            found = _launcher_of(compiled)
+        except Exception as error:
+            _say_once(repr(error))
+            found = None
+        if found is None:
+            return None
+        run, behind, encoders, in_one = found
+        constants = [options[name] for name in kernel.names[len(args) :]]
+        places = [place for place, value in enumerate(args) if hasattr(value, "block_shape")]
+        return cls(run, [compiled.function, *behind], in_one, constants, [*zip(places, encoders, strict=True)][::-1])
+
+    def launch(self, grid: Sequence[int], stream: int, values: list[Any]) -> None:
+        """Launch with the kernel's arguments, except for constexprs: addresses in place of tensors."""
+        for place, encode in self.encoders:
+            values[place : place + 1] = encode(values[place])
+        values += self.constants
+        if self.in_one:
+            self.run(*grid, stream, *self.before, values)
+        else:
+            self.run(*grid, stream, *self.before, *values)
 
 
 @lru_cache(maxsize=1)
@@ -87,23 +178,8 @@ def _say_once(error: str) -> None:
     _LOG.warning("cce_dist launches kernels through Triton, which is slower: it does not know its launcher: %s", error)
 
 
-def launcher_of(compiled: Any) -> Launcher | None:
-    """Return Triton's launcher in C for a compiled kernel, or None if it is unknown, or if its Python allocates memory.
-
-    A launcher is called with the grid's three sizes, the stream, the kernel's handle, ``behind``, and the kernel's arguments.
-
-    Returns:
-        The launcher; ``behind``; for each tensor descriptor a function that returns the arguments which replace it; and whether
-        the kernel's arguments are passed as one list.
-    """
-    try:
-        return _known_launcher(compiled)
-    except Exception as error:
-        _say_once(repr(error))
-        return None
-
-
-def _known_launcher(compiled: Any) -> Launcher | None:
+def _launcher_of(compiled: Any) -> Any:
+    """Return Triton's launcher, what follows the kernel's handle, encoders, and ``in_one``; None if it allocates memory."""
     run = compiled.run
     if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         return None

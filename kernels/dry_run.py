@@ -209,7 +209,7 @@ def _compile(backend: Backend, spec: Spec, x: Operands, weight_out: Tensor | Non
         compiling.append(kernel.warmup(*args, grid=(1,), **kwargs))
 
     def load_now(kernel: Any) -> None:
-        """Have Triton build the kernel's launcher in C now, which takes a quarter of a second."""
+        """Have Triton build the kernel's launcher in C now."""
         with torch.cuda.device(device):
             load(kernel.result() if hasattr(kernel, "result") else kernel)
 

@@ -34,15 +34,13 @@ from cce_dist.kernels.tokens import (
     coefficients,
     compact,
     gathered,
-    label_ids,
     ordered_ids,
     token_groups,
     weighted_sums,
 )
 
 __all__ = [
-    "gradients", "label_ids", "losses_alone", "nothing_saved", "ordered_ids", "run", "saved_like", "statistics",
-    "token_losses",
+    "gradients", "losses_alone", "nothing_saved", "ordered_ids", "run", "saved_like", "statistics", "token_losses",
 ]
 
 

@@ -50,7 +50,7 @@ NOTHING_MORE = Want()
 
 
 class Sums(NamedTuple):
-    """Flags for the optional planes of the partials. A kernel takes the record as one constexpr."""
+    """Flags for the optional planes of the partials: one constexpr."""
 
     below: bool
     moment: bool

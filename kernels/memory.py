@@ -16,7 +16,7 @@ from typing import NamedTuple
 from cce_dist.kernels.tiles import Tiles, cdiv, fill_waves, usual_waves
 
 LEAST_BYTES = 32 << 20  # smaller budgets count as this when chunks are cut
-CHUNK_COST = 2500  # fixed cost of a chunk, in recomputed columns: 175 us at 55 to 100 ns each (H200, N 8,192, 2026-11)
+CHUNK_COST = 2500  # fixed cost of a chunk, in recomputed columns
 LEAST_TILES = 16  # keep exponentials of fewer tiles than this only if these are all tiles
 # Bounds of the default budget. The upper one holds a group of 4,096 tokens at a vocabulary of 262,400 ids (Gemma 3).
 LEAST_DEFAULT, MOST_DEFAULT = 256 << 20, 2100 << 20
@@ -33,7 +33,7 @@ LEAST_LINEAR = 1 << 16  # fewest columns of a shard that is worth a linear corre
 MOST_COVARIANCE = 1 << 25  # most elements of the rows that ``covariance_columns`` samples
 SAMPLE = 256  # tokens sampled to estimate the shares of the dropped gradient; a power of 2
 
-# Slots of a token's list at this eps or a larger one. On nine softmaxes the longest list has 145 columns.
+# Slots of a token's list at this eps or a larger one.
 USUAL_SLOTS, USUAL_EPS = 256, 2.0**-10
 SLOT_UNIT = 16  # a list has a multiple of this, and at least as many
 SLOT_BYTES = 20  # of a slot: column, gradient and place; then token and gradient in sorted order

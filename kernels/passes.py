@@ -12,8 +12,7 @@ of torch between launches, such as ``zero_``, become steps too, and so do calls 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import count
 from types import SimpleNamespace
@@ -23,12 +22,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist.kernels.direct import Kernel, launcher_of, launches_are_replaced, launching
+from cce_dist.kernels.direct import Kernel, Known, is_wanted, is_watched, launches_are_replaced, launching
 from cce_dist.kernels.tiles import beside_collectives, fp32_precision
 
 _LOG = logging.getLogger("cce_dist")
@@ -100,54 +98,37 @@ class _Launch:
     def __init__(self, kernel: Kernel, args: tuple[Any, ...], grid: Sequence[int], options: dict[str, Any]) -> None:
         self.kernel, self.args, self.options = kernel, args, options
         self.grid = (*grid, 1, 1)[:3]
-        self.run: Callable[..., None] | None = None  # Triton's launcher in C, once it is known
+        self.known: Known | None = None
 
     def __call__(self, slots: list[Tensor], addresses: list[int], stream: int, _: Any) -> None:
-        if self.run is None or self.kernel.jitted.pre_run_hooks:
+        if self.known is None or self.kernel.jitted.pre_run_hooks:
             self._as_written(slots)
             return
-        args = self.values.copy()
+        values = [*self.args]
         for at, slot, offset in self.pointers:
-            args[at] = addresses[slot] + offset
+            values[at] = addresses[slot] + offset
         for at, items in self.records:
-            args[at] = tuple([
+            values[at] = tuple([
                 addresses[item[0]] + item[1] if type(item) is Place else item
                 for item in items
             ])
-        for at, slot, offset, encode in self.matrices:
-            args[at : at + 1] = encode(addresses[slot] + offset)
-        if self.in_one:
-            self.run(*self.grid, stream, *self.before, args)
-        else:
-            self.run(*self.grid, stream, *self.before, *args)
+        self.known.launch(self.grid, stream, values)
 
     def _as_written(self, slots: list[Tensor]) -> None:
-        """Launch through Triton, and keep how to launch the compiled kernel without it."""
+        """Launch tensors, and keep how to launch addresses."""
         args = _filled(self.args, slots)
-        compiled = self.kernel[self.grid](*args, **self.options)
-        constants = self.kernel.constants_of(args, self.options)
-        is_nested = any(isinstance(item, tuple) for value in args if isinstance(value, tuple) for item in value)
-        if constants is None or is_nested or not hasattr(compiled, "packed_metadata"):  # which is interpreted
+        known = self.kernel[self.grid](*args, **self.options)
+        if known is None or any(isinstance(item, tuple) for arg in args if isinstance(arg, tuple) for item in arg):
             return
-        launcher = launcher_of(compiled)
-        if launcher is None:
-            return
-        run, behind, encoders, self.in_one = launcher
-        values = [*enumerate(self.args)]
-        matrices = [(at, value) for at, value in values if type(value) is Matrix]
-        self.values = [*self.args, *constants]
-        self.pointers = [(at, value.slot, value.offset) for at, value in values if type(value) is Place]
+        places = [(at, arg.place if type(arg) is Matrix else arg) for at, arg in enumerate(self.args)]
+        self.pointers = [(at, place.slot, place.offset) for at, place in places if type(place) is Place]
         self.records = [
-            (at, value)
-            for at, value in values
-            if isinstance(value, tuple) and type(value) not in (Place, Matrix)
+            (at, record)
+            for at, record in places
+            if isinstance(record, tuple) and type(record) is not Place
         ]
-        # The last one first, because a descriptor's code takes the place of several arguments.
-        self.matrices = [
-            (at, matrix.place.slot, matrix.place.offset, _encoder(matrix, encode))
-            for (at, matrix), encode in [*zip(matrices, encoders, strict=True)][::-1]
-        ]
-        self.before, self.run = [compiled.function, *behind], run
+        encoders = [(at, _encoder(self.args[at], encode)) for at, encode in known.encoders]
+        self.known = known._replace(encoders=encoders)
 
 
 def _encoder(matrix: Matrix, encode: Callable[[TensorDescriptor], list[Any]]) -> Callable[[int], list[Any]]:
@@ -170,11 +151,11 @@ class _Call(NamedTuple):
     def __call__(self, slots: list[Tensor], addresses: list[int], _: int, given: list[Callable[..., Any]]) -> None:
         args = _filled(self.args, slots)
         if isinstance(self.function, int):
-            found = given[self.function](*args)
-        else:
-            # As kernels do, write past autograd, which would refuse a saved tensor whose version has changed.
-            args = [value.data if isinstance(value, Tensor) else value for value in args]
-            found = self.function(*args, **self.kwargs)
+            given[self.function](*args)
+            return
+        # As kernels do, write past autograd, which would refuse a saved tensor whose version has changed.
+        args = [value.data if isinstance(value, Tensor) else value for value in args]
+        found = self.function(*args, **self.kwargs)
         if self.returns:
             slots.append(found)
             addresses.append(found.data_ptr())
@@ -257,13 +238,8 @@ class _Planner(TorchDispatchMode):
     def launch(self, kernel: Kernel, args: tuple[Any, ...], grid: Sequence[int], options: dict[str, Any]) -> None:
         self.steps.append(_Launch(kernel, self.placed(args), grid, options))
 
-    def call(self, number: int, function: Callable[..., Any], *args: Any) -> Any:
-        out = None
-        if hasattr(function, "kind"):
-            with _disable_current_modes():
-                out = function(*args)
-        self._call(number, args, {}, out)
-        return out
+    def call(self, number: int, *args: Any) -> None:
+        self._call(number, args, {}, None)
 
     def placed(self, value: Any) -> Any:
         """Return a value with a place for each tensor, whose slot is the number of its buffer."""
@@ -283,7 +259,8 @@ class _Planner(TorchDispatchMode):
         results = self.placed(results)
         tensors = [buffer.tensor for buffer in self.buffers]
         own = [n for n in range(self.num_arguments, len(tensors)) if n not in self.returned]
-        returned = {place.slot for place in _places(results)}
+        leaves = tree_leaves(results, is_leaf=lambda value: type(value) is Place)
+        returned = {leaf.slot for leaf in leaves if leaf is not None}
         made = [number for number in own if number in returned]
         offsets, size = self._fitted([number for number in own if number not in made])
         alive = [
@@ -317,27 +294,22 @@ class _Planner(TorchDispatchMode):
     def _fitted(self, inner: list[int]) -> tuple[dict[int, int], int]:
         """Return offsets of buffers in one workspace, and its size. Only buffers that are not alive together overlap."""
         offsets, size = dict[int, int](), 0
-        for number in inner:
-            first, num_bytes = 0, _rounded(self.buffers[number].tensor.num_bytes)
-            others = set(self.buffers[number].beside) & offsets.keys()
-            for other in sorted(others, key=lambda other: offsets[other]):
-                if first + num_bytes <= offsets[other]:
+        num_bytes = {number: _rounded(self.buffers[number].tensor.num_bytes) for number in inner}
+        # The largest first: small ones fit between them.
+        for number in sorted(inner, key=lambda number: -num_bytes[number]):
+            first, beside = 0, self.buffers[number].beside
+            for other in sorted(offsets, key=lambda other: offsets[other]):
+                if other not in beside and number not in self.buffers[other].beside:
+                    continue
+                if first + num_bytes[number] <= offsets[other]:
                     break
-                first = max(first, offsets[other] + _rounded(self.buffers[other].tensor.num_bytes))
-            offsets[number], size = first, max(size, first + num_bytes)
+                first = max(first, offsets[other] + num_bytes[other])
+            offsets[number], size = first, max(size, first + num_bytes[number])
         return offsets, size
 
 
 def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNED) * ALIGNED
-
-
-def _places(value: Any) -> Iterator[Place]:
-    if type(value) is Place:
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _places(item)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -352,52 +324,36 @@ def planned(function: Callable[..., Any], args: tuple[Any, ...], options: Any, t
     def stand_in(value: Any) -> Any:
         if isinstance(value, Tensor):
             return next(left)
-        return partial(planner.call, next(numbers), value) if callable(value) else _each(stand_in, value)
+        return partial(planner.call, next(numbers)) if callable(value) else _each(stand_in, value)
 
     args = _each(stand_in, args)
     with torch.no_grad(), launching(planner.launch), planner:
         return planner.finished(function(*args, options))
 
 
-class _Kind:
-    calls = 0
-    found: Pass | None = None  # None: its calls run as written
-
-
 @lru_cache(maxsize=1024)
-def _known(kind: tuple[Any, ...]) -> _Kind:
-    return _Kind()
-
-
-@lru_cache(maxsize=1)
-def is_wanted() -> bool:
-    """Return whether calls run by passes: on an NVIDIA GPU, unless CCE_DIST_LAUNCH is "triton"."""
-    is_nvidia = torch.version.hip is None and not knobs.runtime.interpret and torch.cuda.is_available()
-    return is_nvidia and os.environ.get("CCE_DIST_LAUNCH", "") != "triton"
-
-
-def _is_watched() -> bool:
-    """Return whether hooks are set on Triton's launches."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", True) for hook in hooks)
+def _known(kind: tuple[Any, ...]) -> Any:
+    return SimpleNamespace(calls=0, found=None)  # its ``Pass``, or None: its calls run as written
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function(*args)``, by its ``Pass`` if these arguments' kind has one.
 
     The last argument has options, which are hashable. The other arguments are tensors, plain values, functions, and records or
-    lists of them. A function among the arguments returns nothing, or a tensor if it has a ``kind``, which is hashable. Such a
-    function is also called with "meta" tensors.
+    lists of them. A function among the arguments returns nothing, or the call runs as written: a filter's forward does, which
+    gathers statistics of other ranks.
     """
     *args, options = args
     key: list[Any] = [function, options]
     tensors, addresses, given = [], [], []
-    if not is_wanted() or launches_are_replaced() or _is_watched() or torch._C._len_torch_dispatch_stack():
+    is_plain = is_wanted() and not is_watched() and not launches_are_replaced()
+    if not is_plain or torch._C._len_torch_dispatch_stack():
         return function(*args, options)
     device = _facts(args, key, tensors, addresses, given) and tensors[0].device
     if not device or (device.type == "cuda" and device.index != torch._C._cuda_getDevice()):
         return function(*args, options)
-    known = _known((*key, device, beside_collectives(), tensors[0].dtype == torch.float32 and fp32_precision()))
+    precision = fp32_precision() if tensors[0].dtype == torch.float32 else None
+    known = _known((*key, device, beside_collectives(), precision))
     known.calls += 1
     if known.calls == CALLS + 1:
         try:
@@ -430,7 +386,7 @@ def _facts(
             return False
         elif callable(value):
             given.append(value)
-            key.append(getattr(value, "kind", None))
+            key.append("a function")
         else:
             key.append(value)
     return True

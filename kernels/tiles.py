@@ -44,8 +44,8 @@ FULL_WAVES = 0.95  # wanted share of busy programs, on average, when the vocabul
 PROGRAMS = 132  # of an H100 or H200; budgets assume this number and _WIDE on every rank
 
 # By (compute capability major, bits of the dtype or 0 for ieee fp32).
-# (9, 16) was measured 2026-11 on one H200 and one H100 (torch 2.11, Triton 3.6; benchmarks/results/h100-kept.json). The others
-# are not tuned; tests/kernels/test_compiled.py checks that they fit in the device's shared memory.
+# (9, 16) was measured on an H200 and an H100 (torch 2.11, Triton 3.6; benchmarks/results/h100-kept.json). The others are not
+# tuned; tests/kernels/test_compiled.py checks that they fit in shared memory.
 _TABLE = {
     (12, 16): Tiles(*(Tile(128, 64, 32, 4, 3),) * 4, 8),
     (12, 32): Tiles(*(Tile(64, 64, 32, 4, 2),) * 4, 8),
@@ -67,8 +67,7 @@ class Rates(NamedTuple):
     bytes_moved: float
 
 
-# By bytes per element, as measured at the power limit: bf16 matmuls of 8,192 tokens, and elementwise passes over logits. The
-# rate for 4-byte elements is TF32's.
+# By bytes per element, as measured: bf16 matmuls of 8,192 tokens, and elementwise passes over logits; for 4 bytes TF32's rate.
 H200 = {2: Rates(7.0e14, 4.0e12), 4: Rates(3.5e14, 4.0e12)}
 
 

@@ -7,7 +7,6 @@ first, in order, and ``num_labelled`` is their number, on the device. Every late
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -21,37 +20,26 @@ _IGNORED, _OUTSIDE = tl.constexpr(IGNORED), tl.constexpr(OUTSIDE)
 _BLOCK = 128  # tokens per program
 
 
-def label_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> torch.Tensor:
-    ids_N = torch.empty_like(labels_N)
-    _write_ids(labels_N, ids_N, None, ignore_index, vocab_size)
-    return ids_N
-
-
 def ordered_ids(labels_N: torch.Tensor, ignore_index: int, vocab_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     ids_N = torch.empty_like(labels_N)
-    return ids_N, _write_ids(labels_N, ids_N, _new_order(labels_N), ignore_index, vocab_size)
+    return ids_N, _write_ids(labels_N, ids_N, ignore_index, vocab_size)
 
 
 def compact(ids_N: torch.Tensor) -> list[torch.Tensor]:
     """Return the compact order: index_N int32, the tokens with labelled ones first, and num_labelled and a 0, [2] int32."""
-    return _write_ids(ids_N, None, _new_order(ids_N), IGNORED, None)
-
-
-def _new_order(ids_N: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.empty(n, dtype=torch.int32, device=ids_N.device) for n in (ids_N.shape[0], 2)]
+    return _write_ids(ids_N, None, IGNORED, None)
 
 
 def _write_ids(
-    labels_N: torch.Tensor, ids_N: torch.Tensor | None, order: Any, ignore_index: int, vocab_size: int | None
-) -> Any:
+    labels_N: torch.Tensor, ids_N: torch.Tensor | None, ignore_index: int, vocab_size: int | None
+) -> list[torch.Tensor]:
     num_tokens = labels_N.shape[0]
+    order = [torch.empty(n, dtype=torch.int32, device=labels_N.device) for n in (num_tokens, 2)]
     # The order is computed by one program: 65,536 tokens take it eight steps, and no second launch is needed.
-    programs, block, warps = (cdiv(num_tokens, _BLOCK), _BLOCK, 4) if order is None else (1, 8192, 16)
-    if programs:
-        with on_device(labels_N):
-            _labels_kernel[(programs,)](
-                labels_N, ids_N, *(order or (None, None)), ignore_index, vocab_size, num_tokens, BLOCK=block, num_warps=warps
-            )
+    with on_device(labels_N):
+        _labels_kernel[(1,)](
+            labels_N, ids_N, *order, ignore_index, vocab_size, num_tokens, BLOCK=8192, num_warps=16
+        )
     return order
 
 
@@ -59,8 +47,8 @@ def _write_ids(
 def _labels_kernel(
     labels_ptr,  # in: [N] int64
     ids_ptr,  # out: [N] int64, or None if the labels are ids already
-    index_ptr,  # out: [N] int32, or None
-    num_labelled_ptr,  # out: [2] int32, or None
+    index_ptr,  # out: [N] int32
+    num_labelled_ptr,  # out: [2] int32
     ignore_index,
     vocab_size,
     num_tokens,
@@ -68,7 +56,7 @@ def _labels_kernel(
 ):
     num_labelled = tl.zeros((), tl.int32)
     # For each BLOCK of tokens: their ids, and their positions in the compact order by a prefix sum.
-    for begin in range(tl.program_id(0) * BLOCK, num_tokens, tl.num_programs(0) * BLOCK):
+    for begin in range(0, num_tokens, BLOCK):
         offs_n = begin + tl.arange(0, BLOCK)
         in_n = offs_n < num_tokens
         ids = tl.load(labels_ptr + offs_n, mask=in_n, other=-1)
@@ -76,16 +64,14 @@ def _labels_kernel(
             inside = (ids >= 0) & (ids < vocab_size)
             ids = tl.where(ids == ignore_index, _IGNORED, tl.where(inside, ids, _OUTSIDE))
             tl.store(ids_ptr + offs_n, ids, mask=in_n)
-        if index_ptr is not None:
-            keep = ids >= 0
-            kept = keep.to(tl.int32)
-            kept_before = num_labelled + tl.cumsum(kept, 0) - kept
-            position = tl.where(keep, kept_before, num_tokens - 1 - (offs_n - kept_before))
-            tl.store(index_ptr + position, offs_n, mask=in_n)
-            num_labelled += tl.sum(kept, 0)
-    if num_labelled_ptr is not None:
-        tl.store(num_labelled_ptr, num_labelled)
-        tl.store(num_labelled_ptr + 1, 0)
+        keep = ids >= 0
+        kept = keep.to(tl.int32)
+        kept_before = num_labelled + tl.cumsum(kept, 0) - kept
+        position = tl.where(keep, kept_before, num_tokens - 1 - (offs_n - kept_before))
+        tl.store(index_ptr + position, offs_n, mask=in_n)
+        num_labelled += tl.sum(kept, 0)
+    tl.store(num_labelled_ptr, num_labelled)
+    tl.store(num_labelled_ptr + 1, 0)
 
 
 def token_groups(order: list[torch.Tensor], rows: int) -> list[list[torch.Tensor]]:

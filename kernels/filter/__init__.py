@@ -49,10 +49,10 @@ from cce_dist.kernels.lse import Marks, Span, lse_partials, shape_of_partials
 from cce_dist.kernels.memory import SAMPLE
 from cce_dist.kernels.passes import run
 from cce_dist.kernels.tiles import Tiles, cdiv, choose_tiles, num_parts, num_programs
-from cce_dist.kernels.tokens import coefficients, gathered, label_ids, ordered_ids, token_groups
+from cce_dist.kernels.tokens import coefficients, gathered, ordered_ids, token_groups
 
 __all__ = [
-    "gradients", "label_ids", "losses_alone", "ordered_ids", "run", "saved_like", "statistics", "token_losses",
+    "gradients", "losses_alone", "ordered_ids", "run", "saved_like", "statistics", "token_losses",
 ]
 
 

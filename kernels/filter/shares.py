@@ -28,7 +28,7 @@ from cce_dist.kernels.head import logits_of, sloped, token_factors
 from cce_dist.kernels.tiles import Tile, cdiv, precision, sample_tile
 from cce_dist.kernels.tokens import weighted_sums
 
-REWEIGHTING = 0.7  # the error in the mean of d_hidden falls to a third to two thirds (four softmaxes, 2026-11)
+REWEIGHTING = 0.7  # the error in the mean of d_hidden falls to a third to two thirds
 UNIT = tl.constexpr(2.0**32)  # integers of a whole: sums of integers have the same bits in any order
 FARTHEST = tl.constexpr(20.0)  # nats: a log reweighting that is larger, or not finite, is not applied
 

@@ -589,7 +589,7 @@ def test_one_rank_finishes_in_one_launch(case: Case, further: bool, monkeypatch)
     monkeypatch.setattr(exact, "saved_columns", lambda *_: case.cached)
     p = problem(case, KEPT_IN)
     p.labels[1:2] = p.labels[5:7] = -100
-    ids = tokens.label_ids(p.labels, -100, 1 << 20)
+    ids = tokens.ordered_ids(p.labels, -100, 1 << 20)[0]
     x, spec = p.operands._replace(ids=ids), spec_of(p, case)
     want = spec.want._replace(mean=True, sum_p_squared=further, best=further)
     x, spec = x._replace(order=tokens.compact(ids)), spec._replace(want=want)
@@ -615,10 +615,10 @@ def test_numbers_of_a_token_as_in_torch(num_shards: int, uniform: bool, entropy:
     num_tokens, vocab_size = 300, 1000
     labels = torch.randint(vocab_size, (num_tokens,), device=DEVICE)
     labels[::7], labels[3::11], labels[5::11] = -100, vocab_size, -1
-    ids = tokens.label_ids(labels, -100, vocab_size)
+    ids = tokens.ordered_ids(labels, -100, vocab_size)[0]
     assert torch.equal(ids, dense_backend.label_ids(labels, -100, vocab_size))
     assert (ids == IGNORED).any() and (ids == OUTSIDE).any()
-    assert torch.equal(tokens.label_ids(labels, 5, vocab_size), dense_backend.label_ids(labels, 5, vocab_size))
+    assert torch.equal(tokens.ordered_ids(labels, 5, vocab_size)[0], dense_backend.label_ids(labels, 5, vocab_size))
     for some in (labels, torch.full_like(labels, -100), labels.repeat(60), labels[:0]):
         ordered, order = tokens.ordered_ids(some, -100, vocab_size)
         assert torch.equal(ordered, dense_backend.label_ids(some, -100, vocab_size))
