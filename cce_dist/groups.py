@@ -227,7 +227,7 @@ def run(
     call = call._replace(spec=spec)
     x = operands_of(hidden, weight, head, labels, spec)
     with without_autocast(hidden.device.type):
-        ids, _ = backend.ordered_ids(labels, spec.ignore_index, spec.vocab_size)
+        ids = backend.ordered_ids(labels, spec.ignore_index, spec.vocab_size)[0]
         check_labels(call, labels, ids)
         hidden = ranks.whole(hidden)
         compile_ahead(backend, spec, x._replace(hidden=hidden[:rows], ids=labels[:rows]), None, ranks.size)

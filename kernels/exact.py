@@ -186,7 +186,7 @@ def _sweep_of(sizes: Sizes, spec: Spec, saved: int, tiles: Tiles, programs: int)
     kept_parts = num_parts(at_once, num_kept, tile.rows, programs) if num_kept else 0
     other_parts = 0
     if num_kept < num_tiles:
-        # ``invariant`` calls always use the number of parts that 400 to 8,192 tokens get on an H100.
+        # ``invariant`` calls always use the number of parts that 400 to 8,192 tokens get.
         other_parts = num_parts(16 * tile.rows if spec.invariant else at_once, num_tiles - num_kept, tile.rows, programs)
     keeping = Span(0, num_kept, kept_parts) if num_kept else None
     others = Span(num_kept, num_tiles, other_parts, kept_parts) if other_parts else None

@@ -60,7 +60,7 @@ def inputs(seed: int, num_columns: int, dtype: torch.dtype = DTYPE) -> list[Tens
 def found(given: list[Tensor], function: Callable[..., Any] = linear_cross_entropy, **options: Any) -> list[Tensor]:
     out = function(*given, backend="triton", **options)
     outputs = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)]
-    loss = sum((x * x.detach().cos()).sum() for x in outputs if x.requires_grad)
+    loss: Any = sum((x * x.detach().cos()).sum() for x in outputs if x.requires_grad)
     return [*outputs, *torch.autograd.grad(loss, given[:2])]
 
 
@@ -164,7 +164,7 @@ def test_what_no_pass_can_stand_for_runs_as_written(made: list[passes.Pass], cap
 def test_functions_among_the_arguments_are_called_in_turn(made: list[passes.Pass]) -> None:
     """``Grads.hidden_ready`` starts a collective. Catches: one that sees a gradient too early, or not the gradient itself."""
 
-    def function(x: Tensor, ready: dict[str, Any] | list[Any], _: Any) -> Tensor:
+    def function(x: Tensor, ready: list[Any], _: Any) -> Tensor:
         out = x.new_empty(x.shape)
         out.copy_(x)
         ready[0](out[:4])
@@ -234,9 +234,10 @@ def test_a_launch_gets_tritons_arguments(launcher_and_seen: tuple[Any, list], mo
     launcher, seen = launcher_and_seen
     kernel: Any = Kernel(launcher, a=False, b=False, c=False, d=False, e=False, f=True)
     options = {"f": "how", "num_warps": 8}
-    stands_for = direct.Kernel(kernel)
+    stands_for: Any = direct.Kernel(kernel)
 
-    def function(matrix: Tensor, other: Tensor, x: Tensor, _: Any) -> None:
+    def function(*args: Any) -> None:
+        matrix, other, x, _ = args
         first, second = (TensorDescriptor(m, list(m.shape), list(m.stride()), [8, 8]) for m in (matrix, other[8:]))
         stands_for[1, 2](first, x[4:], 5, second, (x, 0.5, None), **options)
 
