@@ -171,7 +171,8 @@ def _in_pass(function: Callable[..., Any]) -> Callable[..., Any]:
         call = args[-1]
         if call.layout.group_name or call.debug or not call.way.backend:
             return function(*args)
-        return named(call.way.backend).run(function, *args)
+        with without_autocast(next(arg for arg in args if isinstance(arg, Tensor)).device.type):
+            return named(call.way.backend).run(function, *args)
 
     return run
 

@@ -16,7 +16,7 @@ class Backend(Protocol):
     """One shard's arithmetic, first the functions of one number per token, then the passes over the vocabulary."""
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function(*args)``, one of these functions or one that calls them. See ``passes.run`` for the arguments."""
+        """Call ``function(*args)``, which is or calls one of these functions. See ``passes.run``."""
 
     def ordered_ids(self, labels_N: Tensor, ignore_index: int, vocab_size: int) -> tuple[Tensor, list[Tensor] | None]:
         """Replace ``ignore_index`` by IGNORED and labels outside the vocabulary by OUTSIDE. [N] int64 -> [N] int64.

@@ -93,7 +93,7 @@ class Kernel:
         return partial(self.launch, (*grid, 1, 1)[:3])
 
     def launch(self, grid: Sequence[int], *args: Any, **options: Any) -> Known | None:
-        """Launch, and return how the next launch with arguments of this kind passes Triton by, or None if it does not."""
+        """Launch, and return how later launches with arguments of this kind pass Triton by, or None if they do not."""
         instead = _LAUNCH.get()
         if instead is not None:
             return instead(self, args, grid, options)

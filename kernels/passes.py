@@ -5,8 +5,8 @@ again, its code runs once on "meta" tensors, without launches, as in ``dry_run``
 compiled kernels, grids and constants, and for each tensor its place: an argument, a result, or an offset into one workspace.
 Later calls of the kind allocate results and workspace, and launch, which takes the host a third to half of the time.
 
-A kind is all that the code may depend on: shapes, strides and dtypes of tensors, options, the device, modes of torch. Functions
-of torch between launches, such as ``zero_``, become steps too, and so do calls of functions among the arguments.
+A kind is shapes, strides and dtypes of tensors, plain values, options, the device, fp32's precision, and whether other ranks
+exist. The code may depend on nothing else. Functions of torch between launches, such as ``zero_``, are steps, too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Place(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    is_whole: bool = False  # It is the slot's tensor
+    is_whole: bool = False  # It is exactly the slot's tensor
 
     @property
     def num_bytes(self) -> int:
@@ -132,7 +132,7 @@ class _Launch:
 
 
 def _encoder(matrix: Matrix, encode: Callable[[TensorDescriptor], list[Any]]) -> Callable[[int], list[Any]]:
-    """Return a function that turns an address into a descriptor's code. A step of training passes the same addresses often."""
+    """Return a function that turns an address into a descriptor's code."""
 
     def code(address: int) -> list[Any]:
         return encode(matrix.described(SimpleNamespace(data_ptr=lambda: address, dtype=matrix.place.dtype)))
@@ -264,10 +264,10 @@ class _Planner(TorchDispatchMode):
         made = [number for number in own if number in returned]
         offsets, size = self._fitted([number for number in own if number not in made])
         alive = [
-            sum(tensors[n].num_bytes for n in (number, *self.buffers[number].beside) if n in own)
-            for number in own
+            sum(tensors[n].num_bytes for n in (number, *self.buffers[number].beside) if n >= self.num_arguments)
+            for number in range(self.num_arguments, len(tensors))
         ]
-        of_results = sum(tensors[number].num_bytes for number in made)
+        of_results = sum(tensors[number].num_bytes for number in (*made, *self.returned))
         if size + of_results > max(alive, default=0) + MORE_MEMORY:
             raise NotImplementedError(f"a workspace of {size:,} bytes in one piece")
         order = [*range(self.num_arguments), *made]
@@ -340,8 +340,8 @@ def run(function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function(*args)``, by its ``Pass`` if these arguments' kind has one.
 
     The last argument has options, which are hashable. The other arguments are tensors, plain values, functions, and records or
-    lists of them. A function among the arguments returns nothing, or the call runs as written: a filter's forward does, which
-    gathers statistics of other ranks.
+    lists of them. If the code uses what a function among the arguments returns, the call runs as written, as a filter's forward
+    over ranks does.
     """
     *args, options = args
     key: list[Any] = [function, options]

@@ -157,12 +157,16 @@ def _gpu(device: torch.device) -> Planned:
     return planned_device() or _own(device)
 
 
-@lru_cache(maxsize=16)
 def _own(device: torch.device) -> Planned:
-    """Return what is known of a device. ROCm has no descriptors, so its major number is 0 here."""
+    """Return what is known of a device, for "meta" of the current GPU."""
     if _in_interpreter():
         return Planned(9, 4)
-    device = real_device(device)
+    return _read(torch.cuda.current_device() if device.type == "meta" else device)
+
+
+@lru_cache(maxsize=16)
+def _read(device: torch.device | int) -> Planned:
+    """Return what is known of a GPU. ROCm has no descriptors, so its major number is 0 here."""
     major = 0 if torch.version.hip is not None else torch.cuda.get_device_capability(device)[0]
     return Planned(major, torch.cuda.get_device_properties(device).multi_processor_count)
 
@@ -173,11 +177,6 @@ def beside_collectives() -> bool:
     The program of a loop over tiles keeps its multiprocessor until the kernel ends. A collective that finds none waits.
     """
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def real_device(device: torch.device) -> torch.device:
-    """Return ``device``, or this process's own GPU for "meta": a dry run's tensors are on "meta"."""
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "meta" else device
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -211,8 +211,9 @@ def _compensation(x: Operands, how: Decisions, ids_F: torch.Tensor, tiles: Tiles
     """Sample tokens and columns, and estimate the control variate and the factors on its corrections."""
     num_valid, device, budget = x.num_valid, x.hidden.device, spec.workspace_bytes
     if not spec.filter.compensate:
-        zeros_V, zeros_2D = (torch.zeros(shape, device=device) for shape in (num_valid, (2, x.weight.shape[1])))
-        numbers_3K = torch.empty(3, 0, device=device)
+        zeros_V, zeros_2D, numbers_3K = (
+            torch.zeros(shape, dtype=torch.float32, device=device) for shape in (num_valid, (2, x.weight.shape[1]), (3, 0))
+        )
         return Compensation(zeros_V, Columns(ids_F.int(), x.weight[ids_F], numbers_3K, zeros_2D, zeros_V))
     sample = sample_tokens(x, how, SAMPLE)
     parts_SV = None

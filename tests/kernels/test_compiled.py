@@ -82,7 +82,7 @@ def test_rocm_never_takes_hoppers_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     from cce_dist.kernels import tiles
 
     monkeypatch.setattr(tiles, "_in_interpreter", lambda: False)
-    monkeypatch.setattr(tiles, "_own", tiles._own.__wrapped__)
+    monkeypatch.setattr(tiles, "_read", tiles._read.__wrapped__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(torch.cuda, "get_device_properties", mock.Mock())
     hopper = tiles.choose_tiles(torch.bfloat16, torch.device("cuda", 0))
