@@ -22,15 +22,15 @@ class FilterCosts(NamedTuple):
     """Measured costs of a filter beyond operations and bytes."""
 
     marks: float = 0.038  # Time that marking adds to the log-sum-exp, in products of the logits' size
-    forward: float = 0.31e-3  # Seconds of small kernels in forward
+    forward: float = 0.35e-3  # Seconds of small kernels in forward
     backward: float = 0.48e-3  # Seconds of small kernels in backward, and fixed costs of larger ones
     passes: float = 3.1  # Passes over the weight or its gradient in backward
     listed: float = 4.2e-9  # Seconds per listed column of a token
-    rarer: float = 4.5e-9  # More for each doubling of the vocabulary above ``RARE``: rows miss the cache, lists are long
+    rarer: float = 4.8e-9  # More for each doubling of the vocabulary above ``RARE``: rows miss the cache, lists are long
 
 
 # A fit to thirty filtered times at eps 2^-10: three synthetic softmaxes on the ten heads of docs/filter.md (one H200, bf16,
-# N 8,192). Estimates are within 12 % of later ones.
+# N 8,192). Estimates are within 10 % of three such rounds.
 FILTER_COSTS = FilterCosts()
 RARE = 65_536
 

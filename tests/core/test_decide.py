@@ -303,7 +303,7 @@ def seconds(case: dict[str, Any], name: str, part: str = "total", of: str = "sec
 
 
 def test_costs_are_those_that_were_measured() -> None:
-    """Forward with backward within 12 % at the rate of the run's own matmul, and forward within 13 %, or 20 % where many lists
+    """Forward with backward within 10 % at the rate of the run's own matmul, and forward within 12 %, or 20 % where many lists
     are shortened.
 
     Catches: a cost that moves, a rule that takes the slower of two ways."""
@@ -315,10 +315,10 @@ def test_costs_are_those_that_were_measured() -> None:
         forward, backward = costs.filter_seconds(sizes, memory.LEAST_DEFAULT, rates, frequent)
         shortens = case["rung"] == "early" and case["vocab_size"] > 150_000 and case["hidden_size"] <= 1024
         assert product + forward == pytest.approx(
-            seconds(case, "filtered", "forward"), rel=0.2 if shortens else 0.13
+            seconds(case, "filtered", "forward"), rel=0.2 if shortens else 0.12
         ), name
         said = product + forward + backward + costs.listed_seconds(sizes, listed)
-        assert said == pytest.approx(seconds(case, "filtered"), rel=0.12), name
+        assert said == pytest.approx(seconds(case, "filtered"), rel=0.1), name
 
 
 def test_the_filter_is_taken_where_it_pays() -> None:
