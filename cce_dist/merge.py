@@ -85,9 +85,7 @@ class Distributed:
         """All-gather every rank's statistics, 4 K N bytes from each rank. [K, N] -> [T, K, N]. One rank sends nothing."""
         if self.group is None or self.size == 1:
             return stats_KN.view(1, *stats_KN.shape)
-        whole = stats_KN.new_empty((self.size * stats_KN.shape[0], *stats_KN.shape[1:]))
-        _all_gather_into(whole, stats_KN.contiguous(), group=self.group)
-        return whole.view(self.size, *stats_KN.shape)
+        return gather_sequence(stats_KN, self.group).view(self.size, *stats_KN.shape)
 
     def whole(self, hidden: Tensor) -> Tensor:
         """With sequence parallelism, all-gather the ranks' slices of dim 0."""

@@ -19,10 +19,8 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 _LOG = logging.getLogger("cce_dist")
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})  # isinstance() of a tensor is slow
 
 
 @lru_cache(maxsize=1)
@@ -118,7 +116,7 @@ def kind(value: Any) -> Any:
     of = type(value)
     if of is int:
         return 1 if value == 1 else (value & 15 == 0, value.bit_length() >> 5, value < 0)
-    if of in _TENSORS:
+    if hasattr(value, "data_ptr"):
         return value.dtype, value.data_ptr() & 15 == 0
     if isinstance(value, tuple):
         return tuple([kind(item) for item in value])
@@ -129,7 +127,7 @@ def kind(value: Any) -> Any:
 
 def _value(arg: Any) -> Any:
     """Return a kernel's argument with addresses in place of tensors."""
-    if type(arg) in _TENSORS:
+    if hasattr(arg, "data_ptr"):
         return arg.data_ptr()
     return tuple([_value(item) for item in arg]) if isinstance(arg, tuple) else arg
 
