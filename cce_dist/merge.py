@@ -9,7 +9,8 @@ import contextlib
 import ctypes
 import hashlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,16 +77,25 @@ class Layout(NamedTuple):
         return bool(self.group_name) and not self.partial and (num_ranks > 1 or self.sequence_parallel)
 
 
+class Gather(NamedTuple):
+    """All-gathers statistics, 4 K N bytes from each rank. One rank sends nothing."""
+
+    num_ranks: int
+    into: Callable[[Tensor, Tensor], Any]  # writes what it gathers, [T K, N], from a rank's part, [K, N]
+
+    def __call__(self, stats_KN: Tensor) -> Tensor:
+        if self.num_ranks == 1:
+            return stats_KN[None]
+        stats_TKN = stats_KN.new_empty(self.num_ranks, *stats_KN.shape)
+        self.into(stats_TKN.flatten(0, 1), stats_KN.contiguous())
+        return stats_TKN
+
+
 class Distributed:
     def __init__(self, layout: Layout) -> None:
         self.layout, self.group = layout, resolve(layout.group_name)
         self.size = 1 if self.group is None else self.group.size()
-
-    def gather(self, stats_KN: Tensor) -> Tensor:
-        """All-gather every rank's statistics, 4 K N bytes from each rank. [K, N] -> [T, K, N]. One rank sends nothing."""
-        if self.group is None or self.size == 1:
-            return stats_KN.view(1, *stats_KN.shape)
-        return gather_sequence(stats_KN, self.group).view(self.size, *stats_KN.shape)
+        self.gather = Gather(self.size, partial(_all_gather_into, group=self.group))
 
     def whole(self, hidden: Tensor) -> Tensor:
         """With sequence parallelism, all-gather the ranks' slices of dim 0."""

@@ -324,7 +324,8 @@ def planned(function: Callable[..., Any], args: tuple[Any, ...], options: Any, t
     def stand_in(value: Any) -> Any:
         if isinstance(value, Tensor):
             return next(left)
-        return partial(planner.call, next(numbers)) if callable(value) else _each(stand_in, value)
+        is_function = callable(value) and not isinstance(value, tuple)
+        return partial(planner.call, next(numbers)) if is_function else _each(stand_in, value)
 
     args = _each(stand_in, args)
     with torch.no_grad(), launching(planner.launch), planner:
@@ -340,8 +341,7 @@ def run(function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function(*args)``, by its ``Pass`` if these arguments' kind has one.
 
     The last argument has options, which are hashable. The other arguments are tensors, plain values, functions, and records or
-    lists of them. If the code uses what a function among the arguments returns, the call runs as written, as a filter's forward
-    over ranks does.
+    lists of them. If the code uses what a function among the arguments returns, the call runs as written.
     """
     *args, options = args
     key: list[Any] = [function, options]

@@ -90,13 +90,6 @@ def losses_alone(x: Operands, spec: Spec) -> Results:
     return out.losses, out.softmax, stats_KN[None], list(lists)
 
 
-def _over_shards(
-    shard_3N: torch.Tensor, x: Operands, spec: Spec, gather: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Return the bound over all shards from this shard's part."""
-    return token_losses(gather(shard_3N), x, Spec(spec.logits, spec.vocab_size))[0].lse
-
-
 def _sweep(
     x: Operands, spec: Spec, gather: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> tuple[torch.Tensor, Lists, Finished | None]:
@@ -115,7 +108,8 @@ def _sweep(
         buffer_RD = x.hidden.new_empty(min(first_at_once, num_tokens), x.hidden.shape[1])
         bound = bound_of_shard(x, lists.ids_F, frequent_W, order, tiles.lse, buffer_RD, stats_KN)
         if gather is not None:
-            bound = bound._replace(bound_N=_over_shards(bound.shard_3N, x, spec, gather))
+            merged = token_losses(gather(bound.shard_3N), x, Spec(spec.logits, spec.vocab_size))[0]
+            bound = bound._replace(bound_N=merged.lse)
 
         # All columns, a group of tokens at a time.
         groups, programs, log_eps = token_groups(order, at_once), 0, math.log(spec.filter.eps / SLACK)

@@ -15,8 +15,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist import GradFilter, linear_cross_entropy, linear_log_probs
-from cce_dist.kernels import direct, passes
+from cce_dist.kernels import Filter, Operands, ShardLogits, Spec, direct, exact, filter, passes
 from cce_dist.kernels.dry_run import Live
+from cce_dist.merge import Gather
 
 DTYPE = torch.bfloat16 if GPU else torch.float32
 FILTER = GradFilter(always=True)
@@ -175,6 +176,24 @@ def test_functions_among_the_arguments_are_called_in_turn(made: list[passes.Pass
         out = passes.run(function, x, [lambda part, seen=seen: seen.extend((part, part.clone()))], None)
         assert seen[1].tolist() == [value] * 4 and seen[0].data_ptr() == out.data_ptr() and not out.any()
     assert len(made) == 1
+
+
+def test_a_filter_gathers_its_bound_in_a_pass(made: list[passes.Pass]) -> None:
+    """Two ranks with the same shard. Catches: a forward over ranks that runs as written, a gather that is left out."""
+    hidden, weight, labels = (x.detach() for x in inputs(0, 1056))
+    spec = Spec(ShardLogits(0, 1056), 2112, filter=Filter(2.0**-5), workspace_bytes=1 << 20)
+    ids, order = exact.ordered_ids(labels, -100, 2112)
+    x, seen = Operands.of(hidden, weight, ids, spec.logits)._replace(order=order), list[Tensor]()
+
+    def into(shards: Tensor, shard_3N: Tensor) -> None:
+        seen.append(shard_3N.clone())
+        shards.copy_(shard_3N.repeat(2, 1))
+
+    stats_KN, (bounds_3N, *_) = filter.statistics(x, Gather(2, into), spec)
+    for _ in range(2):
+        in_pass = passes.run(filter.statistics, x, Gather(2, into), spec)
+        assert torch.equal(in_pass[0], stats_KN) and torch.equal(in_pass[1][0], bounds_3N)
+    assert len(made) == 1 and len(seen) == 3 and torch.equal(seen[0], seen[2])
 
 
 def _value(draw: random.Random) -> Any:
