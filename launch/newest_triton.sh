@@ -11,8 +11,8 @@ folder=$PWD/.venv/triton-$newest
 export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
 python -c "import triton; assert triton.__version__ == '$newest', triton.__version__"
 # Each kernel at least once, and nearly all of its flags.
-cases="no-descriptor or whole-tiles or groups-of-tokens or a-part or of-a-padded-shard or numbers or linear_correction or"
-cases+=" fp16-full-c or drops_nothing or too_high or 64-entropy or not_finite or threshold or beside_kept or times or"
-cases+=" kept-everything"
+cases="no-descriptor or whole-tiles or groups-of-tokens or a-part-in-groups or made-again or of-a-padded-shard or numbers or"
+cases+=" linear_correction or fp16-full-c or drops_nothing or too_high or 64-entropy or not_finite or threshold or"
+cases+=" beside_kept or times or kept-everything"
 pytest -p no:cacheprovider -m "not slow and not sweep" -k "$cases" \
     tests/kernels/test_{triton,filtered}.py tests/core/test_{divergence,log_probs,kept_ids,groups}.py "$@"

@@ -98,20 +98,6 @@ def test_a_second_signal_ends_at_once(tmp_path, run: list[str]) -> None:
         assert command.wait(20) == 128 + signal.SIGTERM and time.monotonic() - start < 10
 
 
-def test_a_second_signal_ends_a_rank_without_an_agent(monkeypatch) -> None:
-    monkeypatch.setattr(exits, "SAME_SECONDS", 0.2)
-
-    def rank() -> None:
-        heard: list[int] = []
-        with exits.signal_handlers(exits.SIGNALS, heard.append):
-            for pause in (0.0, 0.0, 0.4):
-                time.sleep(pause)
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert heard == [signal.SIGTERM]
-
-    assert in_child(rank) == 128 + signal.SIGTERM
-
-
 def test_a_signal_that_was_heard_inside_is_ignored_outside() -> None:
     """Catches Python's own handler, which ends a run that has stored its step with the code of a crash."""
 
