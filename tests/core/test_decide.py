@@ -350,6 +350,7 @@ def test_the_filter_is_taken_where_it_pays() -> None:
         pytest.param((0, 768, 0), False, id="nothing"),
         pytest.param((8192, 4096, 128_256), True, id="llama-3-8b"),
         pytest.param((8192, 768, 131_072), True, id="captured-states"),  # 0.74 of exact
+        pytest.param((2048, 4096, 64_128), True, id="half-a-head"),  # 0.64 to 0.74
     ],
 )
 def test_filter_pays_where_it_was_faster(sizes: tuple[int, int, int], faster: bool) -> None:
