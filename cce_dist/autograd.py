@@ -251,8 +251,7 @@ def leaves_of(tensor: Tensor, done: Iterable[Any] = ()) -> Iterator[Tensor]:
 
 def without_autocast(device_type: str) -> AbstractContextManager:
     """Turn autocast off if it is on."""
-    is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def differentiable_once(

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,23 @@ class Saved(NamedTuple):
         return cls(*(next(rest) if present else None for present in exists), list(rest))  # type: ignore[arg-type]
 
 
+def _in_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the backend run a function without autocast, and unless collectives interrupt it as a ``passes.Pass``."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        *given, call = args
+        hidden = next(value for value in given if isinstance(value, Tensor))
+        with without_autocast(hidden.device.type):
+            if call.layout.group_name or call.debug:  # which reads labels
+                return function(*args)
+            call = call.decided(hidden, hidden.shape[0], 1)
+            return named(call.way.backend).run(function, *given, call)
+
+    return run
+
+
+@_in_pass
 def run_forward(
     hidden: Tensor, weight: Tensor, head: list[Tensor], labels: Tensor, grad_weight_out: Tensor | None, call: Call
 ) -> tuple[Any, ...]:
@@ -59,30 +77,29 @@ def run_forward(
     backend, spec = named(call.way.backend), call.spec
     x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
     compile_ahead(backend, spec, x, grad_weight_out, ranks.size)
-    with without_autocast(hidden.device.type):
-        flat_labels, cells = labels if labels.dim() == 1 else labels.view(-1), None
-        ids, order = backend.ordered_ids(flat_labels, spec.ignore_index, spec.vocab_size)
-        check_labels(call, flat_labels, ids)
-        if spec.several:
-            cells = Cells(ids.view(-1, spec.num_ids))
-            ids, order = any_id(cells.ids_NI), None
-        x = operands_of(ranks.whole(hidden), weight, head, ids, spec, cells, order)
-        if ranks.size == 1:
-            found, softmax, stats_TKN, saved = backend.run(backend.losses_alone, x, spec)
-        else:
-            stats_KN, saved = backend.run(backend.statistics, x, ranks.gather, spec)
-            stats_TKN = ranks.gather(stats_KN)
-            found, softmax = backend.run(backend.token_losses, stats_TKN, x, spec)
-        *losses, count = found
-        if not spec.want.tokens:
-            losses[:3] = None, None, None
-        ids_NI = target_NI = None
-        if x.cells is not None and stats_TKN is not None:
-            ids_NI = x.cells.ids_NI
-            losses[0], target_NI = merge_cells(stats_TKN, softmax, ids_NI, spec)
-        others = [*merge_listed(stats_TKN, softmax, x.ids, spec).values()]
-        kept = Saved(softmax.max, softmax.log_sum, softmax.entropy, x.ids, count, ids_NI, target_NI, saved)
-        return *losses, others, kept.listed()
+    flat_labels, cells = labels if labels.dim() == 1 else labels.view(-1), None
+    ids, order = backend.ordered_ids(flat_labels, spec.ignore_index, spec.vocab_size)
+    check_labels(call, flat_labels, ids)
+    if spec.several:
+        cells = Cells(ids.view(-1, spec.num_ids))
+        ids, order = any_id(cells.ids_NI), None
+    x = operands_of(ranks.whole(hidden), weight, head, ids, spec, cells, order)
+    if ranks.size == 1:
+        found, softmax, stats_TKN, saved = backend.run(backend.losses_alone, x, spec)
+    else:
+        stats_KN, saved = backend.run(backend.statistics, x, ranks.gather, spec)
+        stats_TKN = ranks.gather(stats_KN)
+        found, softmax = backend.run(backend.token_losses, stats_TKN, x, spec)
+    *losses, count = found
+    if not spec.want.tokens:
+        losses[:3] = None, None, None
+    ids_NI = target_NI = None
+    if x.cells is not None and stats_TKN is not None:
+        ids_NI = x.cells.ids_NI
+        losses[0], target_NI = merge_cells(stats_TKN, softmax, ids_NI, spec)
+    others = [*merge_listed(stats_TKN, softmax, x.ids, spec).values()]
+    kept = Saved(softmax.max, softmax.log_sum, softmax.entropy, x.ids, count, ids_NI, target_NI, saved)
+    return *losses, others, kept.listed()
 
 
 def operands_of(
@@ -96,6 +113,7 @@ def operands_of(
     return Operands(hidden, weight, Head.of(logits, **tensors), ids, logits.start, logits.num_valid, cells, order)
 
 
+@_in_pass
 def run_backward(
     d_losses: list[Tensor | None], hidden: Tensor, weight: Tensor, head: list[Tensor], saved: list[Tensor],
     grad_weight_out: Tensor | None, want: list[bool], call: Call,
@@ -110,14 +128,13 @@ def run_backward(
         # A token's log-sum-exp gets the sum of the gradients of its ids. Cells hold the gradient of each id.
         cells, d_sum = cell_gradients(upstream.nll, target_NI, ids_NI)
         upstream = upstream._replace(nll=None, lse=d_sum if upstream.lse is None else d_sum + upstream.lse)
-    with without_autocast(hidden.device.type):
-        x = operands_of(ranks.whole(hidden), weight, head, ids, spec, cells)
-        softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else entropy_N)
+    x = operands_of(ranks.whole(hidden), weight, head, ids, spec, cells)
+    softmax = Softmax(max_N, log_sum_N, None if upstream.entropy is None else entropy_N)
 
-        def gradients(grads: Grads) -> Gradients:
-            return backend.run(backend.gradients, x, softmax, upstream, saved, grads, spec)
+    def gradients(grads: Grads) -> Gradients:
+        return backend.run(backend.gradients, x, softmax, upstream, saved, grads, spec)
 
-        return summed(gradients, want, grad_weight_out, ranks, ids.numel(), call.way.ready_rows or None)
+    return summed(gradients, want, grad_weight_out, ranks, ids.numel(), call.way.ready_rows or None)
 
 
 def summed(
@@ -161,26 +178,10 @@ def _forward_fake(hidden, weight, head, labels, grad_weight_out, *flat):
     return nll, *losses, empty() if want.mean else empty(0), others, saved.listed()
 
 
-def _in_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the backend run an operator's function, as a ``passes.Pass`` where it can, unless collectives interrupt it.
-
-    With CCE_DIST_DEBUG=1 it reads labels. Inside a graph the call is decided when it runs.
-    """
-
-    def run(*args: Any) -> Any:
-        call = args[-1]
-        if call.layout.group_name or call.debug or not call.way.backend:
-            return function(*args)
-        with without_autocast(next(arg for arg in args if isinstance(arg, Tensor)).device.type):
-            return named(call.way.backend).run(function, *args)
-
-    return run
-
-
 _OPERATOR = Operator(
     "linear_cross_entropy (or linear_log_probs)",
-    _in_pass(run_forward),
-    _in_pass(run_backward),
+    run_forward,
+    run_backward,
     "forward",
     "backward",
     "Tensor hidden, Tensor weight, Tensor[] head, Tensor labels, Tensor? grad_weight_out",
