@@ -245,21 +245,16 @@ def pair_rows(sizes: Sizes, workspace_bytes: int, saved: int) -> int:
     return rows if rows >= min(sizes.num_tokens, LEAST_PAIR_ROWS) else 0
 
 
-def keeps_sample(num_tokens: int, num_columns: int, itemsize: int, workspace_bytes: int) -> bool:
-    """Return whether the sampled tokens' dropped gradients are kept for d_weight: if they fit in half of the budget."""
-    sampled = num_tokens >= SAMPLE and sampled_columns(num_columns) > 0
-    return sampled and _sample_bytes(num_columns, itemsize) <= max(workspace_bytes, LEAST_BYTES) // 2
-
-
-def _sample_bytes(num_columns: int, itemsize: int) -> int:
-    return SAMPLE * cdiv(num_columns, ROWS) * ROWS * itemsize
+def sample_bytes(sizes: Sizes, workspace_bytes: int) -> int:
+    """Return the bytes of the sampled tokens' dropped gradients, or 0 if they do not fit in half of the budget."""
+    few = sizes.num_tokens < SAMPLE or sampled_columns(sizes.num_columns) == 0
+    wanted = SAMPLE * cdiv(sizes.num_columns, ROWS) * ROWS * sizes.itemsize
+    return 0 if few or wanted > max(workspace_bytes, LEAST_BYTES) // 2 else wanted
 
 
 def list_slots(sizes: Sizes, eps: float, workspace_bytes: int) -> int:
     """Return L, the slots of a token's list: 256, more at an eps below 2^-10, and fewer if they do not pay or do not fit."""
-    available = max(workspace_bytes, LEAST_BYTES)
-    if keeps_sample(sizes.num_tokens, sizes.num_columns, sizes.itemsize, workspace_bytes):
-        available -= _sample_bytes(sizes.num_columns, sizes.itemsize)
+    available = max(workspace_bytes, LEAST_BYTES) - sample_bytes(sizes, workspace_bytes)
     fit = available // 2 // (SLOT_BYTES * max(1, sizes.num_tokens))
     wanted = min(round(USUAL_SLOTS * max(1, USUAL_EPS / eps)), sizes.num_columns // COLUMNS_PER_SLOT, fit)
     return max(SLOT_UNIT, wanted // SLOT_UNIT * SLOT_UNIT)
@@ -274,22 +269,22 @@ def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile
     return Chunks(rows, max(rows, budget // 2 // sizes.hidden_bytes // ROWS * ROWS))
 
 
-def keeps_remainder(sizes: Sizes, workspace_bytes: int) -> bool:
-    """Return whether the filter's backward keeps d_hidden's whole remainder: if a quarter of the budget holds it."""
-    return remainder_bytes(sizes) <= max(workspace_bytes, LEAST_BYTES) // 4
+def remainder_bytes(sizes: Sizes, workspace_bytes: int) -> int:
+    """Return the bytes of d_hidden's whole remainder for the filter, or 0 if they do not fit in a quarter of the budget."""
+    wanted = sizes.num_tokens * (sizes.sum_bytes - sizes.hidden_bytes)
+    return wanted if wanted <= max(workspace_bytes, LEAST_BYTES) // 4 else 0
 
 
-def remainder_bytes(sizes: Sizes) -> int:
-    """Bytes of d_hidden's remainder for all tokens."""
-    return sizes.num_tokens * (sizes.sum_bytes - sizes.hidden_bytes)
+def filter_backward_rows(sizes: Sizes, columns: int, slots: int, workspace_bytes: int) -> int:
+    """Return the tokens per group of the filter's backward, with gradients of ``columns`` frequent and sampled columns.
 
-
-def filter_backward_rows(sizes: Sizes, columns: int, workspace_bytes: int) -> int:
-    """Return the tokens per group of the filter's backward, with gradients of ``columns`` frequent and sampled columns."""
-    available, row_bytes = max(workspace_bytes, LEAST_BYTES) // 2, sizes.hidden_bytes + columns * sizes.itemsize
-    if keeps_remainder(sizes, workspace_bytes):
-        available -= remainder_bytes(sizes)
-    return min(sizes.num_tokens, max(ROWS, available // row_bytes // ROWS * ROWS))
+    Beside them are lists of ``slots`` columns, the sample, rows of weight and d_weight, and the remainder. Groups are even.
+    """
+    num_tokens, budget = max(1, sizes.num_tokens), max(workspace_bytes, LEAST_BYTES)
+    beside = num_tokens * slots * SLOT_BYTES + sample_bytes(sizes, workspace_bytes) + 2 * columns * sizes.hidden_bytes
+    available = max(budget // 2, budget - beside) - remainder_bytes(sizes, workspace_bytes)
+    rows = max(ROWS, available // (sizes.hidden_bytes + columns * sizes.itemsize) // ROWS * ROWS)
+    return min(num_tokens, cdiv(cdiv(num_tokens, cdiv(num_tokens, rows)), ROWS) * ROWS)
 
 
 def dense_block(

@@ -185,7 +185,7 @@ def _filtered_gradients(
         )
         total = target = frequent_weight_FD = None
         if d_hidden is not None:
-            keeps = memory.keeps_remainder(exact.sizes_of(x), spec.workspace_bytes)
+            keeps = memory.remainder_bytes(exact.sizes_of(x), spec.workspace_bytes) > 0
             total = Sum(d_hidden, exact.remainder(x.hidden, x.num_tokens) if keeps else None)
         listed_gradients(x, lists, how, spec.filter.compensate, total)
         comp = _compensation(x, how, lists.ids_F, tiles, grads, spec)
@@ -193,7 +193,7 @@ def _filtered_gradients(
             target = d_weight if grads.weight_out is None else grads.weight_out
         if target is not None:
             frequent_weight_FD = target.new_empty(lists.ids_F.shape[0], x.weight.shape[1])
-        _add_rows(total, frequent_weight_FD, x, how, comp, tiles, grads, spec)
+        _add_rows(total, frequent_weight_FD, x, how, comp, tiles, grads, spec, lists.columns_NL.shape[1])
         if frequent_weight_FD is not None and target is not None:
             add_listed(
                 target, x.hidden, lists, how, frequent_weight_FD, comp, tiles.grad_weight, add=grads.weight_out is not None
@@ -211,7 +211,7 @@ def _compensation(x: Operands, how: Decisions, ids_F: torch.Tensor, tiles: Tiles
         return Compensation(zeros_V, Columns(ids_F.int(), x.weight[ids_F], numbers_3K, zeros_2D, zeros_V))
     sample = sample_tokens(x, how, SAMPLE)
     parts_SV = None
-    if grads.want_weight and memory.keeps_sample(x.num_tokens, num_valid, x.hidden.itemsize, budget):
+    if grads.want_weight and memory.sample_bytes(exact.sizes_of(x), budget):
         parts_SV = x.hidden.new_empty(SAMPLE, cdiv(num_valid, memory.ROWS) * memory.ROWS)
     dropped = dropped_columns(sample, x, how.slot_V, tiles.lse, parts_SV)
     num_columns = memory.sampled_columns(num_valid)
@@ -240,12 +240,12 @@ def _compensation(x: Operands, how: Decisions, ids_F: torch.Tensor, tiles: Tiles
 
 def _add_rows(
     total: Sum | None, frequent_weight_FD: torch.Tensor | None, x: Operands, how: Decisions, comp: Compensation, tiles: Tiles,
-    grads: Grads, spec: Spec,
+    grads: Grads, spec: Spec, num_slots: int,
 ) -> None:
     """Finish d_hidden, a group of tokens at a time, and compute the frequent columns' rows of d_weight."""
     columns = comp.columns if total is not None else comp.columns.frequent()
     num_columns, block_cols = columns.rows_CD.shape[0], tiles.dlogits.cols
-    at_once = memory.filter_backward_rows(exact.sizes_of(x), num_columns, spec.workspace_bytes)
+    at_once = memory.filter_backward_rows(exact.sizes_of(x), num_columns, num_slots, spec.workspace_bytes)
     buffer_RD, buffer_RC = (x.hidden.new_empty(at_once, cols) for cols in (x.hidden.shape[1], num_columns))
     sums_BR = torch.empty(cdiv(num_columns, block_cols), at_once, dtype=torch.float32, device=x.hidden.device)
     groups = exact.finished_groups(how.listed_labels, [how.index, how.num_listed], at_once, grads.ready_rows)

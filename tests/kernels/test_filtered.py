@@ -551,10 +551,10 @@ def test_sampled_tokens_correct_d_weight(dtype: torch.dtype, limits, monkeypatch
     p, d, saved = prepared(case, dtype)
     seen = watched(monkeypatch, "dropped_columns", "sample_columns", "factors_of")
     ours = gradients(p, case, d, saved)[1]
-    first, keeps = dict(seen), memory.keeps_sample
-    monkeypatch.setattr(memory, "keeps_sample", lambda *_: False)
+    first, sample_bytes = dict(seen), memory.sample_bytes
+    monkeypatch.setattr(memory, "sample_bytes", lambda *_: 0)
     alone = gradients(p, case, d, saved)[1]
-    monkeypatch.setattr(memory, "keeps_sample", keeps)
+    monkeypatch.setattr(memory, "sample_bytes", sample_bytes)
     monkeypatch.setattr(sampling, "LEAST_SIGNAL", 0.999)
     assert torch.equal(gradients(p, case, d, saved)[1], alone)
 
@@ -791,8 +791,8 @@ def test_d_hidden_with_and_without_a_remainder(dtype: torch.dtype, monkeypatch: 
     case = Case(num_tokens=26, budget=1 << 14)
     p, d, saved = prepared(case, dtype)
     grad = gradient_of_logits(tuple(saved), p, d, case)[0]
-    for keeps in (True, False):
-        monkeypatch.setattr(memory, "keeps_remainder", lambda *_, keeps=keeps: keeps)
+    for kept in (1, 0):
+        monkeypatch.setattr(memory, "remainder_bytes", lambda *_, kept=kept: kept)
         d_hidden = gradients(p, case, d, saved, want_weight=False)[0]
         assert_no_worse(d_hidden, grad.to(dtype) @ p.weight, grad @ p.weight.double(), dtype, "d_hidden")
 
