@@ -78,7 +78,7 @@ class Layout(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """All-gathers statistics, 4 K N bytes from each rank. One rank sends nothing."""
+    """All-gathers statistics: K N numbers from each rank. One rank sends nothing."""
 
     num_ranks: int
     into: Callable[[Tensor, Tensor], Any]  # writes what it gathers, [T K, N], from a rank's part, [K, N]

@@ -1,7 +1,7 @@
 """The forward and backward operator behind loss and log-probabilities: one shard's arithmetic, merged over the group.
 
 ``run_forward`` and ``run_backward`` are the algorithm: a backend (``kernels/backends.py``) does the shard's arithmetic, and
-``merge`` the communication. torch.compile calls them through torch.library (fakes give the shapes), eager calls directly.
+``merge`` the communication. torch.compile and dispatch modes use torch.library (with fakes), ordinary calls do not.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Saved(NamedTuple):
 
 
 def _in_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the backend run a function without autocast, and unless collectives interrupt it as a ``passes.Pass``."""
+    """Run a function without autocast, and as a ``passes.Pass`` unless it has collectives or reads labels."""
 
     @wraps(function)
     def run(*args: Any) -> Any:
         *given, call = args
         hidden = next(value for value in given if isinstance(value, Tensor))
         with without_autocast(hidden.device.type):
-            if call.layout.group_name or call.debug:  # which reads labels
+            if call.layout.group_name or call.debug:
                 return function(*args)
             call = call.decided(hidden, hidden.shape[0], 1)
             return named(call.way.backend).run(function, *given, call)
@@ -194,6 +194,7 @@ _forward, _backward = _OPERATOR.register(_forward_fake)
 
 
 def forward(x: Operands, grad_weight_out: Tensor | None, call: Call, numbers: Tensor | None = None) -> Outputs:
+    """Run the operator. Here ``x.ids`` are labels, [N] or [N, I]."""
     tensors = (x.hidden, x.weight, [*x.head.tensors.values()], x.ids, grad_weight_out)
     found = _OPERATOR.apply(*tensors, call=call, numbers=numbers)
     return Outputs.of(found, call.spec.want)

@@ -25,7 +25,7 @@ _LOG = logging.getLogger("cce_dist")
 
 @lru_cache(maxsize=1)
 def is_wanted() -> bool:
-    """Return whether launches may pass Triton by: on an NVIDIA GPU, unless CCE_DIST_LAUNCH is "triton"."""
+    """Return whether launches may bypass Triton: on an NVIDIA GPU, unless CCE_DIST_LAUNCH is "triton"."""
     is_nvidia = torch.version.hip is None and not knobs().runtime.interpret and torch.cuda.is_available()
     return is_nvidia and os.environ.get("CCE_DIST_LAUNCH", "") != "triton"
 
@@ -75,7 +75,7 @@ def load(kernel: Any) -> None:
 class Kernel:
     """A kernel of ``triton.jit``, launched by ``kernel[grid](*args, **options)`` as Triton's own object is.
 
-    Options are the kernel's constexprs and Triton's options. Other attributes are those of Triton's object.
+    Options are the kernel's constexprs and Triton's options. Other attributes come from Triton's object.
     """
 
     def __init__(self, jitted: Any) -> None:
@@ -91,13 +91,13 @@ class Kernel:
         return partial(self.launch, (*grid, 1, 1)[:3])
 
     def launch(self, grid: Sequence[int], *args: Any, **options: Any) -> Known | None:
-        """Launch, and return how later launches with arguments of this kind pass Triton by, or None if they do not."""
+        """Launch, and return how later launches with arguments of this kind bypass Triton, or None if they do not."""
         instead = _LAUNCH.get()
         if instead is not None:
             return instead(self, args, grid, options)
-        passes_by = is_wanted() and not is_watched() and not self.jitted.pre_run_hooks
+        bypasses = is_wanted() and not is_watched() and not self.jitted.pre_run_hooks
         key = ()
-        if passes_by:
+        if bypasses:
             key = (torch._C._cuda_getDevice(), tuple(options), *options.values(), *map(kind, args))
         known = self.known.get(key)
         if known is not None:
@@ -105,7 +105,7 @@ class Kernel:
             return known
         with _LOADING:
             compiled = self.jitted.run(*args, grid=grid, warmup=False, **options)
-        known = Known.of(self, compiled, args, options) if passes_by else None
+        known = Known.of(self, compiled, args, options) if bypasses else None
         if known is not None:
             self.known[key] = known
         return known
@@ -173,7 +173,7 @@ class Known(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _say_once(error: str) -> None:
-    _LOG.warning("cce_dist launches kernels through Triton, which is slower: it does not know its launcher: %s", error)
+    _LOG.warning("cce_dist launches kernels through Triton, which is slower, because Triton's launcher is unknown: %s", error)
 
 
 def _launcher_of(compiled: Any) -> Any:
@@ -199,7 +199,7 @@ def _launcher_of(compiled: Any) -> Any:
         return None
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    # From 3.8 on it takes one more, which it ignores.
+    # From Triton 3.8 on, it ignores one more argument.
     others = [None] * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
 
     def encoder(meta: Any) -> Callable[[Any], list[Any]]:

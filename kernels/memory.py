@@ -246,45 +246,46 @@ def pair_rows(sizes: Sizes, workspace_bytes: int, saved: int) -> int:
 
 
 def sample_bytes(sizes: Sizes, workspace_bytes: int) -> int:
-    """Return the bytes of the sampled tokens' dropped gradients, or 0 if they do not fit in half of the budget."""
+    """Return the bytes of the sampled tokens' dropped gradients: 0 for few tokens or columns, or for small budgets."""
     few = sizes.num_tokens < SAMPLE or sampled_columns(sizes.num_columns) == 0
     wanted = SAMPLE * cdiv(sizes.num_columns, ROWS) * ROWS * sizes.itemsize
     return 0 if few or wanted > max(workspace_bytes, LEAST_BYTES) // 2 else wanted
 
 
 def list_slots(sizes: Sizes, eps: float, workspace_bytes: int) -> int:
-    """Return L, the slots of a token's list: 256, more at an eps below 2^-10, and fewer if they do not pay or do not fit."""
+    """Return L, the slots of a token's list: 256, more at an eps below 2^-10, fewer (at least 16) if they do not pay or fit."""
     available = max(workspace_bytes, LEAST_BYTES) - sample_bytes(sizes, workspace_bytes)
     fit = available // 2 // (SLOT_BYTES * max(1, sizes.num_tokens))
     wanted = min(round(USUAL_SLOTS * max(1, USUAL_EPS / eps)), sizes.num_columns // COLUMNS_PER_SLOT, fit)
     return max(SLOT_UNIT, wanted // SLOT_UNIT * SLOT_UNIT)
 
 
-def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int) -> Chunks:
-    """Return the tokens per group of the filter's forward: ``rows`` over all columns (with marks), ``cols`` over frequent."""
+def filter_forward_rows(sizes: Sizes, num_words: int, workspace_bytes: int, tile_rows: int, group: int) -> tuple[int, int]:
+    """Return the tokens per group of the filter's forward, over all columns (with marks) and for the bound."""
     budget = max(workspace_bytes, LEAST_BYTES)
     rows = budget * 3 // 4 // (sizes.hidden_bytes + 4 * num_words)
     unit = tile_rows * group if rows >= tile_rows * group else tile_rows
     rows = min(max(unit, rows // unit * unit), cdiv(sizes.num_tokens, tile_rows) * tile_rows)
-    return Chunks(rows, max(rows, budget // 2 // sizes.hidden_bytes // ROWS * ROWS))
+    return rows, max(rows, budget // 2 // sizes.hidden_bytes // ROWS * ROWS)
 
 
 def remainder_bytes(sizes: Sizes, workspace_bytes: int) -> int:
-    """Return the bytes of d_hidden's whole remainder for the filter, or 0 if they do not fit in a quarter of the budget."""
+    """Return the bytes of d_hidden's remainder in the filter: 0 in fp32, or if a quarter of the budget is less."""
     wanted = sizes.num_tokens * (sizes.sum_bytes - sizes.hidden_bytes)
     return wanted if wanted <= max(workspace_bytes, LEAST_BYTES) // 4 else 0
 
 
-def filter_backward_rows(sizes: Sizes, columns: int, slots: int, workspace_bytes: int) -> int:
+def filter_backward_rows(sizes: Sizes, columns: int, slots: int, workspace_bytes: int, ready_rows: int) -> int:
     """Return the tokens per group of the filter's backward, with gradients of ``columns`` frequent and sampled columns.
 
-    Beside them are lists of ``slots`` columns, the sample, rows of weight and d_weight, and the remainder. Groups are even.
+    Beside them are lists of ``slots`` columns, the sample, rows of weight and d_weight, and the remainder. The tokens whose
+    d_hidden becomes final together, ``ready_rows``, are cut into even groups.
     """
-    num_tokens, budget = max(1, sizes.num_tokens), max(workspace_bytes, LEAST_BYTES)
-    beside = num_tokens * slots * SLOT_BYTES + sample_bytes(sizes, workspace_bytes) + 2 * columns * sizes.hidden_bytes
+    budget = max(workspace_bytes, LEAST_BYTES)
+    beside = sizes.num_tokens * slots * SLOT_BYTES + sample_bytes(sizes, workspace_bytes) + 2 * columns * sizes.hidden_bytes
     available = max(budget // 2, budget - beside) - remainder_bytes(sizes, workspace_bytes)
     rows = max(ROWS, available // (sizes.hidden_bytes + columns * sizes.itemsize) // ROWS * ROWS)
-    return min(num_tokens, cdiv(cdiv(num_tokens, cdiv(num_tokens, rows)), ROWS) * ROWS)
+    return min(ready_rows, cdiv(cdiv(ready_rows, cdiv(ready_rows, rows)), ROWS) * ROWS)
 
 
 def dense_block(

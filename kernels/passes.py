@@ -1,7 +1,7 @@
 """A function of the host as a list of launches, worked out once for each kind of arguments.
 
-What a pass over the vocabulary allocates and launches depends on sizes, dtypes and options alone. When arguments of a kind come
-again, its code runs once on "meta" tensors, without launches, as in ``dry_run``. The result is a ``Pass``: launches with
+What a pass over the vocabulary allocates and launches depends on sizes, dtypes and options alone. On a kind's fourth call, the
+code runs once on "meta" tensors, without launches, as in ``dry_run``. The result is a ``Pass``: launches with
 compiled kernels, grids and constants, and for each tensor its place: an argument, a result, or an offset into one workspace.
 Later calls of the kind allocate results and workspace, and launch, which takes the host a third to half of the time.
 
@@ -30,19 +30,19 @@ from cce_dist.kernels.direct import Kernel, Known, is_wanted, is_watched, launch
 from cce_dist.kernels.tiles import beside_collectives, fp32_precision
 
 _LOG = logging.getLogger("cce_dist")
-CALLS = 3  # of a kind that run as written before it gets a ``Pass``
+CALLS = 3  # that run as written before a kind gets a ``Pass``
 ALIGNED = 256  # bytes; offsets into the workspace are multiples
 MORE_MEMORY = 8 << 20  # most bytes that a ``Pass`` may take beyond the code that it stands for
 _EMPTY = {
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default,
 }  # fmt: skip
-# In a quarter of torch.empty's time
+# Takes a quarter of torch.empty's time
 _EMPTY_CUDA = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 class Place(NamedTuple):
-    """A tensor: its slot (``Pass``), the bytes between the slot's beginning and its own, and what it looks like."""
+    """A tensor: its slot (``Pass``), byte offset in the slot, shape, strides and dtype."""
 
     slot: int
     offset: int
@@ -187,8 +187,8 @@ class Pass(NamedTuple):
 
 
 class _Buffer(NamedTuple):
-    tensor: Place  # That it was allocated for
-    beside: list[int]  # Earlier ones that are alive at its birth
+    tensor: Place  # The allocated tensor
+    beside: list[int]  # Earlier buffers alive at its allocation
     storage: StorageWeakRef
 
 
@@ -199,7 +199,7 @@ class _Planner(TorchDispatchMode):
         super().__init__()
         self.device, self.steps, self.num_arguments = device, list[Any](), len(arguments)
         self.buffers = list[_Buffer]()
-        self.numbers = dict[int, int]()  # Of buffers, by storage
+        self.numbers = dict[int, int]()  # Number of a buffer, by storage
         self.returned = list[int]()  # Buffers that calls of functions return
         for tensor in arguments:
             self._add(tensor)

@@ -11,7 +11,7 @@ forward                                               backward
 Kept elements are scattered: about a hundred in a row of 10^5 logits, so keeping whole tiles would keep thousands. A rank-1
 matrix, corrected by samples, replaces the dropped elements (sampling).
 
-A token is unserved if its list is too long, backward needs more columns than forward listed, the bound was too high, or a
+A token is unserved if its list is too long, backward needs unlisted columns, the bound was too high or far too low, or a
 number is not finite. The exact kernels compute the gradients of unserved tokens, and return at once if there are none. Only the
 device knows which tokens are unserved, and nothing waits for it.
 
@@ -93,7 +93,7 @@ def losses_alone(x: Operands, spec: Spec) -> Results:
 def _sweep(
     x: Operands, spec: Spec, gather: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> tuple[torch.Tensor, Lists, Finished | None]:
-    """Return stats_KN, the lists, and if ``gather`` is None losses: then this shard is the whole vocabulary."""
+    """Return stats_KN, the lists, and losses if ``gather`` is None: this shard is the whole vocabulary."""
     num_tokens, device = x.num_tokens, x.hidden.device
     stats_KN = torch.empty(spec.num_stats, num_tokens, dtype=torch.float32, device=device)
     lists, out = Lists(*saved_like(x, spec)), None
@@ -117,7 +117,7 @@ def _sweep(
             all_programs = sum(cdiv(index.shape[0], rows_per_program(False)) for index, _ in groups)
             out = Finished.new(x, order[1], spec.want, all_programs)
         sloped_N = None if x.head.softcap is None else torch.empty_like(bound.bound_N)
-        # Marks, and behind them room for a list.
+        # Marks, followed by space for a list.
         width = num_words + lists.columns_NL.shape[1]
         words_RW = torch.empty(min(at_once, num_tokens), width, dtype=torch.int32, device=device)
         for group in groups:
@@ -208,7 +208,7 @@ def _compensation(x: Operands, how: Decisions, ids_F: torch.Tensor, tiles: Tiles
         zeros_V, zeros_2D, numbers_3K = (
             torch.zeros(shape, dtype=torch.float32, device=device) for shape in (num_valid, (2, x.weight.shape[1]), (3, 0))
         )
-        return Compensation(zeros_V, Columns(ids_F.int(), x.weight[ids_F], numbers_3K, zeros_2D, zeros_V))
+        return Compensation(zeros_V, Columns(ids_F.int(), x.weight[ids_F], numbers_3K, zeros_2D, zeros_V[:1]))
     sample = sample_tokens(x, how, SAMPLE)
     parts_SV = None
     if grads.want_weight and memory.sample_bytes(exact.sizes_of(x), budget):
@@ -245,7 +245,9 @@ def _add_rows(
     """Finish d_hidden, a group of tokens at a time, and compute the frequent columns' rows of d_weight."""
     columns = comp.columns if total is not None else comp.columns.frequent()
     num_columns, block_cols = columns.rows_CD.shape[0], tiles.dlogits.cols
-    at_once = memory.filter_backward_rows(exact.sizes_of(x), num_columns, num_slots, spec.workspace_bytes)
+    at_once = memory.filter_backward_rows(
+        exact.sizes_of(x), num_columns, num_slots, spec.workspace_bytes, min(x.num_tokens, grads.ready_rows or x.num_tokens)
+    )
     buffer_RD, buffer_RC = (x.hidden.new_empty(at_once, cols) for cols in (x.hidden.shape[1], num_columns))
     sums_BR = torch.empty(cdiv(num_columns, block_cols), at_once, dtype=torch.float32, device=x.hidden.device)
     groups = exact.finished_groups(how.listed_labels, [how.index, how.num_listed], at_once, grads.ready_rows)
