@@ -101,7 +101,7 @@ class Task:
         if getattr(model, "_is_replica", False) or (self.calls and self.thread != here and (defers or any(self.calls))):
             raise RuntimeError(
                 f"cce_dist: this {type(model).__name__} is called in several threads, as nn.DataParallel does, and its head "
-                "serves one at a time: use DistributedDataParallel, or cce_dist.revert(model)"
+                "serves one at a time: use DistributedDataParallel (torchrun), or cce_dist.revert(model)"
             )
         self.thread = here
 
