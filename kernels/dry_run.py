@@ -46,7 +46,7 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by identity, which a weak reference reserves
-        self.peak = 0
+        self.peak = self.most = 0  # ``most``: bytes that are alive now, if nothing was freed since it was set
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -56,12 +56,15 @@ class Live(TorchDispatchMode):
             for storage in made:
                 size = 0 if storage._cdata in given else storage.nbytes()
                 self.storages[storage._cdata] = StorageWeakRef(storage), size
-            self.peak = max(self.peak, self.current())
+                self.most += size
+            if self.most > self.peak:
+                self.most = self.current()
+                self.peak = max(self.peak, self.most)
         return out
 
     def current(self) -> int:
         """Return the bytes that are alive now."""
-        self.storages = {key: there for key, there in self.storages.items() if not there[0].expired()}
+        self.storages = {key: there for key, there in self.storages.items() if not torch.UntypedStorage._expired(key)}
         return sum(size for _, size in self.storages.values())
 
     def restart(self) -> int:
