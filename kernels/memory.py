@@ -278,7 +278,7 @@ def remainder_bytes(sizes: Sizes, workspace_bytes: int) -> int:
 def filter_backward_rows(sizes: Sizes, columns: int, slots: int, workspace_bytes: int, ready_rows: int) -> int:
     """Return the tokens per group of the filter's backward, with gradients of ``columns`` frequent and sampled columns.
 
-    Lists of ``slots`` columns, samples, and rows of weight and d_weight count, too. Groups of ``ready_rows`` tokens are even.
+    Lists of ``slots`` columns, samples, and rows of weight and d_weight count, too. ``ready_rows`` tokens get even groups.
     """
     budget = max(workspace_bytes, LEAST_BYTES)
     beside = sizes.num_tokens * slots * SLOT_BYTES + sample_bytes(sizes, workspace_bytes) + 2 * columns * sizes.hidden_bytes
