@@ -26,9 +26,11 @@ key=$(cat constraints.txt pyproject.toml | cksum)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$key" ]; then
     # torch first and by its pin: left to the resolver, it may pull several GB of another build.
     echo "== installing torch"
-    .venv/bin/pip install --disable-pip-version-check "$(grep '^torch==' constraints.txt)" -c constraints.txt
+    .venv/bin/pip install --disable-pip-version-check --no-compile "$(grep '^torch==' constraints.txt)" -c constraints.txt
     echo "== installing cce-dist[$extra]"
-    .venv/bin/pip install --disable-pip-version-check -c constraints.txt -e ".[$extra]"
+    .venv/bin/pip install --disable-pip-version-check --no-compile -c constraints.txt -e ".[$extra]"
+    # pip would compile on one core. Some packages have files that are no Python, or another one's.
+    .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
     echo "$key" >"$stamp"
 fi
 export PATH="$PWD/.venv/bin:$PATH"
