@@ -2,6 +2,9 @@
 
     pip install '.[hf]'
     python docs/examples/trainer.py
+    torchrun --nproc-per-node 2 docs/examples/trainer.py
+
+With several GPUs use torchrun: without it Trainer takes ``nn.DataParallel``, which ``convert`` refuses.
 
 The model is small and random, so that this runs on a CPU in seconds. For a real one, load it with
 ``AutoModelForCausalLM.from_pretrained`` and tokenize your own text.
