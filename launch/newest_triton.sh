@@ -11,7 +11,7 @@ folder=$PWD/.venv/triton-$newest
 export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
 python -c "import triton; assert triton.__version__ == '$newest', triton.__version__"
 # Each kernel at least once, and nearly all of its flags.
-cases="no-descriptor or whole-tiles or groups-of-tokens or a-part-in-groups or made-again or of-a-padded-shard or numbers or"
+cases="no-descriptor or whole-tiles or groups-of-tokens or groups-in-16-bits or part-made-again or of-a-padded-shard or numbers or"
 cases+=" linear_correction or fp16-full-c or drops_nothing or too_high or 64-entropy or not_finite or threshold or"
 cases+=" beside_kept or times or kept-everything"
 pytest -p no:cacheprovider -m "not slow and not sweep" -k "$cases" \
