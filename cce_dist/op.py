@@ -17,7 +17,7 @@ from cce_dist.autograd import Operator, build, without_autocast
 from cce_dist.call import Call
 from cce_dist.debug_ranks import check_labels
 from cce_dist.given import Given
-from cce_dist.kernels import Cells, Gradients, Grads, Head, Operands, Softmax, Spec, Upstream, accumulator
+from cce_dist.kernels import Cells, Gradients, Grads, Head, Operands, Softmax, Spec, Upstream, accumulator, dense
 from cce_dist.kernels.backends import named
 from cce_dist.kernels.dry_run import compile_ahead
 from cce_dist.kernels.outputs import NUM_LOSSES, Outputs, any_id, cell_gradients, listed, merge_cells, merge_listed
@@ -78,11 +78,12 @@ def run_forward(
     x = Operands.of(hidden, weight, labels, spec.logits, **spec.logits.named(head))
     compile_ahead(backend, spec, x, grad_weight_out, ranks.size)
     flat_labels, cells = labels if labels.dim() == 1 else labels.view(-1), None
-    ids, order = backend.ordered_ids(flat_labels, spec.ignore_index, spec.vocab_size)
+    # The order is one program's work. Several ids of each token have none, and are too many for it.
+    ids, order = (dense if spec.several else backend).ordered_ids(flat_labels, spec.ignore_index, spec.vocab_size)
     check_labels(call, flat_labels, ids)
     if spec.several:
         cells = Cells(ids.view(-1, spec.num_ids))
-        ids, order = any_id(cells.ids_NI), None
+        ids = any_id(cells.ids_NI)
     x = operands_of(ranks.whole(hidden), weight, head, ids, spec, cells, order)
     if ranks.size == 1:
         found, softmax, stats_TKN, saved = backend.run(backend.losses_alone, x, spec)

@@ -37,9 +37,7 @@ def _write_ids(
     order = [torch.empty(n, dtype=torch.int32, device=labels_N.device) for n in (num_tokens, 2)]
     # The order is computed by one program: 65,536 tokens take it eight steps, and no second launch is needed.
     with on_device(labels_N):
-        _labels_kernel[(1,)](
-            labels_N, ids_N, *order, ignore_index, vocab_size, num_tokens, BLOCK=8192, num_warps=16
-        )
+        _labels_kernel[(1,)](labels_N, ids_N, *order, ignore_index, vocab_size, num_tokens, BLOCK=8192, num_warps=16)
     return order
 
 

@@ -193,7 +193,7 @@ def _filtered_gradients(
             target = d_weight if grads.weight_out is None else grads.weight_out
         if target is not None:
             frequent_weight_FD = target.new_empty(lists.ids_F.shape[0], x.weight.shape[1])
-        _add_rows(total, frequent_weight_FD, x, how, comp, tiles, grads, spec, lists.columns_NL.shape[1])
+        _add_rows(total, frequent_weight_FD, x, how, comp, tiles, grads, spec)
         if frequent_weight_FD is not None and target is not None:
             add_listed(
                 target, x.hidden, lists, how, frequent_weight_FD, comp, tiles.grad_weight, add=grads.weight_out is not None
@@ -240,14 +240,14 @@ def _compensation(x: Operands, how: Decisions, ids_F: torch.Tensor, tiles: Tiles
 
 def _add_rows(
     total: Sum | None, frequent_weight_FD: torch.Tensor | None, x: Operands, how: Decisions, comp: Compensation, tiles: Tiles,
-    grads: Grads, spec: Spec, num_slots: int,
+    grads: Grads, spec: Spec,
 ) -> None:
     """Finish d_hidden, a group of tokens at a time, and compute the frequent columns' rows of d_weight."""
     columns = comp.columns if total is not None else comp.columns.frequent()
     num_columns, block_cols = columns.rows_CD.shape[0], tiles.dlogits.cols
-    at_once = memory.filter_backward_rows(
-        exact.sizes_of(x), num_columns, num_slots, spec.workspace_bytes, min(x.num_tokens, grads.ready_rows or x.num_tokens)
-    )
+    (num_tokens, num_slots), budget = how.grad_NL.shape, spec.workspace_bytes
+    ready_rows = min(num_tokens, grads.ready_rows or num_tokens)
+    at_once = memory.filter_backward_rows(exact.sizes_of(x), num_columns, num_slots, budget, ready_rows)
     buffer_RD, buffer_RC = (x.hidden.new_empty(at_once, cols) for cols in (x.hidden.shape[1], num_columns))
     sums_BR = torch.empty(cdiv(num_columns, block_cols), at_once, dtype=torch.float32, device=x.hidden.device)
     groups = exact.finished_groups(how.listed_labels, [how.index, how.num_listed], at_once, grads.ready_rows)
