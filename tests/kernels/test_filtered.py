@@ -666,7 +666,7 @@ def gpu_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
     ids=["whole", "options-in-groups", "padded-shard-with-a-small-eps"],
 )
-@pytest.mark.parametrize("num_unserved", [1, 140])
+@pytest.mark.parametrize("num_unserved", [0, 1, 129, 140] if GPU else [1, 140])
 @pytest.mark.usefixtures("gpu_tiles")
 @pytest.mark.slow
 def test_unserved_tokens_are_exact(case: Case, num_unserved: int, limits, monkeypatch: pytest.MonkeyPatch) -> None:

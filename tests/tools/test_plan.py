@@ -273,11 +273,11 @@ def test_the_largest_microbatch_fits_and_one_step_more_does_not() -> None:
 
 def test_scale() -> None:
     """More GPUs: fewer microbatches, a longer bubble; tensor parallelism over nodes takes the network."""
-    steps = grow(MODELS["llama-3-70b"], Layout(tp=8, pp=4), DEVICES["h200"], [8, 64, 1024], 256 << 20)
+    steps = grow(MODELS["llama-3-70b"], Layout(tp=8, pp=4), DEVICES["h200"], [8, 64, 512, 1024], 256 << 20)
     ours = [step for step in steps if step["loss"] == "filtered"]
-    assert [step["dp"] for step in ours] == [1, 2, 32] and ours[0]["pp"] == 1
+    assert [step["dp"] for step in ours] == [1, 2, 16, 32] and ours[0]["pp"] == 1
     alone, *bubbles = (step["bubble"] for step in ours)
-    assert alone == 0 < bubbles[0] < bubbles[1] < 1
+    assert alone == 0 < bubbles[0] < bubbles[1] < bubbles[2] < 1
     assert all(step["microbatches"] * step["dp"] * 8192 == 4 << 20 for step in ours)
     far = plan("llama-3-8b", Layout(tp=16)).losses[0].cost.collectives
     near = plan("llama-3-8b", Layout(tp=8)).losses[0].cost.collectives
